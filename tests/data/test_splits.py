@@ -119,5 +119,5 @@ def test_an_eval_dataset_of_test_files_is_read_whole(folder):
 
 @pytest.mark.parametrize("names", [["train.jsonl", "test.jsonl"], ["a.jsonl"]], ids=["with splits", "without"])
 def test_a_configuration_of_the_hub_is_refused(folder, names):
-    with pytest.raises(DataError, match="dataset_config_name is 'en', but .* is not a Hub id; leave it out"):
+    with pytest.raises(DataError, match=r"dataset_config_name is 'en', but .* is not a Hub id; leave it out"):
         source(folder(names), dataset_config_name="en")

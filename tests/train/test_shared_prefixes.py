@@ -4,6 +4,7 @@ not hold."""
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaForCausalLM
 from scu_trainer.control import microbatch as control
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
+from scu_trainer.train.loss.loss_path import LossPath
 from scu_trainer.train.loss.rows.model_loss import inner_model
 from scu_trainer.train.loss.rows.row_readings import row_scores
 from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes
@@ -188,6 +190,14 @@ def test_it_is_tried_before_it_is_done(tmp_path, caplog, monkeypatch):
     statistics = trainer.micro_batches.loop.statistics
     assert statistics.processed_tokens == statistics.real_tokens
     assert caplog.text.count("go through the layers once per row: the model fails on two short rows") == 1
+
+
+@pytest.mark.parametrize(("kind", "may_share"), [("cpu", True), ("cuda", False)])
+def test_on_a_card_every_row_keeps_its_prefix(kind, may_share):
+    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device(kind)), model=tiny.llama())
+    path, batch = LossPath(trainer, "never"), pad([Templates()[index] for index in range(8)])
+    path._shares_prefixes = path._shares_prefixes is None or path._shares_prefixes  # as if it had been tried
+    assert (path._end_to_end(batch).prefixes is not None) is may_share
 
 
 def test_padding_free_false_keeps_every_row_whole(tmp_path):
