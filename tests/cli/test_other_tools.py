@@ -151,6 +151,7 @@ def test_trl_and_unsloth_keep_their_defaults():
     ("text", "message"),
     [
         ("stage: dpo\nfinetuning_type: lora\n", "stage: dpo is another kind of training.*with_loops"),
+        ("do_train: false\nfinetuning_type: lora\n", "do_train: it is false, and this command trains"),
         ("base_model: a\nsequence_len: 9\nrl: dpo\n", "rl: dpo is another kind of training"),
         ("dataset_name: a\nuse_peft: true\nbeta: 0.1\n", "beta: it belongs to preferences"),
         ("stage: sft\ndataset: pairs\n", "dataset: pairs holds preferences"),

@@ -31,6 +31,12 @@ def _stage(value: Any, source: Source) -> Meaning:
     return Meaning(said="texts are learned; what is masked follows from the columns of the data")
 
 
+def _training(value: Any, source: Source) -> Meaning:
+    if not is_on(value):
+        raise SettingsError("it is false, and this command trains; scu-trainer eval RUN_OR_MODEL evaluates")
+    return Meaning(said="scu-trainer train trains")
+
+
 def _tuning(value: Any, source: Source) -> Meaning:
     if value == "freeze":
         return Meaning(
@@ -222,7 +228,7 @@ APOLLO = {**GALORE, "proj": "proj", "scale_type": "scale_type"}
 
 TABLE: Table = {
     "stage": _stage,
-    "do_train": Nothing("scu-trainer train trains"),
+    "do_train": _training,
     "finetuning_type": _tuning,
     "quantization_bit": _quantized,
     "quantization_method": _quantizer,
