@@ -18,11 +18,12 @@ from scu_trainer.train.loss.loss_path import LossPath
 from scu_trainer.train.loss.rows.model_loss import inner_model
 from scu_trainer.train.loss.rows.row_readings import row_scores
 from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes
+from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.faults import FakeGauge, fail_in_backward
-from tests.tiny import Rows, pad, same, weights_of
+from tests.tiny import Rows, arguments, pad, same, weights_of
 from tests.train.curricula import curriculum_run
-from tests.train.stepwise import ENDLESS_BYTES, compared, error_of
+from tests.train.stepwise import ENDLESS_BYTES, Recorder, compared, error_of
 from tests.train.test_padding_free import MODELS, PADDED, WAYS, WINDOW, stock_gradients, trained
 
 TEMPLATES = (torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([5, 6, 7, 11, 12]))
@@ -182,6 +183,50 @@ def test_rows_have_random_numbers_of_their_own(tmp_path, caplog, make):
     assert "once per row: the model draws random numbers (dropout)" in caplog.text
 
 
+def test_rows_have_them_where_an_audit_is_the_first_to_see_a_shared_prefix(tmp_path):
+    """Audits take the noise out of the model, so there it must not look as if it had none."""
+    changes = {"train_sampling_strategy": "sequential", "max_steps": 4}
+    trainer, _, _ = trained(with_attention_dropout, tmp_path, rows=TemplatesLater, **changes)
+    statistics = trainer.micro_batches.loop.statistics
+    assert statistics.processed_tokens == statistics.real_tokens
+
+
+class AddsFromLayers(SCUTrainer):
+    """Sums up over the tokens that a layer sees, which are those of all rows only where each row has its own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.seen = []
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss + 10 * sum(self.seen) / num_items_in_batch
+
+
+def test_a_loss_that_looks_into_the_layers_sees_every_row(tmp_path, caplog):
+    gradients = []
+    for memory in (PADDED, MemorySettings()):
+        recorder, model, changes = Recorder(), tiny.llama(), {"optim": "sgd", "max_grad_norm": 0.0, **WINDOW}
+        parts = {"data_collator": pad, "callbacks": [recorder], "memory_gauge": FakeGauge(ENDLESS_BYTES)}
+        trainer = AddsFromLayers(
+            model, arguments(tmp_path, **changes), train_dataset=LearnedTemplates(), memory=memory, **parts
+        )
+
+        def see(module, given, trainer=trainer):
+            states, rows = given[0], trainer.mask
+            trainer.seen.append((states[rows] if states.shape[:2] == rows.shape else states).square().sum())
+
+        def keep(module, given, named, trainer=trainer):
+            trainer.mask = named["attention_mask"].bool()
+
+        model.register_forward_pre_hook(keep, with_kwargs=True)
+        model.model.layers[1].mlp.register_forward_pre_hook(see)
+        with caplog.at_level(logging.INFO, logger="scu_trainer"):
+            trainer.train()
+        gradients.append(recorder.gradients)
+    assert trainer.loss_path.is_padding_free
+    assert "once per row: compute_loss of AddsFromLayers may add what layers compute; padding_free: true" in caplog.text
+    for gradient, wanted in zip(*gradients, strict=True):
+        assert error_of(gradient, wanted) < 4e-6
+
+
 def test_it_is_tried_before_it_is_done(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(SharedPrefixes, "of_rows", lambda self, output: {"last_hidden_state": output[0]})
     with caplog.at_level(logging.INFO, logger="scu_trainer"):
@@ -216,12 +261,21 @@ class TemplatesLater(Templates):
         return {name: value[6:] if index < 8 else value for name, value in row.items()}
 
 
-def test_a_run_that_goes_on_does_the_same(tmp_path):
+class OneLengthLater(LearnedTemplates):
+    """Of 12 tokens all, but for the first eight rows."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.cat([TEMPLATES[0], self.tokens[index][:6]])
+        return super().__getitem__(index) if index < 8 else {"input_ids": tokens, "labels": tokens.clone()}
+
+
+@pytest.mark.parametrize(("rows", "step"), [(TemplatesLater, 2), (OneLengthLater, 1)])
+def test_a_run_that_goes_on_does_the_same(tmp_path, rows, step):
     changes = {"train_sampling_strategy": "sequential", "save_strategy": "steps", "save_steps": 1}
-    trainer, whole, _ = trained(tiny.llama, tmp_path, rows=TemplatesLater, **changes)
-    resume = f"{tmp_path}/checkpoint-2"
+    trainer, whole, _ = trained(tiny.llama, tmp_path, rows=rows, **changes)
+    resume = f"{tmp_path}/checkpoint-{step}"
     resumed, found = compared(
-        tiny.llama(seed=5), tmp_path, MemorySettings(), TemplatesLater(), resume=resume, **{**WINDOW, **changes}
+        tiny.llama(seed=5), tmp_path, MemorySettings(), rows(), resume=resume, **{**WINDOW, **changes}
     )
     assert same(found.weights[-1], whole.weights[-1])
     assert resumed.micro_batches.loop.statistics == trainer.micro_batches.loop.statistics

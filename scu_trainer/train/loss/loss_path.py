@@ -33,6 +33,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     obstacle_to_padding_free,
     opened,
     own_forward_of,
+    own_loss_above,
     own_loss_between,
     sliding_window_of,
 )
@@ -78,7 +79,8 @@ class LossPath:
     ``MemorySettings``). ``has_learned``: whether any row was not set aside since somebody has set it to False.
     ``was_asked``: whether the training loss has come this way at all. ``before_blaming``: called before all rows of a
     batch are set aside; may raise where it is not they that are bad. ``is_padding_free``: whether
-    the model sees rows end to end; None while that is not decided. ``end_to_end``: the last rows that were laid out.
+    the model sees rows end to end; None while that is not decided. ``is_planned``: whether the micro-batch at hand was
+    planned so. ``end_to_end``: the last rows that were laid out.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class LossPath:
         self._kind: Optional[str] = None
         self._wanted, self._wanted_padding_free = chunked, padding_free
         self.is_padding_free: Optional[bool] = None
+        self.is_planned = False
         self.end_to_end: Optional[EndToEnd] = None
         # On a card the sum of what comes back to a shared prefix has no fixed order.
         self._shares_prefixes: Optional[bool] = None if trainer.args.device.type == "cpu" else False
@@ -160,16 +163,26 @@ class LossPath:
         return contextlib.nullcontext()
 
     def _end_to_end(self, inputs: Any) -> Optional[EndToEnd]:
-        rows = end_to_end(inputs, self._most_tokens, self._shares_prefixes is not False)
-        if rows is None or rows.prefixes is None or self._shares_prefixes:
+        known = self._shares_prefixes
+        # Audits take the noise out, so in one it would not show that rows need random numbers of their own.
+        may_share = self.is_planned and known is not False if self._records else known is True
+        rows = end_to_end(inputs, self._most_tokens, may_share)
+        if rows is None or rows.prefixes is None or known:
             return rows
-        found, obstacle = agrees_padding_free(self.trainer, inputs, shares_prefixes=True)
-        self._shares_prefixes = bool(found)
+        self._shares_prefixes = self._may_share_prefixes(inputs)
+        return self._end_to_end(inputs)
+
+    def _may_share_prefixes(self, inputs: Any) -> bool:
+        owner = own_loss_above(self.trainer) if self._wanted_padding_free is None else None
+        if owner:
+            found, obstacle = False, f"compute_loss of {owner} may add what layers compute; padding_free: true, if not"
+        else:
+            found, obstacle = agrees_padding_free(self.trainer, inputs, shares_prefixes=True)
         if found:
             logger.info("a prefix that rows share goes through the layers once")
         elif obstacle:
             logger.info("prefixes that rows share go through the layers once per row: %s", obstacle)
-        return self._end_to_end(inputs)
+        return bool(found)
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""

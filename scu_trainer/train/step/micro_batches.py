@@ -331,7 +331,7 @@ class MicroBatchStep:
         if path is None or not path.is_padding_free:
             yield
             return
-        path.end_to_end = None
+        path.end_to_end, path.is_planned = None, micro_batch.unpadded_tokens is not None
         yield
         rows = path.end_to_end
         if rows is None or not rows.seen:

@@ -66,6 +66,13 @@ def own_loss_between(trainer: Trainer) -> Optional[str]:
     return None if owner is None else owner.__name__
 
 
+def own_loss_above(trainer: Trainer) -> Optional[str]:
+    """The class whose ``compute_loss`` gets the loss from ours; None where there is none."""
+    kinds = type(trainer).__mro__
+    above = kinds[: kinds.index(_ours(trainer))]
+    return next((kind.__name__ for kind in above if "compute_loss" in vars(kind)), None)
+
+
 def own_forward_of(model: torch.nn.Module) -> Optional[str]:
     """The forward that is neither transformers' nor ours: it may look at the logits beside the loss."""
     kind = next(kind for kind in type(inner_model(model)).__mro__ if "forward" in vars(kind))
