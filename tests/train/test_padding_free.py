@@ -69,10 +69,27 @@ def trained(make, folder, memory=None, rows=UnevenRows, **changes):
     return *found, seen
 
 
+def with_adapted_words(**how) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(tiny.llama(), LoraConfig(r=4, **how))
+
+
+def with_compiled_layers():
+    """As ``layer.compile()`` leaves them, without the compiler."""
+    model = tiny.llama()
+    for layer in model.model.layers:
+        layer._compiled_call_impl = layer._call_impl
+    return model
+
+
 MODELS = {
     "llama": tiny.llama,
     "absolute positions": tiny.gpt2,
     "lora": lambda: tiny.lora(tiny.llama()),
+    "lora on the embedding": lambda: with_adapted_words(target_modules=["embed_tokens", "q_proj"]),
+    "some words trained": lambda: with_adapted_words(target_modules=["q_proj"], trainable_token_indices=[5, 6]),
     "rows within the window": lambda: gemma3(16),
 }
 WAYS = {
@@ -240,6 +257,7 @@ STAYS_PADDED = {
     "eager attention": (lambda: tiny.llama(attn_implementation="eager"), UnevenRows, {}),
     "layers with a state": (tiny.granite_hybrid, UnevenRows, {}),
     "positions from the mask": (opt, UnevenRows, {}),
+    "compiled layers": (with_compiled_layers, UnevenRows, {}),
     "label smoothing": (tiny.llama, UnevenRows, {"label_smoothing_factor": 0.1}),
 }
 
@@ -285,6 +303,7 @@ def test_rows_of_one_length_are_the_stock_run_bit_for_bit(tmp_path):
         (tiny.granite_hybrid, {}, "not all layers attend to the row: some do"),
         (tiny.t5, {"rows": tiny.pairs}, "does not compute the stock loss of a causal language model"),
         (opt, {}, "the model fails on two short rows without padding"),
+        (with_compiled_layers, {}, "layers are compiled, and would be again for every number of tokens"),
     ],
 )
 def test_always_says_why_not(tmp_path, make, changes, said):

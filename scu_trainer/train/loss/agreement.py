@@ -238,7 +238,7 @@ def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
 
 def _words(model: torch.nn.Module) -> int:
     """That the model both reads and predicts."""
-    return min(head_of(model).out_features, model.get_input_embeddings().num_embeddings)
+    return min(head_of(model).out_features, len(model.get_input_embeddings().weight))
 
 
 def _two_rows(words: int, device: torch.device, alike: int = 0) -> dict[str, torch.Tensor]:

@@ -55,8 +55,11 @@ def computes_causal_loss(model: torch.nn.Module) -> bool:
     """Whether the model's own loss is the stock one over next tokens, by code that can be replaced in it."""
     inner = inner_model(model)
     is_causal = getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
-    is_compiled = getattr(inner, "_compiled_call_impl", None) is not None or hasattr(inner, "_orig_mod")
-    return is_causal and not is_compiled and not inner.config.is_encoder_decoder
+    return is_causal and not is_compiled(inner) and not inner.config.is_encoder_decoder
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def own_loss_between(trainer: Trainer) -> Optional[str]:
@@ -164,6 +167,8 @@ def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
     by_length = sorted({"dynamic", "longrope"} & _rope_types(text))
     if by_length:
         return f"positions are scaled by the length of the padded rows ({', '.join(by_length)})"
+    if any(map(is_compiled, model.modules())):
+        return "layers are compiled, and would be again for every number of tokens"
     return None
 
 
