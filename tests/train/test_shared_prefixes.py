@@ -3,6 +3,7 @@ not hold."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import SimpleNamespace
 
@@ -13,9 +14,10 @@ from transformers import LlamaForCausalLM
 
 from scu_trainer.control import microbatch as control
 from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train.loops.bottlenecks import PartTimes
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.loss.loss_path import LossPath
-from scu_trainer.train.loss.rows.model_loss import inner_model
+from scu_trainer.train.loss.rows.model_loss import inner_model, own_loss_above
 from scu_trainer.train.loss.rows.row_readings import row_scores
 from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes
 from scu_trainer.train.trainer import SCUTrainer
@@ -195,36 +197,47 @@ class AddsFromLayers(SCUTrainer):
     """Sums up over the tokens that a layer sees, which are those of all rows only where each row has its own."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.seen = []
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.seen, self.mask = [], inputs["attention_mask"].bool()
+        loss = SCUTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
         return loss + 10 * sum(self.seen) / num_items_in_batch
 
 
-def test_a_loss_that_looks_into_the_layers_sees_every_row(tmp_path, caplog):
+def replaced_on_one_trainer(*args, **kwargs) -> SCUTrainer:
+    trainer = SCUTrainer(*args, **kwargs)
+    trainer.compute_loss = functools.partial(AddsFromLayers.compute_loss, trainer)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("make", "owner"), [(AddsFromLayers, "AddsFromLayers"), (replaced_on_one_trainer, "this trainer")]
+)
+def test_a_loss_that_looks_into_the_layers_sees_every_row(tmp_path, caplog, make, owner):
     gradients = []
     for memory in (PADDED, MemorySettings()):
         recorder, model, changes = Recorder(), tiny.llama(), {"optim": "sgd", "max_grad_norm": 0.0, **WINDOW}
         parts = {"data_collator": pad, "callbacks": [recorder], "memory_gauge": FakeGauge(ENDLESS_BYTES)}
-        trainer = AddsFromLayers(
-            model, arguments(tmp_path, **changes), train_dataset=LearnedTemplates(), memory=memory, **parts
-        )
+        trainer = make(model, arguments(tmp_path, **changes), train_dataset=LearnedTemplates(), memory=memory, **parts)
 
         def see(module, given, trainer=trainer):
             states, rows = given[0], trainer.mask
             trainer.seen.append((states[rows] if states.shape[:2] == rows.shape else states).square().sum())
 
-        def keep(module, given, named, trainer=trainer):
-            trainer.mask = named["attention_mask"].bool()
-
-        model.register_forward_pre_hook(keep, with_kwargs=True)
         model.model.layers[1].mlp.register_forward_pre_hook(see)
         with caplog.at_level(logging.INFO, logger="scu_trainer"):
             trainer.train()
         gradients.append(recorder.gradients)
     assert trainer.loss_path.is_padding_free
-    assert "once per row: compute_loss of AddsFromLayers may add what layers compute; padding_free: true" in caplog.text
+    assert f"once per row: compute_loss of {owner} may add what layers compute; padding_free: true" in caplog.text
     for gradient, wanted in zip(*gradients, strict=True):
         assert error_of(gradient, wanted) < 4e-6
+
+
+def test_measuring_its_time_changes_no_loss(tmp_path):
+    trainer = SCUTrainer(tiny.llama(), arguments(tmp_path), train_dataset=Templates(), memory=MemorySettings())
+    times = PartTimes(trainer)
+    times.start()
+    assert own_loss_above(trainer) is None
+    times.stop()
 
 
 def test_it_is_tried_before_it_is_done(tmp_path, caplog, monkeypatch):
