@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, OPTConfig, OPTForCausalLM, Trainer
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    OPTConfig,
+    OPTForCausalLM,
+    Trainer,
+)
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
@@ -353,6 +361,16 @@ def test_a_row_that_changes_the_next_a_little_is_seen_in_half_precision(tmp_path
         trainer, _ = compared(model, tmp_path, MemorySettings(), UnevenRows(), **WINDOW)
     assert "padding_free is not used: one row changes the states of the next by" in caplog.text
     assert trainer.loss_path.is_padding_free is False
+
+
+def test_attention_that_does_not_know_where_rows_end_is_seen_whatever_its_weights(tmp_path, caplog):
+    """In half precision, weights near zero hide what rows see of each other."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "new_decoder_architecture": True}
+    config = FalconConfig(vocab_size=tiny.VOCAB, initializer_range=0.002, bos_token_id=0, eos_token_id=1, **sizes)
+    with caplog.at_level(logging.WARNING, logger="scu_trainer"):
+        compared(FalconForCausalLM(config).to(torch.bfloat16), tmp_path, MemorySettings(), UnevenRows(), **WINDOW)
+    assert "padding_free is not used: its attention is code of its own" in caplog.text
 
 
 # -- what is planned is what runs --------------------------------------------------------------------------------------

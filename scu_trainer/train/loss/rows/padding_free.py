@@ -50,7 +50,7 @@ class EndToEnd:
     ``lengths``: tokens of each. ``shape``: (rows, time) with the padding. ``places`` (tokens,): of the tokens in
     (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
     before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
-    ``prefixes``: shared by rows, where there are any. ``seen``: by the model.
+    ``prefixes``: shared by rows, where there are any. ``seen``: by the model. ``attended``: by ``_attention``.
     """
 
     lengths: tuple[int, ...]
@@ -61,6 +61,7 @@ class EndToEnd:
     borders: Tensor
     prefixes: Optional[SharedPrefixes] = None
     seen: list[bool] = field(default_factory=list)
+    attended: list[bool] = field(default_factory=list)
 
     def of(self, values: Tensor) -> Tensor:
         """(rows, time) -> (1, tokens)"""
@@ -161,6 +162,7 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     rows: Optional[EndToEnd] = others.pop(ROWS, None)
     if rows is None:
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
+    rows.attended.append(True)
     query, key, value = _in_one_type(query, key, value)
     prefixes = rows.prefixes
     if prefixes is not None:
