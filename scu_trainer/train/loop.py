@@ -83,8 +83,8 @@ class Loop(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if self.trainer is None:
             raise ControlError(
-                f"{called(self)} was given to a trainer without loops, which would never call its hooks; give it to "
-                "SCUTrainer, or to with_loops(Trainer) for any other Trainer"
+                f"{called(self)} was passed to a trainer without loops, which would never call its hooks; pass it to "
+                "SCUTrainer, or wrap your Trainer class: with_loops(Trainer)"
             )
 
     # -- a training ----------------------------------------------------------------------------------------------------
@@ -189,18 +189,18 @@ class Loop(TrainerCallback):
                 write_state(Path(folder) / self.state_file, state)
             except TypeError as error:
                 raise ControlError(
-                    f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); give a dict of numbers, "
-                    "text, lists and dicts whose keys are text, of a tensor its tolist()"
+                    f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); return a dict of "
+                    "numbers, strings, lists and dicts with string keys, and call tolist() on tensors"
                 ) from error
 
     def load_state(self, checkpoint: str) -> None:
-        """A checkpoint without the file is of a run without this loop: it begins at nothing."""
+        """A checkpoint without the file is of a run without this loop: it starts fresh."""
         if self.state_file is None:
             return
         path = Path(checkpoint) / self.state_file
         if not path.is_file():
             if self.trainer.is_world_process_zero():
-                logger.warning("%s has no %s: %s begins at nothing", path.parent, path.name, called(self))
+                logger.warning("%s has no %s: %s starts fresh", path.parent, path.name, called(self))
             return
         state = read_state(path)
         with reading(path):
@@ -234,7 +234,7 @@ class Loop(TrainerCallback):
         the one that writes, nothing. Raises ControlError where there is no such file, or no such row can be kept."""
         if self.history_file is None:
             raise ControlError(
-                f"{called(self)} records rows and has no history_file: nothing would keep them; set "
+                f"{called(self)} records rows but has no history_file to keep them in; set "
                 f'history_file = "{self.name or "own"}.json" in its class'
             )
         if not isinstance(row, Mapping) or not isinstance(row.get("step"), int):
@@ -247,8 +247,8 @@ class Loop(TrainerCallback):
                 self.history.append(row)
             except TypeError as error:
                 raise ControlError(
-                    f"{called(self)} records a row that cannot be saved as JSON ({error}); give numbers, text, lists "
-                    "and dicts, of a tensor its tolist()"
+                    f"{called(self)} records a row that cannot be saved as JSON ({error}); record numbers, strings, "
+                    "lists and dicts, and call tolist() on tensors"
                 ) from error
 
     def rows_stand_until(self, step: int) -> int:
@@ -310,5 +310,5 @@ def opened(output_dir: str, name: str, step: int) -> History:
     history = History(Path(output_dir) / name)
     dropped = history.truncate_after(step)
     if dropped:
-        logger.info("%d rows of %s after step %d are written again", dropped, name, step)
+        logger.info("removed %d rows of %s after step %d: the resumed run writes them again", dropped, name, step)
     return history

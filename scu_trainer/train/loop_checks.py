@@ -32,23 +32,24 @@ def require_apart(loop: Loop, others: Collection[Loop]) -> None:
     """Raises ControlError where ``loop`` and one of ``others`` share a name or a file, or its own files cannot be."""
     if any(other is loop for other in others):
         raise ControlError(
-            f"{called(loop)} was given twice, and would act twice in every step; give it once, or make a second one"
+            f"{called(loop)} was passed twice and would act twice in every step; pass it once, or create a second "
+            "instance"
         )
     _require_known_hooks(loop)
     for kind in FILES:
         _require_file_name(loop, kind)
     if type(loop).state_dict is not Loop.state_dict and _saves_nothing(loop):
         raise ControlError(
-            f"{called(loop)} has a state_dict and no state_file: no checkpoint would hold its state, and a resumed run "
-            f'would start it over; set state_file = "{loop.name or "own"}_state.json" in its class'
+            f"{called(loop)} has a state_dict but no state_file: checkpoints would not save its state, and a "
+            f'resumed run would start it fresh; set state_file = "{loop.name or "own"}_state.json" in its class'
         )
     for other in others:
         for kind in ("name", *FILES):
             shared = getattr(loop, kind)
             if shared and shared == getattr(other, kind):
                 raise ControlError(
-                    f"{called(loop)} and {called(other)} both have {kind} {shared!r}, and one would take the other's "
-                    f"place; give one of them another {kind}"
+                    f"{called(loop)} and {called(other)} both have {kind} {shared!r}, so one would overwrite the "
+                    f"other; give one of them a different {kind}"
                 )
 
 
@@ -62,9 +63,7 @@ def _require_known_hooks(loop: Loop) -> None:
 
 def late(loop: Loop) -> ControlError:
     """Of a loop that is given while a training goes on: its ``begin`` was not called, and its history is not open."""
-    return ControlError(
-        f"{called(loop)} was added while training goes on, and nothing has begun for it; add it before train()"
-    )
+    return ControlError(f"{called(loop)} was added during training, too late for its begin hook; add it before train()")
 
 
 def _saves_nothing(loop: Loop) -> bool:
@@ -82,7 +81,7 @@ def _require_file_name(loop: Loop, kind: str) -> None:
         )
     if name in OTHERS_FILES:
         raise ControlError(
-            f"{called(loop)} has {kind} {name!r}, a file that is written without it; use a name of its own"
+            f"{called(loop)} has {kind} {name!r}, a file that a run already writes; use a different name"
         )
 
 
@@ -141,8 +140,8 @@ def rate_of(loop: Loop) -> float:
     if 0 <= rate < math.inf:
         return rate
     raise ControlError(
-        f"{called(loop)} has rate_factor {loop.rate_factor}, which the learning rate is multiplied by; it is a "
-        "finite number from 0 on"
+        f"{called(loop)} has rate_factor {loop.rate_factor}, which multiplies the learning rate; it must be a finite "
+        "number of 0 or more"
     )
 
 
@@ -153,19 +152,21 @@ def row_of(loop: Loop, scalars: Mapping[str, Any], row: Mapping[str, Any]) -> di
     Raises ControlError for what is not a number, and for a name that the row has already.
     """
     if not isinstance(scalars, Mapping):
-        raise ControlError(f"{called(loop)} gives scalars as {type(scalars).__name__}; return a dict of numbers")
+        raise ControlError(
+            f"{called(loop)} returns a {type(scalars).__name__} from scalars(); return a dict of numbers"
+        )
     numbers: dict[str, Optional[float]] = {}
     for name, value in scalars.items():
         number = value.item() if getattr(value, "size", None) is not None and _is_one(value) else value
         if number is not None and not isinstance(number, (int, float)):
             raise ControlError(
-                f"{called(loop)} gives the scalar {name!r} as {type(value).__name__}, and logs hold numbers; return a "
-                "float for it"
+                f"{called(loop)} gives the scalar {name!r} as {type(value).__name__}, but logs only hold numbers; "
+                "return a float for it"
             )
         if name in row:
             raise ControlError(
-                f"{called(loop)} gives a scalar {name!r}, which this row of the logs has already; by convention its "
-                f'name begins with that of the loop: "{loop.name or "own"}/{name}"'
+                f"{called(loop)} gives a scalar {name!r}, which this row of the logs already has; begin its name with "
+                f'that of the loop: "{loop.name or "own"}/{name}"'
             )
         numbers[name] = number
     return numbers

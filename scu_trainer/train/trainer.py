@@ -240,8 +240,8 @@ class SCUTrainer(Trainer):
         missing = [type(one).__name__ for one in self._own_loops if one not in self.loops]
         if missing:
             raise ControlError(
-                f"{', '.join(missing)} was taken off this trainer, and what it was made with needs it; leave the loop "
-                "out where the trainer is made, or put it back with add_callback"
+                f"{', '.join(missing)} was removed from this trainer, which was set up to use it; create the trainer "
+                "without the loop, or put it back with add_callback"
             )
         for loop in self.loops:
             loop.trainer = self  # it may have been given to another one since

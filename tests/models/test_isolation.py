@@ -114,7 +114,7 @@ def test_what_was_chosen_is_said_with_the_reason():
     assert Packing.expected(data, llama.config).asked_of(llama, tiny.VOCAB).line() == (
         "rows: packed, documents isolated: LlamaForCausalLM keeps packed documents apart"
     )
-    assert "rows: one document each, not packed, for granitemoehybrid has layers that carry their state" in (
+    assert "rows: one document each, not packed, because granitemoehybrid has layers that carry their state" in (
         Packing.expected(data, hybrid.config).asked_of(hybrid, tiny.VOCAB).line()
     )
 

@@ -275,8 +275,8 @@ NO_FOLDERS: dict[str, Callable[[Path], Any]] = {
 def test_what_is_no_folder_is_passed_over(ours, tmp_path, caplog, entry):
     run = copied(ours, tmp_path, 2)
     NO_FOLDERS[entry](run / "checkpoint-6")
-    assert newest_with_reasons(run, 1, False) == (run / "checkpoint-2", ["checkpoint-6 is skipped: it is no folder"])
-    with pytest.raises(CheckpointError, match="checkpoint-6 cannot be resumed from: it is no folder"):
+    assert newest_with_reasons(run, 1, False) == (run / "checkpoint-2", ["checkpoint-6 is skipped: it is not a folder"])
+    with pytest.raises(CheckpointError, match="checkpoint-6 cannot be resumed from: it is not a folder"):
         resumed(SCUTrainer, str(run / "checkpoint-6"), run)
     NO_FOLDERS[entry](run / "checkpoint-4")
     trainer = trained(llama(), run, resume=True, **SAVED)  # and its own checkpoints take their names
@@ -378,8 +378,8 @@ def test_a_broken_manifest(ours, tmp_path, manifest):
     run = copied(ours, tmp_path, 2, 4)
     (run / "checkpoint-4" / files.MANIFEST).write_text(MANIFESTS[manifest])
     chosen, skipped = newest_with_reasons(run, 1, False)
-    assert chosen == run / "checkpoint-2" and "no whole manifest.json" in skipped[0]
-    with pytest.raises(CheckpointError, match=r"no whole manifest\.json"):
+    assert chosen == run / "checkpoint-2" and "manifest.json is damaged" in skipped[0]
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         resumed(SCUTrainer, str(run / "checkpoint-4"), tmp_path / "new")
 
 
@@ -495,4 +495,4 @@ def test_the_command_ends_in_one_line_or_takes_the_older(tmp_path, capsys):
     (run / "run.json").write_text(json.dumps(with_step))
     assert train.main([*words, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
     said = "".join(capsys.readouterr())
-    assert f"resuming from {run / 'checkpoint-2'}" in said and "checkpoint-6 is skipped: it is no folder" in said
+    assert f"resuming from {run / 'checkpoint-2'}" in said and "checkpoint-6 is skipped: it is not a folder" in said

@@ -116,7 +116,7 @@ def test_values_are_compared_as_they_are_written():
 @pytest.mark.parametrize(
     ("change", "name", "consequence"),
     [
-        ({"world_size": 1}, "world_size", "ranks get rows that differ"),
+        ({"world_size": 1}, "world_size", "ranks get other rows"),
         ({"data": {"fingerprint": "other"}}, "data", "seen twice or not at all"),
         ({"versions": {"torch": "1.9", "platform": "there", "peft": None}}, "torch", "another version"),
         ({"git_commit": "4321"}, "git_commit", "the code has changed"),
@@ -181,7 +181,7 @@ def test_all_that_is_refused_is_named(checkpoint):
 def test_another_split_is_refused_and_the_way_on_is_said(was):
     settings = before(validation_split_percentage=10)
     (change,) = changes({**settings, **was}, {**settings, "seed": 4, "split_seed": 5})
-    assert change.is_refused and "was 3, now 5" in change.line and "give data_seed: 3" in change.line
+    assert change.is_refused and "was 3, now 5" in change.line and "set data_seed: 3" in change.line
     assert changes({**settings, **was}, {**settings, "seed": 4, "split_seed": 3}) == []
 
 

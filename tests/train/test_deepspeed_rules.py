@@ -220,8 +220,8 @@ def test_device_map_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "optim", "expected"),
     [
-        ("zero2", "adafactor", "one flat row"),
-        ("zero3", "galore_adamw", "one flat row"),
+        ("zero2", "adafactor", "one flat vector"),
+        ("zero3", "galore_adamw", "one flat vector"),
         ("zero2_offload", "apollo_adamw", "use adamw_torch_fused"),
     ],
 )
@@ -317,7 +317,7 @@ def test_a_missing_file_is_one_message(by_launcher):
     without_launcher()
     if by_launcher:
         os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE="ds_configs/zero9.json")
-    with pytest.raises(SettingsError, match=r"ds_configs/zero9.json' is not there, seen from .*; start in the folder"):
+    with pytest.raises(SettingsError, match=r"ds_configs/zero9.json' was not found from .*; start in the folder"):
         deepspeed_start.prepare_environment(None if by_launcher else "ds_configs/zero9.json", use_cpu=True)
 
 

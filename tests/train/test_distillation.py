@@ -191,7 +191,7 @@ def test_a_loss_of_its_own_is_refused(tmp_path):
     model.loss_type = "ForMaskedLM"
     with pytest.raises(ControlError, match="cross-entropy of next tokens or classes"):
         trained(model, tmp_path, callbacks=[distillation()], **TEXT)
-    with pytest.raises(ControlError, match="takes the place of compute_loss_func"):
+    with pytest.raises(ControlError, match="a teacher replaces compute_loss_func"):
         trained(llama(), tmp_path, callbacks=[distillation()], label_smoothing_factor=0.1, **TEXT)
 
 

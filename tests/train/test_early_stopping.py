@@ -153,6 +153,6 @@ def test_the_command_says_why_the_run_ended(tmp_path, capsys):
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     assert cli.main(["train", *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "early stopping" in printed and "eval_loss was not better than" in printed
+    assert "early stopping" in printed and "eval_loss did not improve on" in printed
     figures = json.loads((tmp_path / "run" / "scu_metrics.json").read_text())["early_stopping"]
     assert figures["metric"] == "eval_loss" and figures["best_step"] < figures["step"] < 60

@@ -144,7 +144,9 @@ def test_it_says_whose_s_it_is(tmp_path):
         trained(llama(layers=1), tmp_path, scu, efficiency=EMA, max_steps=1).loop("weight_average").opening_lines()[0]
         for scu in (None, RegularizationSettings(target_s=0.02))
     ]
-    assert "S is" not in lines[0] and lines[1].endswith("S is that of the weights in training, not of their average")
+    assert "S is" not in lines[0] and lines[1].endswith(
+        "S is measured on the weights in training, not on their average"
+    )
 
 
 def test_off_keeps_no_file(tmp_path):
@@ -161,7 +163,7 @@ def test_a_checkpoint_without_averages_is_refused(tmp_path):
 def test_averages_of_other_weights_are_refused(tmp_path):
     trained(llama(layers=1), tmp_path, efficiency=EMA, save_strategy="steps", save_steps=3)
     average = trained(llama(layers=2), tmp_path / "other", efficiency=EMA).loop("weight_average")
-    with pytest.raises(CheckpointError, match="other weights"):
+    with pytest.raises(CheckpointError, match="a different set of weights"):
         average._read(tmp_path / "checkpoint-3")
 
 

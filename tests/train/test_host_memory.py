@@ -28,9 +28,9 @@ def test_it_collects_from_its_threshold_on_and_not_at_every_step(threshold_gb, u
         for step in range(1, 3 * LOOKS_EVERY_STEPS + 1):
             host.look(step)
     assert host.collections == len(devices) == (3 if collects else 0)
-    assert ("this run gave 1.0 GiB back" in caplog.text) == collects
+    assert ("this run freed 1.0 GiB" in caplog.text) == collects
 
 
 def test_on_a_cpu_it_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match="ram_threshold_gb is for main memory beside a GPU"):
+    with pytest.raises(SettingsError, match="ram_threshold_gb limits main memory when training on a GPU, but this run"):
         trained(llama(layers=1), tmp_path, memory=MemorySettings(ram_threshold_gb=14.0), max_steps=1)

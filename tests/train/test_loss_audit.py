@@ -110,14 +110,14 @@ def test_a_term_that_comes_later_ends_splitting_at_the_next_audit_and_is_said(tm
     _, expected = train(late(begin), tmp_path, None)
     assert wrong_steps(found, expected) == list(range(begin, found_at))
     (notice,) = trainer.micro_batches.analysis.notices
-    assert notice in caplog.text and notice.startswith(f"from step {found_at} on batches run whole")
+    assert notice in caplog.text and notice.startswith(f"from step {found_at} on, batches run whole")
     before = {
         2: "the step before was audited",
         4: "the gradient of step 3 may be",
         8: "gradients of steps 5 to 7 may be",
         9: "the step before was audited",
     }
-    assert before[found_at] in notice and "apart" in notice
+    assert before[found_at] in notice and "which differs by" in notice
     figures = trainer.micro_batches.analysis.figures()
     assert figures["is_exact"] is False and figures["last_good_step"] in (found_at // 2, found_at - 1)
     assert json.dumps(figures)
@@ -132,7 +132,7 @@ def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):
     trainer, found = train(loss, tmp_path, CUT)
     _, expected = train(loss, tmp_path, None)
     assert wrong_steps(found, expected) == []
-    assert "from step 1 on batches run whole" in trainer.micro_batches.analysis.notices[0]
+    assert "from step 1 on, batches run whole" in trainer.micro_batches.analysis.notices[0]
 
 
 def test_a_term_of_more_rows_than_a_batch_has_is_found_before_the_first_step(tmp_path):
@@ -145,7 +145,7 @@ def test_a_term_of_more_rows_than_a_batch_has_is_found_before_the_first_step(tmp
     trainer, found = train(loss, tmp_path, pools)
     _, expected = train(loss, tmp_path, None)
     assert wrong_steps(found, expected) == []
-    assert "from step 1 on batches run whole" in trainer.micro_batches.analysis.notices[0]
+    assert "from step 1 on, batches run whole" in trainer.micro_batches.analysis.notices[0]
 
 
 def test_rows_of_one_length_are_audited_as_they_are_cut(tmp_path):
@@ -176,7 +176,7 @@ def test_a_class_that_comes_later_is_asked_about_at_once(tmp_path):
     trainer, found = train(loss, tmp_path, CUT, rows)
     _, expected = train(loss, tmp_path, None, rows)
     assert wrong_steps(found, expected) == []
-    assert trainer.micro_batches.analysis.notices[0].startswith("from step 5 on batches run whole")
+    assert trainer.micro_batches.analysis.notices[0].startswith("from step 5 on, batches run whole")
     assert not trainer.micro_batches.reduction.is_exact
 
 
@@ -210,7 +210,7 @@ def test_inputs_with_other_names_are_asked_about_again(tmp_path):
     trainer, found = train(loss, tmp_path, CUT, Named(), steps=4)
     _, expected = train(loss, tmp_path, None, Named(), steps=4)
     assert wrong_steps(found, expected) == []
-    assert trainer.micro_batches.analysis.notices[0].startswith("from step 3 on batches run whole")
+    assert trainer.micro_batches.analysis.notices[0].startswith("from step 3 on, batches run whole")
 
 
 def test_batches_with_other_inputs_have_an_answer_of_their_own(tmp_path):

@@ -90,5 +90,7 @@ def test_two_optimizers_are_refused(changes, tmp_path):
 
 
 def test_an_optimizer_of_ones_own_beside_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match="leave one of them out"):
+    with pytest.raises(
+        SettingsError, match="use_muon and your own optimizer were both passed to the trainer; drop one of them"
+    ):
         train(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))

@@ -208,12 +208,12 @@ def one_bad_row(folder, sample: int, backward: bool = False, **changes):
 def test_the_first_module_and_the_row_are_named(tmp_path, caplog):
     found = one_bad_row(tmp_path, sample=13, gradient_accumulation_steps=2, max_steps=3, **IN_ORDER)
     (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
-    assert record["place"] == "the first output that is not finite is of model.layers.1.mlp (LlamaMLP)"
+    assert record["place"] == "the first non-finite output is that of model.layers.1.mlp (LlamaMLP)"
     assert record["rows"] == ["row 1 of accumulation batch 1"] and record["step"] == 2
     (line,) = [text for text in caplog.messages if "skipped" in text]
-    assert line.startswith("step 2: the loss is not a finite number; the first output that is not finite is of model.")
+    assert line.startswith("step 2: the loss is not a finite number; the first non-finite output is that of model.")
     assert "1 of at most 3 in a row" in line and "lower learning_rate" in line
-    assert found.nonfinite_guard.notices == ["skipped optimizer steps, without a finite loss or gradient: 1 (2)"]
+    assert found.nonfinite_guard.notices == ["optimizer steps skipped because loss or gradient was not finite: 1 (2)"]
 
 
 def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):
@@ -235,7 +235,7 @@ def test_code_between_modules_is_named_by_the_module_around_it(tmp_path, monkeyp
     layer.register_forward_pre_hook(lambda module, given: (given[0] * (NAN if when.is_on else 1.0), *given[1:]))
     found = trained(model, tmp_path, safety=SAFETY, callbacks=[when])
     (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
-    place = "the first number that is not finite comes from model.layers.1, before it calls model.layers.1."
+    place = "the first non-finite value comes from model.layers.1, before it calls model.layers.1."
     assert record["place"].startswith(place)
 
 
@@ -254,7 +254,7 @@ def test_a_fault_that_does_not_come_back_is_said_to_be_one(tmp_path, caplog):
     model.model.layers[0].mlp.register_forward_hook(once)
     found = trained(model, tmp_path, safety=SAFETY)
     assert found.nonfinite_guard.figures()["bad_numbers"]["skipped"][0]["place"] is None
-    assert "the place was not found: every number is finite when its rows run again" in caplog.text
+    assert "the source was not found: every value is finite when its rows run again" in caplog.text
 
 
 def test_a_model_that_fails_on_single_rows_does_not_hide_the_step(tmp_path, caplog):
@@ -278,8 +278,8 @@ def test_past_the_limit_the_run_stops_with_the_last_good_state(tmp_path):
     with pytest.raises(NonFiniteLoss) as stopped:
         run(tmp_path / "run", "layer", steps=(3, 4, 5), max_steps=8, safety=safety)
     text = str(stopped.value)
-    assert text.startswith("step 5: the loss is not a finite number; the first output that is not finite is of")
-    assert "3 steps one after the other" in text and "max_nonfinite_steps allows 2" in text
+    assert text.startswith("step 5: the loss is not a finite number; the first non-finite output is that of")
+    assert "3 steps in a row" in text and "max_nonfinite_steps allows 2" in text
     assert "checkpoint-4 holds the weights after step 2, the last good one" in text
 
     checkpoint = tmp_path / "run" / "checkpoint-4"

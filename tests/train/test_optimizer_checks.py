@@ -140,10 +140,10 @@ def test_the_final_model_and_checkpoints_hold_the_average_and_resume_exactly(opt
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr_scheduler_type": "linear"}, "set lr_scheduler_type: constant"),
+        ({"lr_scheduler_type": "linear"}, "set only lr_scheduler_type: constant"),
         ({"warmup_steps": 0.1}, "whole number of steps"),
-        ({"regularization": RegularizationSettings(target_s=0.1)}, "leave scu_target_s out"),
-        ({"efficiency": EfficiencySettings(ema_decay=0.9)}, "leave ema_decay out"),
+        ({"regularization": RegularizationSettings(target_s=0.1)}, "drop scu_target_s"),
+        ({"efficiency": EfficiencySettings(ema_decay=0.9)}, "drop ema_decay"),
     ],
 )
 def test_what_schedule_free_contradicts(changes, message, tmp_path):

@@ -164,14 +164,14 @@ def given(loop: Loop, **values) -> Loop:
     [
         ([given(Named(), name="memory")], "MemoryLoop both have name 'memory'"),
         ([Named(), Named()], "both have name 'own'"),
-        ([Silent()] * 2, "the loop Silent was given twice"),
+        ([Silent()] * 2, "the loop Silent was passed twice"),
         ([Misspelt()], r"Misspelt has on_gradient \(did you mean 'on_gradients'\?\), which nothing calls"),
         ([given(Stateful(), state_file=None)], 'no state_file.*set state_file = "own_state.json"'),
         ([given(Stateful(), state_file="memory_state.json")], "both have state_file 'memory_state.json'"),
         ([given(Named(), history_file="memory_history.json")], "both have history_file"),
         ([given(Named(), history_file="../rows.json")], "not a file name"),
         ([given(Named(), history_file="rows.csv")], "not a file name"),
-        ([given(Named(), state_file="trainer_state.json")], "a file that is written without it"),
+        ([given(Named(), state_file="trainer_state.json")], "a file that a run already writes"),
     ],
 )
 def test_what_would_be_lost_is_refused_when_the_loop_is_given(tmp_path, loops, said):
@@ -215,10 +215,10 @@ class Scalars(Named):
         (given(Named(), rate_factor=None), "rate_factor None"),
         (given(Named(), rate_factor=float("nan")), "rate_factor nan"),
         (given(Named(), rate_factor=-1.0), "rate_factor -1.0"),
-        (Scalars(None), "scalars as NoneType"),
+        (Scalars(None), "returns a NoneType from scalars"),
         (Scalars({"own/x": "high"}), "'own/x' as str"),
         (Scalars({"own/x": torch.zeros(2)}), "'own/x' as Tensor"),
-        (Scalars({"loss": 1.0}), "'loss', which this row of the logs has already"),
+        (Scalars({"loss": 1.0}), "'loss', which this row of the logs already has"),
     ],
 )
 def test_what_shows_later_is_refused_by_name(tmp_path, loop, said):
@@ -240,12 +240,12 @@ def test_numbers_of_a_state_that_are_not_finite_come_back(tmp_path):
 def test_a_loop_that_finds_no_state_says_so(tmp_path, caplog):
     trained(llama(layers=1), tmp_path, **RUN)
     trained(llama(layers=1), tmp_path, callbacks=[Stateful({})], resume=str(tmp_path / "checkpoint-6"), **RUN)
-    assert "checkpoint-6 has no own_state.json: the loop Stateful begins at nothing" in caplog.text
+    assert "checkpoint-6 has no own_state.json: the loop Stateful starts fresh" in caplog.text
 
 
 def test_a_trainer_without_loops_is_refused(tmp_path):
     trainer = Trainer(llama(layers=1), arguments(tmp_path), train_dataset=Rows(), callbacks=[Silent()])
-    with pytest.raises(ControlError, match=r"the loop Silent was given to a trainer without loops.*with_loops"):
+    with pytest.raises(ControlError, match=r"the loop Silent was passed to a trainer without loops.*with_loops"):
         trainer.train()
 
 
@@ -256,7 +256,7 @@ class Adds(TrainerCallback):
 
 def test_a_loop_that_comes_late_is_refused(tmp_path):
     adds = Adds()
-    with pytest.raises(ControlError, match="the loop Named was added while training goes on"):
+    with pytest.raises(ControlError, match="the loop Named was added during training"):
         trained(llama(layers=1), tmp_path, callbacks=[adds], prepare=lambda t: vars(adds).update(trainer=t), **RUN)
     assert adds.trainer.loops == [] and adds.trainer.is_stock
 

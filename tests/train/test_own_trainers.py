@@ -328,17 +328,17 @@ def stepping(step) -> type[Trainer]:
 
 
 DEVIATIONS = {
-    shares_by_itself: "leaves num_items_in_batch out of compute_loss",
-    goes_back_twice: "computes 1 losses by compute_loss, and goes back through 2",
-    adds_a_term: "goes back through another loss than that of compute_loss",
+    shares_by_itself: "does not pass num_items_in_batch to compute_loss",
+    goes_back_twice: "runs compute_loss 1 × and backward 2 ×",
+    adds_a_term: "runs backward on another loss than that of compute_loss",
     mixes_rows: "changes the batch before its loss is computed",
     writes_into_the_batch: "changes the batch before its loss is computed",
-    changes_gradients: "changes weights or gradients beside the backward of its loss",
-    changes_gradients_before: "changes weights or gradients beside the backward of its loss",
-    clamps_without_a_trace: "changes weights or gradients beside the backward of its loss",
-    moves_weights_and_back: "changes weights or gradients beside the backward of its loss",
-    hooks_weights: "changes weights or gradients beside the backward of its loss",
-    divides_by_rows: "goes back through another loss than that of compute_loss",
+    changes_gradients: "changes weights or gradients outside the backward pass of its loss",
+    changes_gradients_before: "changes weights or gradients outside the backward pass of its loss",
+    clamps_without_a_trace: "changes weights or gradients outside the backward pass of its loss",
+    moves_weights_and_back: "changes weights or gradients outside the backward pass of its loss",
+    hooks_weights: "changes weights or gradients outside the backward pass of its loss",
+    divides_by_rows: "runs backward on another loss than that of compute_loss",
 }
 
 
@@ -366,8 +366,8 @@ def test_a_step_that_begins_to_do_more_ends_cutting_with_a_word(tmp_path):
 
     found = run(with_loops(stepping(later)), tmp_path, memory=CUT)
     (notice,) = found.micro_batches.analysis.notices
-    assert notice.startswith("from step 5 on batches run whole, because training_step of Own computes 1 losses")
-    assert notice.endswith("step 4 may have been cut")
+    assert notice.startswith("from step 5 on, batches run whole, because training_step of Own runs compute_loss 1 ×")
+    assert notice.endswith("step 4 may have been split")
 
 
 def test_what_a_step_did_is_known_after_a_resume(tmp_path):
@@ -379,7 +379,7 @@ def test_what_a_step_did_is_known_after_a_resume(tmp_path):
 
 
 def test_a_step_that_does_more_is_not_run_again(tmp_path):
-    message = "step 2 ran out of memory and is not run again, because training_step of Own computes 1 losses"
+    message = "step 2 ran out of memory and is not run again, because training_step of Own runs compute_loss 1 ×"
     with pytest.raises(OutOfMemory, match=message):
         run(with_loops(stepping(goes_back_twice)), tmp_path, memory=CUT, callbacks=[FailsOnce()])
 
@@ -453,7 +453,7 @@ def test_weights_of_rows_must_reach_the_loss_that_is_trained(tmp_path):
     weighs = {"curriculum": CurriculumSettings("infobatch"), "arguments": EPOCHS}
     with pytest.raises(ControlError, match="infobatch weighs rows, and this model's loss is not the sum"):
         run(with_loops(Focal), tmp_path / "focal", **weighs)
-    with pytest.raises(ControlError, match="compute_loss of NoOutputs returns a Tensor where return_outputs is True"):
+    with pytest.raises(ControlError, match="compute_loss of NoOutputs returns a Tensor when return_outputs is True"):
         run(with_loops(NoOutputs), tmp_path / "none", **weighs)
     assert run(with_loops(Halved), tmp_path / "halved", **weighs).loss_path.reading.exact
 
@@ -542,7 +542,7 @@ def test_a_forward_that_looks_at_the_logits_gets_them(tmp_path, words, caplog):
     expected = run(Trainer, tmp_path / "stock", model(), rows, low)
     found = run(SCUTrainer, tmp_path / "ours", model(), rows, low, memory=MemorySettings())
     assert not found.loss_path.is_chunked and not found.loss_path.is_padding_free
-    said = "chunked_loss is not used: forward of LooksAtLogits computes the loss by code of its own"
+    said = "chunked_loss is not used: forward of LooksAtLogits computes the loss in its own code"
     assert (said in caplog.text) == (words > tiny.VOCAB)
     found.model.load_state_dict(expected.model.state_dict())
     assert found.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-6)

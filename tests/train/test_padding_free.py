@@ -308,7 +308,7 @@ def test_rows_of_one_length_are_the_stock_run_bit_for_bit(tmp_path):
     "make, changes, said",
     [
         (lambda: tiny.llama(attn_implementation="eager"), {}, "attn_implementation is eager; it can be sdpa"),
-        (tiny.granite_hybrid, {}, "not all layers attend to the row: some do"),
+        (tiny.granite_hybrid, {}, "not all layers use attention over the whole row: some use"),
         (tiny.t5, {"rows": tiny.pairs}, "does not compute the stock loss of a causal language model"),
         (opt, {}, "the model fails on two short rows without padding"),
         (with_compiled_layers, {}, "layers are compiled, and would be again for every number of tokens"),
@@ -401,7 +401,12 @@ def test_a_model_that_is_asked_for_outputs_is_planned_with_padding(tmp_path, cap
     trainer.add_callback(at_step_begin(lambda: steps.append(len(seen))))
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         trainer.train()
-    assert caplog.text.count("padding_free is not used from here on: the model was asked for more than its loss") == 1
+    assert (
+        caplog.text.count(
+            "padding_free is not used from now on: something read more of the model's output than its loss"
+        )
+        == 1
+    )
     later = seen[steps[1] :]
     assert later and all(rows * time <= 24 for rows, time in later)
 
@@ -419,7 +424,7 @@ def test_it_is_noticed_whenever_it_begins(tmp_path, caplog):
     trainer.from_step = 2
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         trainer.train()
-    assert caplog.text.count("padding_free is not used from here on") == 1
+    assert caplog.text.count("padding_free is not used from now on") == 1
 
 
 def positions_in_few_batches(rows):
@@ -519,7 +524,7 @@ def test_a_trainer_that_reads_the_logits_gets_them(tmp_path, words, caplog):
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         found = by_its_own_loss(with_loops(FromLogits), tmp_path / "ours", words, memory=MemorySettings())
     assert found == pytest.approx(by_its_own_loss(FromLogits, tmp_path / "stock", words), rel=1e-5)
-    said = "chunked_loss is not used: FromLogits computes the loss by code of its own"
+    said = "chunked_loss is not used: FromLogits computes the loss in its own code"
     assert (said in caplog.text) == (words > tiny.VOCAB)
 
 

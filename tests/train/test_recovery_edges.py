@@ -100,7 +100,7 @@ def test_a_loss_over_pairs_of_rows_runs_whole(tmp_path, caplog):
     stock = trained(tiny.llama(), tmp_path, dataset=Rows(), **SGD, **changes)
     ours = trained(tiny.llama(), tmp_path, dataset=Rows(), memory=MemorySettings(), **SGD, **changes)
     assert tiny.same(weights_of(ours.model), weights_of(stock.model))
-    assert "could not be asked" in caplog.text
+    assert "could not be tested" in caplog.text
 
 
 def test_the_model_is_asked_about_real_rows_only(tmp_path):
@@ -170,7 +170,7 @@ def test_an_input_that_once_had_no_row_of_its_own_never_has():
     first = layout_for(None, {"input_ids": text, "pixel_values": torch.rand(3, 3, 4, 4)})
     assert first.obstacle_name == "pixel_values"
     second = layout_for(None, {"input_ids": text, "pixel_values": torch.rand(2, 3, 4, 4)}, {"pixel_values"})
-    assert second.obstacle == "pixel_values has not always one entry per row"
+    assert second.obstacle == "pixel_values does not always have one entry per row"
 
 
 def test_all_generators_go_back():

@@ -397,7 +397,11 @@ def test_another_ruler_is_refused(changes, message):
 
 def test_another_start_is_refused():
     _, saved = saved_after(2)
-    with pytest.raises(CheckpointError, match=r"lambda would act toward another.*same model_name_or_path and seed"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lambda would decay toward a different point.*same model_name_or_path "
+        "and seed",
+    ):
         Regularizer(RegularizationSettings(target_s=0.1), layer(0.1)).load_state_dict(saved, prior=None)
 
 

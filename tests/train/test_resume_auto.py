@@ -68,10 +68,13 @@ def test_the_newest_by_number_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (lambda folder: (folder / "trainer_state.json").unlink(), "no whole trainer_state.json"),
-        (lambda folder: (folder / "trainer_state.json").write_text('{"global_step"'), "no whole trainer_state.json"),
-        (lambda folder: (folder / "rng_state_1.pth").unlink(), "no whole rng_state_1.pth"),
-        (lambda folder: cut(folder / "rng_state_1.pth"), "no whole rng_state_1.pth"),
+        (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json is missing or incomplete"),
+        (
+            lambda folder: (folder / "trainer_state.json").write_text('{"global_step"'),
+            "trainer_state.json is missing or incomplete",
+        ),
+        (lambda folder: (folder / "rng_state_1.pth").unlink(), "rng_state_1.pth is missing"),
+        (lambda folder: cut(folder / "rng_state_1.pth"), "rng_state_1.pth is damaged"),
         (lambda folder: (folder / "optimizer.pt").unlink(), "no optimizer state"),
     ],
     ids=["no state", "torn state", "no rng of rank 1", "torn rng of rank 1", "no optimizer"],

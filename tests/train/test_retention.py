@@ -161,7 +161,9 @@ def test_an_update_that_cannot_be_scaled_is_left_and_said(base, tmp_path):
     learned(base, tmp_path, loop)
     found = loop.figures()["retention"]
     assert found["scale"] == 1.0 and not found["is_within_budget"]
-    assert any("cannot be scaled here: the model that full tuning began with was not given" in n for n in loop.notices)
+    assert any(
+        "cannot be scaled here: the model that full tuning started from was not given" in n for n in loop.notices
+    )
     assert any("more than the budget of 0.01" in notice for notice in loop.notices)
     assert "lost on old" in dict(loop.lines({"retention": found}))
 
@@ -199,7 +201,7 @@ def test_lambda_acts_where_nothing_is_replayed(base, tmp_path):
 
 
 def test_lambda_without_a_loop_to_act_through(base, tmp_path):
-    with pytest.raises(ControlError, match="the regularization loop steers nothing"):
+    with pytest.raises(ControlError, match="the regularization loop is not steering"):
         learned(base, tmp_path, retention(base, anchor=anchor(replays=False)))
 
 
@@ -249,7 +251,7 @@ def checkpoint_of(base, folder) -> Path:
 def test_a_checkpoint_of_another_anchor_or_of_none(base, tmp_path):
     checkpoint = checkpoint_of(base, tmp_path / "a")
     other = retention(base, anchor=anchor(fingerprint="two"))
-    with pytest.raises(CheckpointError, match="about another text"):
+    with pytest.raises(CheckpointError, match="belongs to another text"):
         learned(base, tmp_path / "b", other, resume=str(checkpoint))
     learned(base, tmp_path / "c", None, max_steps=2, save_steps=2, save_strategy="steps", callbacks=[Nothing()])
     with pytest.raises(CheckpointError, match="written without retain"):
@@ -260,7 +262,7 @@ def test_a_base_that_is_lost_is_not_measured_on_other_weights(base, tmp_path):
     checkpoint = checkpoint_of(base, tmp_path / "a")
     for path in (checkpoint / BASE_FILE, checkpoint.parent / BASE_FILE):
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"what the base costs on old\.txt is not known any more"):
+    with pytest.raises(CheckpointError, match=r"the loss of the base on old\.txt is no longer known"):
         learned(base, tmp_path / "b", retention(base), resume=str(checkpoint))
 
 

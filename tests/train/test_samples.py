@@ -147,7 +147,7 @@ def test_without_memory_for_them_the_run_goes_on_and_says_so(tokenizer, tmp_path
     loop = sampler(tokenizer)
     plain, sampled = train(tmp_path / "a"), train(tmp_path / "b", loop)
     assert same(weights_of(sampled.model), weights_of(plain.model))
-    assert loop.notices == ["the samples of step 0 were left out: memory was too short"]
+    assert loop.notices == ["no samples were taken at step 0: not enough memory"]
     assert [one["step"] for one in read_rows(tmp_path / "b" / "samples.json")] == [2, 4, 6]
 
 

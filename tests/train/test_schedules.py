@@ -70,7 +70,7 @@ def test_warm_up_is_part_of_the_first_epochs():
 def test_a_rate_that_never_falls_is_said(caplog):
     with caplog.at_level(logging.WARNING, "scu_trainer"):
         ours(EfficiencySettings(lr_step_size=EPOCHS))
-        assert "never falls" in caplog.text
+        assert "never drops" in caplog.text
         caplog.clear()
         ours(EfficiencySettings(lr_step_size=EPOCHS - 1))
     assert not caplog.text
@@ -160,5 +160,5 @@ def test_a_schedule_outside_of_train_is_refused(tmp_path):
     """Its epochs have no length there."""
     parts = {"train_dataset": Rows(), "efficiency": EfficiencySettings(lr_step_size=1)}
     trainer = SCUTrainer(llama(layers=1), arguments(tmp_path), **parts)
-    with pytest.raises(SettingsError, match=r"let train\(\) make the schedule"):
+    with pytest.raises(SettingsError, match=r"let train\(\) create the schedule"):
         trainer.create_optimizer_and_scheduler(10)

@@ -110,7 +110,7 @@ def all_are_large(monkeypatch):
 
 
 def test_a_large_buffer_that_begins_to_change_in_the_step_that_fails_is_named(tmp_path, all_are_large):
-    with pytest.raises(OutOfMemory, match=r"buffer shift \(.* MiB\) began to change.*resume_from_checkpoint"):
+    with pytest.raises(OutOfMemory, match=r"buffer shift \(.* MiB\) first changed.*resume_from_checkpoint"):
         faulty(tmp_path, "in place", MICRO_BATCHES_PER_STEP * (LATE_STEP - 1))
 
 

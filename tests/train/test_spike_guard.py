@@ -64,12 +64,13 @@ def test_the_update_of_a_spike_does_not_happen(tmp_path, changes):
 def test_what_a_spike_leaves_is_a_line_a_count_and_a_notice(tmp_path, caplog):
     found = run(tmp_path, logging_steps=4)
     (line,) = [text for text in caplog.messages if "step is skipped" in text]
-    assert line.startswith("step 6: the loss is 1") and "spike_threshold is 12; the place was not found: the" in line
+    assert line.startswith("step 6: the loss is 1")
+    assert "spike_threshold is 12; the source was not found: no row" in line
     assert "1 of at most 3 in a row" in line and "raise spike_threshold" in line
     assert logged(found, "spike_steps") == [0, 1] and logged(found, "skipped_steps") == [0, 1]
     assert max(logged(found)) < 10, "the undone step is no part of the logged mean"
     assert found.nonfinite_guard.notices == [
-        "optimizer steps that were taken back as spikes: 1; rows that stood out: 0, set aside: 0"
+        "optimizer steps undone as spikes: 1; rows that stood out: 0, set aside: 0"
     ]
 
 
@@ -88,8 +89,8 @@ def test_a_new_level_is_said_and_trained_on(tmp_path, caplog):
     expected = reference(tmp_path / "reference", steps, max_steps=11)
     assert not same(weights_of(found.model), weights_of(expected.model))
     assert found.nonfinite_guard.spikes.figures()["level_shifts"] == 1 and adam_steps(found) == {8}
-    (line,) = [text for text in caplog.messages if "taken for a new level" in text]
-    assert line.startswith("step 9: the loss is") and "4 steps one after the other" in line
+    (line,) = [text for text in caplog.messages if "counts as a new level" in text]
+    assert line.startswith("step 9: the loss is") and "4 steps in a row" in line
 
 
 class LargeRow:
@@ -119,7 +120,7 @@ def test_the_row_is_named(tmp_path):
     found = one_large_row(tmp_path, 21, max_steps=7, **IN_ORDER)
     (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
     assert record["step"] == 6 and record["rows"] == ["row 1 of accumulation batch 0"]
-    assert record["place"].startswith("the gradient of a row alone is up to ")
+    assert record["place"].startswith("the gradient of a single row is up to ")
 
 
 def test_a_row_that_stands_out_twice_is_set_aside(tmp_path, caplog):
@@ -147,5 +148,5 @@ def test_the_band_survives_a_resume(tmp_path):
 
 
 def test_where_the_engine_steps_by_itself_it_is_refused():
-    with pytest.raises(SettingsError, match="spike_guard: off, or leave DeepSpeed out"):
+    with pytest.raises(SettingsError, match="spike_guard: off, or drop DeepSpeed"):
         SpikeWatch(SimpleNamespace(is_deepspeed_enabled=True), SAFETY)

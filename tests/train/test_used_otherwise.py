@@ -121,7 +121,7 @@ def test_a_loop_whose_callback_was_taken_off_says_so(tmp_path, name):
     taken = trainer._own_loops
     assert taken
     trainer.remove_callback(type(taken[0]))
-    with pytest.raises(ControlError, match=f"{type(taken[0]).__name__} was taken off this trainer"):
+    with pytest.raises(ControlError, match=f"{type(taken[0]).__name__} was removed from this trainer"):
         trainer.train()
     trainer.add_callback(taken[0])
     assert trainer.train().global_step == 6

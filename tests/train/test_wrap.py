@@ -144,7 +144,7 @@ def test_a_loss_that_mixes_rows_runs_whole_and_is_said(tmp_path, caplog):
     memory = MemorySettings(memory_control=True)
     trainer, recorder = fit(wrap(net(), contrastive), tmp_path, memory=memory, **window)
     assert trainer.model.row_loss.kind == "whole" and not trainer.micro_batches.reduction.is_exact
-    assert "batches are taken whole" in caplog.text
+    assert "batches run whole" in caplog.text
     halves = [plain_gradients(net(), contrastive, PAIRS[start : start + 6], 6) for start in (0, 6)]
     mean = {name: (halves[0][name] + halves[1][name]) / 2 for name in halves[0]}
     assert error_of(recorder.gradients[0], mean) < 1e-6
@@ -213,7 +213,7 @@ def test_hidden_weights_of_classes_that_come_later_are_said(tmp_path):
     """Not in the third step, which has no other class to compare with: in the fourth."""
     rows = [(x, torch.tensor(9 if 12 <= i < 20 else i % 3)) for i, x in enumerate(X)]
     order = {"train_sampling_strategy": "sequential"}
-    with pytest.raises(ModelError, match="weighs classes, as class 9 shows"):
+    with pytest.raises(ModelError, match="weights classes, as class 9 shows"):
         fit(wrap(net(10), written_out), tmp_path, rows, **order)
     trainer, _ = fit(
         wrap(net(10), lambda o, y: (o - functional.one_hot(y, 10)).square().mean()), tmp_path, rows, **order
@@ -311,25 +311,25 @@ def test_items_of_every_kind_train_the_same(tmp_path, kind, caplog):
     curriculum = CurriculumSettings("noise_guard") if kind in ("dicts", "datasets") else None
     _, found = fit(wrap(Two(), nn.CrossEntropyLoss(), **where), tmp_path, rows)
     assert all(error_of(a, b) < 1e-6 for a, b in zip(found.weights, expected.weights, strict=True))
-    assert ("does not take name" in caplog.text) == (kind == "dicts")
+    assert ("does not accept name" in caplog.text) == (kind == "dicts")
     if curriculum is not None:
         trainer, _ = fit(wrap(Two(), nn.CrossEntropyLoss(), **where), tmp_path, rows, curriculum=curriculum)
         assert (trainer.difficulty.observations > 0).all()
 
 
 REFUSED_ITEMS = {
-    "strings": (["a", "b"], {}, "gives a str per item"),
+    "strings": (["a", "b"], {}, "returns a str per item"),
     "no target": ([{"x": x, "y": y} for x, y in PAIRS], {}, "no target; name its key"),
-    "one part": ([(x,) for x in X], {}, r"no target; let the dataset give \(x, y\)"),
+    "one part": ([(x,) for x in X], {}, r"no target; let the dataset return \(x, y\)"),
     "other name": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "yy"}, "none of them .did you mean 'y'"),
     "other input": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "y", "inputs": ["z"]}, "the input 'z' is none"),
-    "which input": ([{"a": x, "b": x, "labels": y} for x, y in PAIRS], {}, r"forward takes input: say which"),
+    "which input": ([{"a": x, "b": x, "labels": y} for x, y in PAIRS], {}, r"forward takes input: name the keys"),
     "no position": (PAIRS, {"targets": 4}, "4 is not a position"),
     "text": ([{"x": "abc", "labels": y} for _, y in PAIRS], {}, "x is a str that is not a tensor.*leave it out"),
     "named class": (
         [(x, "cat") for x in X],
         {},
-        "labels is a str .*let the dataset give a number .of the class, from 0",
+        "labels is a str .*let the dataset return a number .of the class, from 0",
     ),
     "two targets": ([(x, {"a": y, "b": x}) for x, y in PAIRS], {}, "labels is a dict .*one tensor for several"),
 }
@@ -359,7 +359,7 @@ class Recurrent(nn.Module):
 def test_a_state_that_has_as_many_entries_as_rows_by_chance(tmp_path, caplog, size):
     model = wrap(Recurrent(), lambda o, y: functional.cross_entropy(o[0], y))
     fit(model, tmp_path, per_device_train_batch_size=size)
-    assert model.row_loss.kind == "whole" and "not one entry per row" in caplog.text
+    assert model.row_loss.kind == "whole" and "not have one entry per row" in caplog.text
 
 
 class Prefixed(nn.Module):
@@ -382,7 +382,7 @@ def test_parts_of_a_dict_enter_by_their_names(tmp_path):
 
 
 def test_inputs_whose_order_nobody_has_said_are_refused():
-    with pytest.raises(ModelError, match="which is which is not said"):
+    with pytest.raises(ModelError, match="it is not clear which is which"):
         wrap(Two(), nn.CrossEntropyLoss())(a=X, b=X, labels=Y)
 
 
@@ -404,7 +404,7 @@ def test_batches_that_are_no_dicts_are_refused(tmp_path):
 
 
 def test_items_of_unequal_shapes_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"other shapes from item to item, such as \(3,\) and \(6,\)"):
+    with pytest.raises(DataError, match=r"changes its shape from item to item, such as \(3,\) and \(6,\)"):
         fit(wrap(net(), nn.CrossEntropyLoss()), tmp_path, [(x[: 3 + 3 * (i % 2)], y) for i, (x, y) in enumerate(PAIRS)])
     collator = wrap(net(), nn.CrossEntropyLoss()).data_collator
     with pytest.raises(DataError, match="items of one batch differ"):
@@ -456,7 +456,7 @@ def test_what_is_no_module_is_refused():
 
 
 def test_label_smoothing_of_the_trainer_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match="the place of the loss given to wrap"):
+    with pytest.raises(SettingsError, match="would replace the loss given to wrap"):
         fit(wrap(net(), nn.CrossEntropyLoss()), tmp_path, label_smoothing_factor=0.1)
 
 

@@ -103,15 +103,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         for name, values in changed_settings(before.get("configuration", {}), now["configuration"]).items()
     ]
     found += _of_split(before, now)
-    found += _of_key("world_size", before, now, "ranks get rows that differ from the run before")
+    found += _of_key("world_size", before, now, "ranks get other rows than in the previous run")
     known_data = {"fingerprint": before.get("data", {}).get("fingerprint")}
     found += _of_key(
         "fingerprint",
         known_data,
         {"fingerprint": now["data"].get("fingerprint")},
-        "the data differ from those of the run before; its place in the epoch is kept by number, so rows may be "
-        "seen twice "
-        "or not at all",
+        "the data differ from those of the previous run; the position in the epoch is kept by number, so rows may be "
+        "seen twice or not at all",
         shown="data",
     )
     if before.get("versions") and now.get("versions"):
@@ -147,7 +146,7 @@ def _setting(name: str, before: Any, now: Any, has_data_seed: bool) -> Change:
     elif name == "scu_target_s" and now is None:
         text = f"S is measured from here on and no longer steered; give scu_target_s: {before} to hold it as before"
     elif name in DATA:
-        text = "the data may not be those of the run before"
+        text = "the data may not be those of the previous run"
     else:
         text = "acts from here on"
     return Change(name, before, now, text)
@@ -168,7 +167,7 @@ def _of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]
     is_split = settings.get("validation_split_percentage") and settings.get("eval_dataset") is None
     if None in (was, here) or was == here or not is_split:
         return []
-    text = f"other rows would be held out, and most of them were trained on; give data_seed: {was} to go on"
+    text = f"other rows would be held out, and most of them were trained on; set data_seed: {was} to resume"
     return [Change("the seed of the split", was, here, text, is_refused=True)]
 
 

@@ -80,7 +80,7 @@ def examine(checkpoint: Path, world_size: Optional[int], weights_only: bool = Fa
 
 def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, hashes: bool) -> Findings:
     if not checkpoint.is_dir():
-        return Findings("it is no folder")
+        return Findings("it is not a folder")
     found = differences(checkpoint, hashes=hashes)
     damage = _damage(checkpoint, found)
     if damage is not None:
@@ -89,7 +89,7 @@ def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, h
         return Findings(f"it holds no optimizer state ({WEIGHTS_ONLY_HINT})")
     spare = [one.text for one in found if _is_spare(checkpoint, one)]
     changes = [one.text for one in found if one.text not in spare]
-    changes += [f"no whole {name}" for name in _random_states(world_size) if not (checkpoint / name).is_file()]
+    changes += [f"{name} is missing" for name in _random_states(world_size) if not (checkpoint / name).is_file()]
     changes += _torn_states(checkpoint)
     changes += _of_another_step(checkpoint)
     return Findings(None, tuple(dict.fromkeys(changes)), tuple(spare))
@@ -126,7 +126,7 @@ def _is_torn(path: Path, name: str) -> bool:
 def _damage_of_state(path: Path) -> Optional[str]:
     content = json_object(path)
     if content is None:
-        return f"no whole {STATE}, so the run ended while writing it"
+        return f"{STATE} is missing or incomplete, so the run ended while writing it"
     if "global_step" not in content:
         return f"{STATE} has no global_step"
     known = {name: hint for name, hint in NEEDED_OF_STATE.items() if name in content}
@@ -141,15 +141,15 @@ def _unreadable(checkpoint: Path) -> Optional[str]:
     """Weights and optimizer whose end, or beginning, is missing; no content is read."""
     for path in sorted(checkpoint.glob("*.safetensors")):
         if WEIGHTS.fullmatch(path.name) and not _is_safetensors(path):
-            return f"no whole {path.name}"
+            return f"{path.name} is damaged"
     for pattern in ZIPPED:
         torn = next((path for path in sorted(checkpoint.glob(pattern)) if _is_torn_zip(path)), None)
         if torn is not None:
-            return f"no whole {torn.name}"
+            return f"{torn.name} is damaged"
     for index in sorted(checkpoint.glob("*.index.json")):
         parts = (json_object(index) or {}).get("weight_map")
         if not isinstance(parts, dict):
-            return f"no whole {index.name}"
+            return f"{index.name} is damaged"
         missing = next((name for name in parts.values() if not (checkpoint / str(name)).is_file()), None)
         if missing is not None and not _has_whole_weights(checkpoint):
             return f"{missing} is missing, which {index.name} names"
@@ -201,7 +201,7 @@ def _rotten(checkpoint: Path, found: list[Difference]) -> Optional[str]:
 
 def _torn_states(checkpoint: Path) -> list[str]:
     """Of the loops. Whoever runs without them needs none of it."""
-    torn = [f"no whole {name}" for name in TENSORS if _is_there_and_torn(checkpoint / name)]
+    torn = [f"{name} is missing" for name in TENSORS if _is_there_and_torn(checkpoint / name)]
     for name in SHAPES:
         if os.path.lexists(checkpoint / name):
             try:

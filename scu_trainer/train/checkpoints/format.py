@@ -207,12 +207,12 @@ def fault_of_files(folder: Path, *, hashes: bool = True) -> Optional[str]:
 
 def _wrong_in_list(listed: Any) -> Optional[str]:
     if not isinstance(listed, dict):
-        return f"no whole {MANIFEST}"
+        return f"{MANIFEST} is damaged"
     for name, entry in listed.items():
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-            return f"no whole {MANIFEST}: it lists {name!r}, which is not in the folder"
+            return f"{MANIFEST} is damaged: it lists {name!r}, which is not in the folder"
         if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or "xxh3_128" not in entry:
-            return f"no whole {MANIFEST}: {name} has no size and hash there"
+            return f"{MANIFEST} is damaged: it has no size and hash of {name}"
     return None
 
 

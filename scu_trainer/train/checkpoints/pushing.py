@@ -108,7 +108,7 @@ class Pushes:
 
     def _tell(self, name: str, reason: str) -> None:
         self.notices.append(f"{name} was not pushed to the Hub: {reason}")
-        logger.warning("%s; the run goes on", self.notices[-1])
+        logger.warning("%s; the run continues", self.notices[-1])
 
 
 def _hold(checkpoint: Path) -> Path:

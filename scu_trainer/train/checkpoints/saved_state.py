@@ -83,7 +83,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises CheckpointError for anything else."""
     content = json_object(path)
     if content is None:
-        raise CheckpointError(f"no whole {path.name} in {path.parent}: {_way_out(path)}")
+        raise CheckpointError(f"{path.name} in {path.parent} is damaged: {_way_out(path)}")
     found = _misfit_of_keys(content, SHAPES.get(path.name, {})) or _misfit_inside(content)
     if found is not None:
         raise CheckpointError(f"{path} is not what a run writes there ({found}): {_way_out(path)}")

@@ -76,7 +76,7 @@ def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, hashes
 def _warn(checkpoint: Path, found: Findings) -> None:
     differing = "; ".join((*found.changes, *found.spare))
     if differing:
-        logger.warning("%s is not as it was written, but the run resumes from it: %s", checkpoint, differing)
+        logger.warning("%s was changed since it was written, but the run resumes from it: %s", checkpoint, differing)
 
 
 def fault_of(

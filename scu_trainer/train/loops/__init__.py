@@ -138,13 +138,13 @@ def _regularization(trainer: Trainer, settings: RegularizationSettings, tokens: 
 
 def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop]:
     if settings.channels_last and not apply_channels_last(trainer.model):
-        logger.warning("channels_last: the model has no convolution over pictures; nothing is changed")
+        logger.warning("channels_last has no effect: the model has no convolution over images")
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark or torch.backends.cudnn.benchmark
     if settings.keep_freed_memory and trainer.args.device.type == "cpu":
         keep_freed()
     if settings.use_muon:
         is_free = trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None
-        require(is_free, "use_muon and an optimizer of your own were both given to the trainer; leave one of them out")
+        require(is_free, "use_muon and your own optimizer were both passed to the trainer; drop one of them")
         trainer.optimizer_cls_and_kwargs = (lambda: partial(_muon, trainer), {})
     loops: list[Loop] = []
     if settings.ema_decay is not None:

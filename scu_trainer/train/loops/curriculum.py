@@ -393,9 +393,7 @@ class CurriculumLoop(Loop):
         if found["suspects"]:
             lines.append(("suspect rows", f"{found['suspects']:,} of {found['samples']:,}: {SUSPECTS_FILE}"))
         if found["quarantined"]:
-            lines.append(
-                ("quarantined rows", f"{found['quarantined']:,}: their loss was no finite number, or they spiked")
-            )
+            lines.append(("quarantined rows", f"{found['quarantined']:,}: their loss was not finite, or it spiked"))
         return lines
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -454,8 +452,9 @@ class CurriculumLoop(Loop):
             return stock_position[0], 0
         if self.settings.methods:
             raise CheckpointError(
-                f"{checkpoint} holds no {STATE_FILE}: it was written without a curriculum or with save_only_model, so "
-                "what it has seen is not known; resume with curriculum: none, or start over from its weights with "
+                f"{checkpoint} holds no {STATE_FILE}: it was written without a curriculum or with save_only_model, "
+                "so it is unknown which rows it has seen; resume with curriculum: none, or start over from its "
+                "weights with "
                 "model_name_or_path"
             )
         self._say([f"{checkpoint} holds no {STATE_FILE}: losses of samples are tracked from here on"])

@@ -166,20 +166,22 @@ def _require_plain_loss(trainer: Trainer) -> None:
     kind = getattr(model, "loss_type", None)
     config = getattr(model, "config", None)
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-        raise ControlError("a teacher takes the place of compute_loss_func and label_smoothing_factor; leave them out")
+        raise ControlError("a teacher replaces compute_loss_func and label_smoothing_factor; drop them")
     own = next((kind for kind in type(trainer).__mro__ if _has_own_loss(kind)), None)
     if own is not None:
-        raise ControlError(f"compute_loss of {own.__name__} is its own, and a teacher takes its place; leave one out")
+        raise ControlError(
+            f"compute_loss of {own.__name__} is its own, and a teacher would replace it; drop one of them"
+        )
     problem = getattr(config, "problem_type", None)
     if kind not in PLAIN_LOSSES or problem in ("regression", "multi_label_classification"):
         raise ControlError(
-            f"{type(model).__name__} has a loss of its own ({kind}), and a teacher goes with the cross-entropy of next "
+            f"{type(model).__name__} has a loss of its own ({kind}), but a teacher needs the cross-entropy of next "
             f"tokens or classes ({', '.join(PLAIN_LOSSES)}); leave the teacher out"
         )
     mixing = mixing_modules(model)
     if mixing is not None and "router" in mixing:
         raise ControlError(
-            f"with a teacher {mixing} would be left out; set output_router_logits to false in its config"
+            f"a teacher would drop {mixing} from the loss; set output_router_logits to false in its config"
         )
 
 

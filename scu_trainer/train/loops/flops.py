@@ -91,7 +91,7 @@ def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional
         flops = _flops(trainer, few, num_items)
     except Exception as error:  # whatever a model says to being counted: training shall go on
         forget_traceback(error)
-        return None, f"the model cannot be counted: {str(error).partition(chr(10))[0]}"
+        return None, f"the operations of this model cannot be counted: {str(error).partition(chr(10))[0]}"
     if not flops:
         return None, "no matrix product or convolution was seen"
     tokens = tokens_of(model, few, padding=True)

@@ -64,8 +64,8 @@ class MemoryLoop(Loop):
             return HostMemory(settings.ram_threshold_gb) if settings.memory_control else None
         require(
             settings.ram_threshold_gb is None,
-            "ram_threshold_gb is for main memory beside a GPU, and training is on the CPU, whose memory is sized by "
-            "target_headroom_gb and gc_threshold_gb; drop it",
+            "ram_threshold_gb limits main memory when training on a GPU, but this run trains on the CPU, where "
+            "target_headroom_gb and gc_threshold_gb apply; drop it",
         )
         return None
 

@@ -106,7 +106,7 @@ class NonFiniteGuard(Loop):
         self._losses.clear()
         self._sum_before, self._buffers_before = second_try(
             lambda: (self.trainer._tr_loss.clone(), self._buffers.copies()),
-            "a copy of what a step with a bad number would change (BatchNorm's statistics)",
+            "a copy of the buffers that a non-finite step would change (BatchNorm's statistics)",
         )
         if self._tracks_rows:
             self.trainer.loss_path.has_learned = False
@@ -157,7 +157,7 @@ class NonFiniteGuard(Loop):
 
     def _fault(self, norm: Any) -> Optional[str]:
         ask = functools.partial(self._flags, self._gradient(norm))
-        bad_loss, bad_gradient, has_learned, *numbers = second_try(ask, "asking whether loss and gradient are finite")
+        bad_loss, bad_gradient, has_learned, *numbers = second_try(ask, "checking whether loss and gradient are finite")
         if not has_learned and not self.trainer.is_deepspeed_enabled:  # its engine has taken a step of zeros
             return ROWS
         if bad_loss:
@@ -245,7 +245,7 @@ class NonFiniteGuard(Loop):
             for group in trainer.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        second_try(lambda: self._buffers.restore(self._buffers_before), "putting back the model's buffers")
+        second_try(lambda: self._buffers.restore(self._buffers_before), "restoring the model's buffers")
         trainer._tr_loss.copy_(self._sum_before)
         # The stock loop divides sums of losses by numbers of steps since these two.
         trainer._globalstep_last_logged += 1
@@ -262,8 +262,10 @@ class NonFiniteGuard(Loop):
 
     def _find_nonfinite(self, fault: str) -> NonFinitePlace:
         if fault != ROWS:
-            return second_try(lambda: locate(self.trainer, self._batches, self._items), "looking for the bad number")
-        weight = second_try(lambda: nonfinite_weight(self.trainer.model), "looking for the bad number")
+            return second_try(
+                lambda: locate(self.trainer, self._batches, self._items), "looking for the non-finite value"
+            )
+        weight = second_try(lambda: nonfinite_weight(self.trainer.model), "looking for the non-finite value")
         if weight is not None:
             return NonFinitePlace(f"{weight} is not finite itself", is_weight=True)
         return NonFinitePlace("each of them was set aside")
@@ -279,29 +281,29 @@ class NonFiniteGuard(Loop):
 
     def _advice(self, fault: str = LOSS) -> str:
         if fault == SPIKE:
-            return "Look at these rows; if they are sound, raise spike_threshold, or lower learning_rate"
-        rows = "Fix or remove these rows if their data are at fault"
+            return "Check these rows; if they are fine, raise spike_threshold or lower learning_rate"
+        rows = "Check these rows, and fix or remove them if their data are wrong"
         precision = "use bf16 instead of fp16" if self.trainer.args.fp16 else "lower learning_rate"
-        return f"{rows}; if they are sound, {precision}, or set max_grad_norm: 1"
+        return f"{rows}; if they are fine, {precision}, or set max_grad_norm: 1"
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _stop(self, said: str) -> NoReturn:
         raise NonFiniteLoss(
-            f"{said}. {self.in_a_row} steps one after the other were skipped, max_nonfinite_steps allows "
+            f"{said}. {self.in_a_row} steps in a row were skipped, max_nonfinite_steps allows "
             f"{self.settings.max_nonfinite_steps}. {self._saved()}. {self._advice()}"
         )
 
     def _stop_without_weights(self, said: str) -> NoReturn:
         raise NonFiniteLoss(
-            f"{said}: an update has written it. No checkpoint of these weights is made; "
-            f"{self._newest}. Lower learning_rate, raise adam_epsilon, or use bf16 instead of fp16, and resume with "
+            f"{said}: an optimizer step wrote it. These weights are not saved; {self._newest}. Lower learning_rate, "
+            "raise adam_epsilon, or use bf16 instead of fp16, and resume with "
             "resume_from_checkpoint: true"
         )
 
     def _stop_too_late(self, said: str) -> NoReturn:
         raise NonFiniteLoss(
-            f"{said}. DeepSpeed's engine has taken the step already, it cannot be skipped; {self._newest}. "
+            f"{said}. DeepSpeed's engine has already taken the step, so it cannot be skipped; {self._newest}. "
             f"{self._advice()}; resume with resume_from_checkpoint: true"
         )
 
@@ -343,7 +345,7 @@ class NonFiniteGuard(Loop):
     def weights_are_finite(self) -> bool:
         """Whether all weights are numbers. All ranks call it."""
         trainer = self.trainer
-        is_finite = second_try(lambda: weights_are_finite(trainer.model), "asking whether the weights are finite")
+        is_finite = second_try(lambda: weights_are_finite(trainer.model), "checking whether the weights are finite")
         is_bad = torch.tensor([not is_finite], dtype=torch.int32, device=trainer.args.device)
         if trainer.accelerator.num_processes > 1:
             dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
@@ -376,7 +378,7 @@ class NonFiniteGuard(Loop):
         if count:
             steps = [str(record["step"]) for record in self._records if record["fault"] != SPIKE]
             said.append(
-                f"skipped optimizer steps, without a finite loss or gradient: {count} ({', '.join(steps[-8:])})"
+                f"optimizer steps skipped because loss or gradient was not finite: {count} ({', '.join(steps[-8:])})"
             )
         return said
 

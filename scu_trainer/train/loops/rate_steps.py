@@ -30,8 +30,8 @@ class RateSteps(Loop):
         """Raises SettingsError where nobody has said how long an epoch is."""
         if steps_per_epoch is None:
             raise SettingsError(
-                "lr_step_size and lr_milestones count epochs, whose length is known once train() has its data; let "
-                "train() make the schedule, or give the trainer one of your own: optimizers=(optimizer, scheduler)"
+                "lr_step_size and lr_milestones count epochs, whose length is only known inside train(); let train() "
+                "create the schedule, or pass your own: optimizers=(optimizer, scheduler)"
             )
         return falling_in_steps(
             self.settings,
@@ -53,8 +53,8 @@ def falling_in_steps(
     drops = _drops(settings, steps_per_epoch, total_steps)
     if not drops(total_steps - 1):
         logger.warning(
-            "the learning rate never falls: lr_step_size or the first of lr_milestones lies behind the end of the run, "
-            "%d steps of %d per epoch",
+            "the learning rate never drops: lr_step_size or the first of lr_milestones is after the end of the run "
+            "(%d steps, %d per epoch)",
             total_steps,
             steps_per_epoch,
         )

@@ -176,7 +176,9 @@ class RegularizationLoop(Loop):
     def load_state(self, checkpoint: str) -> None:
         state_file, prior_file = Path(checkpoint) / self.state_file, Path(checkpoint) / PRIOR_FILE
         if not state_file.is_file() and not self.regularizer.steers:
-            return self._give_way(f"{checkpoint} holds no {self.state_file}, and S is counted from the start of a run")
+            return self._give_way(
+                f"{checkpoint} holds no {self.state_file}, and S can only be measured from the start of a run"
+            )
         if not state_file.is_file():
             raise CheckpointError(
                 f"{checkpoint} holds no {self.state_file}: it was written without the regularization loop or with "

@@ -66,7 +66,7 @@ class WeightAverage(Loop):
         said = f"evaluations and the final model use the moving average of the weights (ema_decay {self.decay:g})"
         if self.trainer.loop("regularization") is None:
             return [said]
-        return [f"{said}; S is that of the weights in training, not of their average"]
+        return [f"{said}; S is measured on the weights in training, not on their average"]
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
@@ -84,8 +84,8 @@ class WeightAverage(Loop):
         tensors = self._tensors()
         if list(tensors) != self._names:
             raise ControlError(
-                "the set of trained weights changed during training, and ema_decay averages those that it began with; "
-                "leave ema_decay out"
+                "the set of trained weights changed during training, but ema_decay averages the set it started with; "
+                "drop ema_decay"
             )
         # The first update is a copy, which may be repeated; later ones may where none has been written to.
         written = self._averaged() if self._average.n_averaged else []
@@ -165,7 +165,8 @@ class WeightAverage(Loop):
         with reading(checkpoint / EMA_FILE), safe_open(checkpoint / EMA_FILE, framework="pt") as saved:
             if sorted(saved.keys()) != sorted(self._names):
                 raise CheckpointError(
-                    f"{checkpoint / EMA_FILE} averages other weights than those that are trained now; resume with the "
+                    f"{checkpoint / EMA_FILE} averages a different set of weights than this run trains; resume with "
+                    "the "
                     "same model and tuning"
                 )
             for name, average in zip(self._names, self._averaged(), strict=True):
@@ -300,21 +301,21 @@ def check_schedule_free(
     steps = efficiency is not None and efficiency.has_lr_steps
     require(
         kind == "constant" and not steps,
-        f"optim: {optim} takes the place of a schedule, and lr_scheduler_type is {kind}"
-        f"{' with steps of the rate' if steps else ''}; set lr_scheduler_type: constant alone",
+        f"optim: {optim} replaces the schedule, but lr_scheduler_type is {kind}"
+        f"{' with steps of the rate' if steps else ''}; set only lr_scheduler_type: constant",
     )
     require(
         not 0 < training.warmup_steps < 1,
-        f"optim: {optim} counts its warm-up in steps, and warmup_steps is a share, {training.warmup_steps:g}; give a "
+        f"optim: {optim} counts its warm-up in steps, but warmup_steps is a share, {training.warmup_steps:g}; give a "
         "whole number of steps",
     )
     require(
         regularization is None or not regularization.steers,
-        f"the regularization loop moves the weights of the training step, and optim: {optim} goes back to others that "
-        "the loop does not see; leave scu_target_s out, or take another optim",
+        f"the regularization loop changes the weights of the training step, but optim: {optim} switches to others "
+        "that the loop does not see; drop scu_target_s, or use another optim",
     )
     require(
         efficiency is None or efficiency.ema_decay is None,
-        f"optim: {optim} averages the weights itself, and ema_decay would average what is no average yet; leave "
-        "ema_decay out",
+        f"optim: {optim} already averages the weights, and ema_decay would average those before averaging; drop "
+        "ema_decay",
     )

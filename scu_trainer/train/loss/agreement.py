@@ -46,7 +46,7 @@ def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
     """On the first columns of the first row, every one of them learned."""
     model, short = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
     if short is None:
-        return False, "a batch has no input_ids of shape (rows, time) with labels beside them to compare it on"
+        return False, "the batch has no input_ids of shape (rows, time) with labels to compare it on"
 
     def compared() -> Found:
         stock, ours = (
@@ -75,9 +75,9 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_pref
         if not same:
             return same, reason
         if (apart := _apart(our_states, states)) > HIDDEN_ROUNDING * bound:
-            return False, f"the states before the output head are {apart:.2g} of the model's own apart"
+            return False, f"the states before the output head differ from the model's own by {apart:.2g} of them"
         if (apart := _apart(our_gradient, gradient)) > GRADIENT_ROUNDING * bound:
-            return False, f"the gradient is {apart:.2g} of the model's own apart"
+            return False, f"the gradient differs from the model's own by {apart:.2g} of it"
         if _looks_past_borders(model, rows):
             return False, OWN_ATTENTION
         changed = _with_another_first(two, alike)

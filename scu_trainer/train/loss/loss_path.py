@@ -144,7 +144,7 @@ class LossPath:
         """From here on, and in runs that go on from here."""
         self.is_padding_free = False
         if reason is not None:
-            logger.warning("padding_free is not used from here on: %s", reason)
+            logger.warning("padding_free is not used from now on: %s", reason)
 
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
         inputs = self.for_model(inputs)
@@ -222,7 +222,7 @@ class LossPath:
         again, without ``hold``: the rows that are not finite are set aside then."""
         held, self._held = self._held or [], None
         losses = [losses for _, losses in held if losses is not None]
-        if not second_try(lambda: _are_finite(losses), "asking whether the losses of rows are finite"):
+        if not second_try(lambda: _are_finite(losses), "checking whether the losses of rows are finite"):
             return False
         for ids, found in held:
             self._see(ids, found)
@@ -377,8 +377,8 @@ class LossPath:
         owner = self._own_code
         if self._wanted == "auto" and owner:
             obstacle = (
-                f"{owner} computes the loss by code of its own, which may look at more than the loss of the model; "
-                "chunked_loss: always, if it does not"
+                f"{owner} computes the loss in its own code, which may use more than the loss of the model; set "
+                "chunked_loss: always if it does not"
             )
         instead = "use chunked_loss: auto or never" if self._wanted == "always" else None
         return self._checked("chunked_loss: always", instead, obstacle, inputs, agrees_headless)
@@ -425,9 +425,9 @@ def _pair(trainer: Trainer, found: Any) -> tuple[torch.Tensor, Any]:
     if isinstance(found, tuple) and len(found) == 2:
         return found
     raise ControlError(
-        f"compute_loss of {own_loss_between(trainer)} returns a {type(found).__name__} where return_outputs is True, "
-        "and a curriculum reads the losses of rows from the outputs; let it return (loss, outputs) then, or leave the "
-        "curriculum out"
+        f"compute_loss of {own_loss_between(trainer)} returns a {type(found).__name__} when return_outputs is True, "
+        "but a curriculum reads the losses of rows from the outputs; return (loss, outputs) then, or drop the "
+        "curriculum"
     )
 
 

@@ -84,8 +84,8 @@ class WrappedModule(nn.Module):
         if labels is None:
             if self.training:
                 raise DataError(
-                    "a training batch has no target; let the dataset give (x, y) or a dict with labels, or name the "
-                    "target: wrap(module, loss=..., targets=...)"
+                    "a training batch has no target; let the dataset return (x, y) or a dict with labels, or name "
+                    "the target: wrap(module, loss=..., targets=...)"
                 )
             return {"logits": logits}
         loss, losses = self.row_loss(outputs, labels, num_items_in_batch)
@@ -109,8 +109,8 @@ class WrappedModule(nn.Module):
         if len(inputs) == 1:
             return list(inputs.values()), {}
         raise ModelError(
-            f"the inputs are {', '.join(inputs)}, and {_signature(self.module)}: which is which is not said; give them "
-            "the names of forward, or say their order: wrap(module, loss=..., inputs=[...])"
+            f"the inputs are {', '.join(inputs)}, and {_signature(self.module)}: it is not clear which is which; "
+            "name them as forward does, or give their order: wrap(module, loss=..., inputs=[...])"
         )
 
     def check(self, inputs: Mapping[str, Any]) -> None:
@@ -120,8 +120,8 @@ class WrappedModule(nn.Module):
             inspect.signature(self.module.forward).bind(*positional, **named)
         except TypeError as error:
             raise ModelError(
-                f"an item gives the module {len(inputs)} inputs beside the target, and {_signature(self.module)}: "
-                f"{error}; say which ones it gets: wrap(module, loss=..., inputs=[...])"
+                f"an item gives the module {len(inputs)} inputs besides the target, but {_signature(self.module)}: "
+                f"{error}; name those to pass: wrap(module, loss=..., inputs=[...])"
             ) from None
 
     @torch.no_grad()
@@ -228,7 +228,7 @@ def adopt(trainer: Trainer) -> None:
         return
     if trainer.args.label_smoothing_factor:
         raise SettingsError(
-            "label_smoothing_factor would take the place of the loss given to wrap; drop it, and use for instance "
+            "label_smoothing_factor would replace the loss given to wrap; drop it, and use for instance "
             "torch.nn.CrossEntropyLoss(label_smoothing=0.1)"
         )
     trainer.args.remove_unused_columns = False  # the collator takes what the module needs
@@ -242,7 +242,7 @@ def adopt(trainer: Trainer) -> None:
     left_out = model.data_collator.check(item)
     model.check({name: part for name, part in model.data_collator([item]).items() if name != TARGET})
     if left_out:
-        logger.warning("the module does not take %s: left out of every item", ", ".join(left_out))
+        logger.warning("the module does not accept %s: dropped from every item", ", ".join(left_out))
 
 
 def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:

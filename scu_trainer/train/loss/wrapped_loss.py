@@ -43,7 +43,7 @@ MOST_QUESTIONS = 5
 MOST_CHECKS = 200
 """Steps in which classes that were not seen before are asked about."""
 
-NO_ROWS = "the outputs have not one entry per row along dimension 0"
+NO_ROWS = "the outputs do not have one entry per row along dimension 0"
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """(sums, counts) of shape (rows,) each: a row's loss, summed over its labels, and what it counts for."""
@@ -69,8 +69,8 @@ class RowLoss(nn.Module):
         ignored = {**getattr(loss, "__dict__", {}), **getattr(loss, "keywords", {})}.get("ignore_index", NOT_LEARNED)
         if ignored != NOT_LEARNED:
             raise ModelError(
-                f"the loss ignores targets of {ignored}, and what is not learned is marked by {NOT_LEARNED} here; give "
-                f"such targets {NOT_LEARNED} and leave ignore_index out"
+                f"the loss ignores targets of {ignored}, but here {NOT_LEARNED} marks what is not learned; mark such "
+                f"targets with {NOT_LEARNED} and drop ignore_index"
             )
         self.loss = loss
         self._found = _Found()
@@ -172,7 +172,7 @@ class RowLoss(nn.Module):
         is_known_way = is_known(self.loss) or stated is not None
         kind = self._likeliest(few, wanted, stated, rough) if len(wanted) > 1 else self._stated_for_one(stated)
         if len(wanted) > 1 and kind is None:
-            self._take_whole("the loss of several rows is neither mean nor sum of the losses of each")
+            self._take_whole("the loss of several rows is neither the mean nor the sum of their losses")
             return
         has_one_class = kind == "labels" and len(wanted.unique()) == 1 and not is_known_way
         if kind is None or (has_one_class and self._asked < MOST_QUESTIONS):
@@ -220,7 +220,7 @@ class RowLoss(nn.Module):
         if _stated(self.loss, "reduction") == "sum":
             return "sum"
         if self._asked == MOST_QUESTIONS and not is_known(self.loss):
-            logger.warning("steps of one row do not tell how the loss puts rows together: it is taken for a mean")
+            logger.warning("steps of a single row do not show how the loss combines rows: it is assumed to be a mean")
         return None
 
     def _compare(self, few: Any, wanted: torch.Tensor) -> None:
@@ -228,7 +228,7 @@ class RowLoss(nn.Module):
         new = ", ".join(str(label) for label in sorted(set(wanted.tolist()) - self.seen)[:3])
         if len(wanted) > 1 and self._observed(few, wanted).error(self.kind) > ROUGH:
             raise ModelError(
-                f"the loss weighs classes, as class {new} shows, which no earlier step had; state the weights: "
+                f"the loss weights classes, as class {new} shows, which no earlier step had; give the weights: "
                 "torch.nn.CrossEntropyLoss(weight=...), or return one loss per row (reduction='none')"
             )
         self._note(wanted)
@@ -241,7 +241,7 @@ class RowLoss(nn.Module):
 
     def _take_whole(self, reason: str) -> None:
         self._found = _Found("whole")
-        logger.warning("batches are taken whole, and losses of single rows are not known: %s", reason)
+        logger.warning("batches run whole, and the losses of single rows are unknown: %s", reason)
 
     def _checked(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         value = self.loss(outputs, targets)

@@ -31,7 +31,7 @@ ANSWERS_CUT = Check(
 HELD_OUT_SEEN = Check(
     "held-out-seen",
     "warning",
-    "held-out documents or samples are also trained on, so their score flatters",
+    "held-out documents or samples are also trained on, so their score is too good",
     "remove duplicates from the dataset before it is split, or fix eval_dataset",
 )
 HELD_OUT_TINY = Check(

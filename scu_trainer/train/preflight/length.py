@@ -40,13 +40,13 @@ WARM_UP = Check(
 SCHEDULE = Check(
     "schedule-cannot-be-made",
     "error",
-    "the schedule of the learning rate lacks an argument, or gets one that it does not know",
+    "the learning rate schedule lacks an argument, or gets one that it does not know",
     "fix lr_scheduler_kwargs, or choose another lr_scheduler_type",
 )
 NO_CHECKPOINT = Check(
     "no-checkpoint-before-end",
     "warning",
-    "save_steps is beyond the last step, or a long run saves no checkpoint: anything that stops it loses all of it",
+    "save_steps is beyond the last step, or a long run saves no checkpoint: if anything stops it, all of it is lost",
     "lower save_steps to a tenth of the run or so, with save_strategy: steps",
 )
 NO_EVALUATION = Check(

@@ -31,7 +31,7 @@ END_NOT_LEARNED = Check(
 ONLY_ENDS = Check(
     "only-ends-learned",
     "error",
-    "all that is learned is the end of documents: the answers are empty or masked",
+    "only the ends of documents are learned: the answers are empty or masked",
     "look at the completions or the assistant's messages, and at the chat template",
 )
 DOUBLED_START = Check(
@@ -49,7 +49,7 @@ UNKNOWN_TOKENS = Check(
 ONE_TOKEN = Check(
     "tokens-repeat",
     "warning",
-    "one token stands again and again, a hundred times and more, and the model would learn to do that",
+    "one token repeats a hundred times or more in a row, and the model would learn to do that",
     "look for these stretches in the data: remove them, or mask them if they are padding",
 )
 REPEATED = Check(

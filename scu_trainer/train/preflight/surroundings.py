@@ -29,7 +29,7 @@ REPORT_TO = Check(
 WANDB_LOGIN = Check(
     "no-wandb-login",
     "error",
-    "report_to names wandb, which has no key to log in with and would end the run when training begins",
+    "report_to names wandb, which has no API key and would end the run when training begins",
     "run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline, or set report_to: tensorboard",
 )
 HUB_TOKEN = Check(
@@ -41,13 +41,14 @@ HUB_TOKEN = Check(
 BEST_METRIC = Check(
     "best-metric-unknown",
     "error",
-    "metric_for_best_model is none of the figures of an evaluation: the first one would end the run",
-    "name one of the figures that there are",
+    "metric_for_best_model is not a metric of the evaluation: the first evaluation would end the run",
+    "name one of the metrics that the message lists",
 )
 BEST_DIRECTION = Check(
     "best-metric-reversed",
     "error",
-    "greater_is_better has the wrong sense for metric_for_best_model, so the worst model is kept as the best; with a "
+    "greater_is_better has the wrong direction for metric_for_best_model, so the worst model is kept as the best; "
+    "with a "
     "metric whose name does not end with loss the stock default is true",
     "set greater_is_better",
 )

@@ -36,7 +36,7 @@ class DoraUpdate:
         base = self._layer.get_base_layer()
         if base.weight.is_meta:
             raise ControlError(
-                "DoRA's effective update needs the base weights, and device_map has placed them elsewhere; set "
+                "DoRA's effective update needs the base weights, but device_map placed them on another device; set "
                 "scu_measure: factors, or drop device_map"
             )
         weight = dequantize_module_weight(base).float()

@@ -85,7 +85,8 @@ class Prior:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ControlError(
-                "the model has no trainable weights; so nothing can be regularized; check tuning and frozen parameters"
+                "the model has no trainable weights, so there is nothing to regularize; check tuning and frozen "
+                "parameters"
             )
         _reject_unusable(named)
         self.kind, self.measure = prior, measure
@@ -224,7 +225,9 @@ class Prior:
         before = float(self.squared_distance())
         if before == 0.0:
             return None
-        after = float(self._again(lambda: self._total(self._distances_after(shrink)), "asking whether lambda can act"))
+        after = float(
+            self._again(lambda: self._total(self._distances_after(shrink)), "checking whether lambda can act")
+        )
         return -math.log(max(after, 1e-300) / before) / -math.log1p(-shrink)
 
     def _distances_after(self, shrink: float) -> Iterator[torch.Tensor]:
@@ -335,7 +338,7 @@ def _reject_unusable(named: dict[str, nn.Parameter]) -> None:
     for name, parameter in named.items():
         if parameter.dtype == torch.float16:
             raise ControlError(
-                f"trainable weight {name} is float16, where small decays round to nothing; keep trainable weights in "
+                f"trainable weight {name} is float16, where small decays round to zero; keep trainable weights in "
                 "float32 (adapters: autocast_adapter_dtype=True, the default; full tuning: dtype float32 with fp16: "
                 "true)"
             )

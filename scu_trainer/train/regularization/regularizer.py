@@ -130,8 +130,8 @@ class Regularizer:
         if not math.isclose(found, saved["prior_fingerprint"], rel_tol=1e-9, abs_tol=1e-12):
             raise CheckpointError(
                 "the weights at the start of this run are not those that the checkpoint's run started from "
-                f"(sum of squares {found:.9g}, was {saved['prior_fingerprint']:.9g}); lambda would act toward another. "
-                "Resume with the same model_name_or_path and seed"
+                f"(sum of squares {found:.9g}, was {saved['prior_fingerprint']:.9g}); lambda would decay toward a "
+                "different point. Resume with the same model_name_or_path and seed"
             )
         self._loaded = saved
 
@@ -253,8 +253,8 @@ class Regularizer:
             return
         if gain < SMALLEST_GAIN:
             self._notice(
-                f"SCU cannot act: decaying the weights by 1 % moves their description length by {gain:.3g} times that, "
-                f"where {control.DECOUPLED_GAIN:g} is right; keep trainable weights in float32"
+                f"SCU cannot act: decaying the weights by 1 % moves their description length by {gain:.3g} times "
+                f"that instead of {control.DECOUPLED_GAIN:g} times; keep trainable weights in float32"
             )
         else:
             self.progress.gain = gain
@@ -281,9 +281,8 @@ class Regularizer:
         if not outlook.reachable:
             self.progress.outlook_done = True
             self._notice(
-                f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and grows "
-                "to about "
-                f"{outlook.predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
+                f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and will "
+                f"grow to about {outlook.predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
                 "lower scu_target_s, raise the learning rate or train longer"
             )
 

@@ -93,8 +93,8 @@ class Retention(Loop):
             )
         if not self.replays and (trainer.regularizer is None or not trainer.regularizer.steers):
             raise ControlError(
-                f"retain acts through lambda ({self.anchor.reason}), and the regularization loop steers nothing; give "
-                "regularization=RegularizationSettings(law='fixed'), or more text"
+                f"retain acts through lambda ({self.anchor.reason}), but the regularization loop is not steering; "
+                "pass regularization=RegularizationSettings(law='fixed'), or more text"
             )
 
     # -- a training ----------------------------------------------------------------------------------------------------
@@ -156,22 +156,22 @@ class Retention(Loop):
         path = next((p for p in (checkpoint / BASE_FILE, checkpoint.parent / BASE_FILE) if p.is_file()), None)
         if path is None:
             raise CheckpointError(
-                f"{checkpoint} holds no {BASE_FILE}, and neither does the folder above it: what the base costs on "
-                f"{self.anchor.name} is not known any more; resume without retain, or start over with --no_resume"
+                f"{checkpoint} holds no {BASE_FILE}, and neither does the folder above it: the loss of the base on "
+                f"{self.anchor.name} is no longer known; resume without retain, or start over with --no_resume"
             )
         with reading(path):
             found = read_state(path)
             self._require_same_anchor(path, found["fingerprint"])
             base = {part: numpy.array(found["nats_and_tokens"][part], dtype=float) for part in self._parts}
             if any(base[part].shape != (len(rows), 2) for part, rows in self._parts.items()):
-                raise ValueError("it has other rows than the anchor")
+                raise ValueError("its rows are not those of the anchor")
         self._base = base
 
     def _require_same_anchor(self, path: Path, fingerprint: str) -> None:
         if fingerprint != self.anchor.fingerprint:
             raise CheckpointError(
-                f"{path} is about another text, or other rows of it, than retain: {self.anchor.name} gives now; resume "
-                "with the retain settings, block_size and data_seed (or seed) of before, or start over with --no_resume"
+                f"{path} belongs to another text, or to other rows of it, than retain: {self.anchor.name}; resume "
+                "with the previous retain settings, block_size and data_seed (or seed), or start over with --no_resume"
             )
 
     # -- acting --------------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class Retention(Loop):
         if not (Path(checkpoint) / self.state_file).is_file():
             raise CheckpointError(
                 f"{checkpoint} holds no {self.state_file}: it was written without retain; resume without it, or start "
-                "over from its weights with model_name_or_path, which then are what must not be forgotten"
+                "over from its weights with model_name_or_path, which then become the base"
             )
         super().load_state(checkpoint)
 

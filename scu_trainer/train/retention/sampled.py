@@ -40,12 +40,12 @@ def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
         raise DataError(
-            f"retain: {SAMPLED} needs a token that text begins with, and the tokenizer has neither bos nor eos; give a "
-            "file of text instead"
+            f"retain: {SAMPLED} needs a token to start writing from, but the tokenizer has neither bos nor eos; give "
+            "a file of text instead"
         )
 
     def write(folder: Path) -> None:
-        logger.info("retain: the model writes %d texts of up to %d tokens, which it is kept to", documents, tokens)
+        logger.info("retain: the model writes %d texts of up to %d tokens to use as the anchor", documents, tokens)
         texts = _texts(model, tokenizer, begin, documents, tokens, seed)
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / FILE).write_text(lines, encoding="utf-8")

@@ -79,8 +79,8 @@ def _scaled(loop: Any, judged: Judged) -> float:
     judged.figures |= _own_figures(loop, update, share, own_before)
     update.set(share)
     judged.notices.append(
-        f"{share:.1%} of what was learned is kept, by scaling the update: all of it costs {whole.value:.4f} bits per "
-        f"token on {loop.anchor.name}, and the budget is {budget:g}; checkpoints have all of it"
+        f"{share:.1%} of what was learned is kept, by scaling the update: all of it would lose {whole.value:.4f} "
+        f"bits per token on {loop.anchor.name}, and the budget is {budget:g}; checkpoints keep all of it"
     )
     return share
 
@@ -90,7 +90,7 @@ def _update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
     is_adapter = hasattr(model, "peft_config")
     try:
         if not is_adapter and loop.base is None:
-            raise ModelError("the model that full tuning began with was not given")
+            raise ModelError("the model that full tuning started from was not given")
         load = (lambda: None) if is_adapter else loop.base
         return second_try(lambda: ScaledUpdate(model, load()), "the base, beside which the update is scaled,")
     except (ModelError, OutOfMemory) as error:

@@ -95,7 +95,9 @@ def _checked(start: Start, request: Request) -> Start:
     if found.damage is not None:
         others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
         whole = next((path for path in others if fault_of(path, None, request.weights_only) is None), None)
-        instead = f"resume_from_checkpoint: {whole} is whole" if whole is not None else "none beside it is whole"
+        instead = "no other checkpoint next to it is complete"
+        if whole is not None:
+            instead = f"use resume_from_checkpoint: {whole}, which is complete"
         raise CheckpointError(f"{checkpoint} cannot be resumed from: {found.damage}; {instead}")
     return start
 

@@ -83,7 +83,7 @@ class Samples(Loop):
             answers = None
         if answers is None:
             free_memory(self.trainer.args.device)
-            self.notices.append(f"the samples of step {step} were left out: memory was too short")
+            self.notices.append(f"no samples were taken at step {step}: not enough memory")
             logger.warning("%s", self.notices[-1])
             return
         self._answered += 1

@@ -77,7 +77,7 @@ class AttemptSite:
 
     def snapshot(self) -> WindowSnapshot:
         take = functools.partial(WindowSnapshot.take, self.devices, self.buffers, self.parameters)
-        return second_try(take, "a copy of the model's buffers, which are put back if memory runs out,")
+        return second_try(take, "a copy of the model's buffers, which are restored if memory runs out,")
 
     def keep_gradients(self) -> None:
         def copies() -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -91,8 +91,8 @@ class AttemptSite:
             self.drop_gradients()
         free_memory(self.device)
         if with_gradients:
-            second_try(self._restore_gradients, "putting back the gradients from before this step")
-        second_try(snapshot.restore_surroundings, "putting back the model's buffers")
+            second_try(self._restore_gradients, "restoring the gradients from before this step")
+        second_try(snapshot.restore_surroundings, "restoring the model's buffers")
 
     def _restore_gradients(self) -> None:
         for parameter, gradient in self.kept:

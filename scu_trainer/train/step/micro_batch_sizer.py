@@ -274,7 +274,7 @@ class MicroBatchSizer:
         self.statistics.predicted += 1
         if limit < min(micro_batch.tokens, 0.9 * self._predicted_least):
             self._predicted_least = limit
-            reason = f"{_size(micro_batch)} would not leave the headroom, by prediction"
+            reason = f"{_size(micro_batch)} is predicted to use part of the headroom"
             self._note(reason, self._before, self.state.pressure, tokens=limit)
 
     def _predicted_limit(self, micro_batch: MicroBatch) -> Optional[int]:
@@ -359,7 +359,7 @@ class MicroBatchSizer:
 
     def _say_once_more(self, failure: steps.Failure) -> None:
         logger.warning(
-            "step %d: out of memory at %s%s; once more as it is, now that memory was freed",
+            "step %d: out of memory at %s%s; retrying it unchanged, after freeing memory",
             self.step,
             _size(failure.micro_batch),
             _wanted(failure),
@@ -394,7 +394,7 @@ class MicroBatchSizer:
         """A row of the history and a line of the log. ``tokens``: of a micro-batch from now on, if not the cap."""
         tokens = self._cap if tokens is None else tokens
         if not self._window.can_pool:
-            reason = f"{reason}; rows act on each other, so the gradient in parts is not that of the whole batch"
+            reason = f"{reason}; rows affect each other, so the gradient of the parts is not that of the whole batch"
         rows_per_chunk = max(1, tokens // max(1, self._window.longest_row))
         self.statistics.changes += 1
         self.on_row(

@@ -172,7 +172,7 @@ class MicroBatchStep:
             completes = known or self.trainer.accelerator.sync_gradients
             if not known and len(self._prefetched) > 1 and not self._said_foreign:
                 self._said_foreign = True
-                logger.warning("training_step gets other batches than the loader gave: rows are not pooled over them")
+                logger.warning("training_step does not get the batches of the loader: rows are not pooled across them")
             raw = self._prefetched if known else [inputs]
             self._losses.extend(self._run(model, raw, num_items, completes))
         loss = self._losses.popleft()
@@ -274,7 +274,9 @@ class MicroBatchStep:
         if failure is not None:
             raise failure
         if failed_rank:
-            raise OutOfMemory(f"rank {failed_rank - 1} ran out of memory and cannot go on; its message says what to do")
+            raise OutOfMemory(
+                f"rank {failed_rank - 1} ran out of memory and cannot continue; its message says what to do"
+            )
 
     def _layout(self, inputs: Any) -> Batch:
         batch = layout_for(self.trainer.model, inputs, self._not_by_rows)
@@ -314,11 +316,11 @@ class MicroBatchStep:
 
     def _obstacle_to_padding_free(self, window: AccumulationWindow) -> Optional[str]:
         if not window.can_pool:
-            return "the loss is no sum over rows"
+            return "the loss is not a sum over rows"
         if self.reduction.reads_padding:
             return self.reduction.reads_padding
         if any(set(self.trainer.loss_path.for_model(batch.inputs)) != NEEDED for batch in window.batches):
-            return f"a batch holds not just {', '.join(sorted(NEEDED))}"
+            return f"a batch does not hold exactly {', '.join(sorted(NEEDED))}"
         if not all(batch.is_padded_right for batch in window.batches):
             return "rows have padding on the left, or learn their padding"
         return None
@@ -336,7 +338,7 @@ class MicroBatchStep:
         rows = path.end_to_end
         if rows is None or not rows.seen:
             if micro_batch.unpadded_tokens not in (None, padded):
-                path.stay_padded("the model was asked for more than its loss, and saw rows with their padding")
+                path.stay_padded("something read more of the model's output than its loss, so rows kept their padding")
         elif rows.prefixes is not None:
             self.loop.shared(micro_batch, rows.prefixes.saved)
 
@@ -357,12 +359,14 @@ class MicroBatchStep:
                 self.settings.min_batch_size,
             )
         elif self.reduction.reads_padding:
-            logger.warning("this model's loss depends on its padding (%s): it is kept", self.reduction.reads_padding)
+            logger.warning(
+                "padding is kept, because this model's loss depends on it (%s)", self.reduction.reads_padding
+            )
         if self.adds_means(num_items):
             logger.warning(
-                "this model ignores num_items_in_batch, so the stock loop adds the mean losses of %d accumulation "
-                "batches up instead of averaging them: gradient and logged loss are that many times as large. This is "
-                "kept. gradient_accumulation_steps: 1 with a larger batch avoids it; micro-batches keep its memory low",
+                "this model ignores num_items_in_batch, so the stock loop adds up the mean losses of %d accumulation "
+                "batches instead of averaging them: gradient and logged loss are that many times as large, here too. "
+                "gradient_accumulation_steps: 1 with a larger batch avoids it; micro-batches keep its memory low",
                 len(batches),
             )
 

@@ -79,7 +79,7 @@ class Halving:
                 f"rows (block_size) or use a smaller model. The failed allocation said: {failed}"
             )
         if rows == 1:
-            logger.warning("evaluation ran out of memory with a single row; once more, now that memory was freed")
+            logger.warning("evaluation ran out of memory with a single row; retrying after freeing memory")
             return
         self.largest_rows = rows // 2
         logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
@@ -140,7 +140,7 @@ class Prediction:
             forget_traceback(error)
         free_memory(self.trainer.args.device)
         put_back(states)
-        logger.warning("evaluation ran out of memory between two batches and starts over, once: %s", text)
+        logger.warning("evaluation ran out of memory between two batches and starts over (only once): %s", text)
         return evaluate()
 
     def _can_begin_again(self, loader: Any) -> bool:

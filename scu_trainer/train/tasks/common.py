@@ -79,8 +79,8 @@ def require_same(teacher: str, of_teacher: Any, of_student: Any, what: str) -> N
     """Raise ModelError where the teacher would answer another question."""
     if of_teacher != of_student:
         raise ModelError(
-            f"the teacher {teacher} has other {what} than the student, so its answers do not match; give a "
-            f"teacher with the same {what}, or leave teacher out"
+            f"the teacher {teacher} does not have the {what} of the student, so its answers do not match; give a "
+            f"teacher with the same {what}, or drop teacher"
         )
 
 

@@ -65,7 +65,7 @@ class Packing:
     def line(self) -> str:
         """What was chosen, and why."""
         if self.asked is False:
-            return "rows: packed, and documents see those before them in the row, as isolate_documents: false says"
+            return "rows: packed; documents see those before them in the row (isolate_documents: false)"
         if self.isolates:
             return f"rows: packed, documents isolated: {self.why}"
-        return f"rows: one document each, not packed, for {self.why}; {ANYHOW}"
+        return f"rows: one document each, not packed, because {self.why}; {ANYHOW}"

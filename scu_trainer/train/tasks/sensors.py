@@ -71,7 +71,7 @@ class SensorTask:
         )
         require(
             model.teacher is None or not own.report_head,
-            "a teacher is learned from by its classes, and report_head learns words beside them; drop one of them",
+            "a teacher only teaches its classes, but report_head also learns words; drop one of them",
         )
         refuse_unsound(model, job.training)
         check_limits(model, job.memory, len(cuda_bytes(job.training)))
@@ -83,7 +83,7 @@ class SensorTask:
             own.check_parts()
             require(
                 own.report_head or own.report_weight is None,
-                f"report_weight is {own.report_weight}, and no report is learned; set report_head: true, or drop it",
+                f"report_weight is {own.report_weight}, but no report is learned; set report_head: true, or drop it",
             )
         self._check_parts(job)
         self._check_offloading(job)
@@ -118,8 +118,8 @@ class SensorTask:
         model, own = job.model, job.own
         require(
             own.frozen_branches is None or model.model_name_or_path is not None,
-            "frozen_branches keeps what a trained model knows, and there is none: from scratch the branches are random "
-            "numbers; drop frozen_branches, or give model_name_or_path",
+            "frozen_branches keeps what a trained model knows, but this run starts from scratch, where the branches "
+            "are random numbers; drop frozen_branches, or give model_name_or_path",
         )
         require(
             own.frozen_branches is None or model.tuning == "full",

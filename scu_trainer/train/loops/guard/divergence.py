@@ -67,15 +67,15 @@ class DivergenceWatch:
         return (
             f"training diverges: the loss was {seen.best:.4g} on average at step {seen.best_step} and is "
             f"{seen.mean:.4g} at step {seen.step}, since step {seen.above_since} above {seen.ceiling:.4g}; lower "
-            "learning_rate, lengthen warmup_steps or set max_grad_norm: 1. If such a loss is to be expected here, "
-            "raise divergence_factor"
+            "learning_rate, lengthen warmup_steps or set max_grad_norm: 1. If you expect such a loss here, raise "
+            "divergence_factor"
         )
 
     def _way_back(self) -> str:
         run, before = Path(self.trainer.args.output_dir), self._state.above_since
         found = next((path for path in checkpoints(run) if step_of(path) < before), None)
         if found is None:
-            return f"There is no checkpoint from before step {before}: start over, with a smaller save_steps"
+            return f"No checkpoint is older than step {before}: start over with a smaller save_steps"
         return f"The newest checkpoint from before is {found.name}: resume_from_checkpoint: {found}"
 
     # -- reports and checkpoints ---------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class NonFinitePlace:
     @property
     def text(self) -> str:
         if self.place is None:
-            return f"the place was not found: {self.reason}"
+            return f"the source was not found: {self.reason}"
         return f"{self.place}{self._rows_text}"
 
     @property
@@ -69,7 +69,7 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
     if bad_input is not None:
         return bad_input
     if is_sharded(trainer):
-        return NonFinitePlace(reason="the weights are sharded, and all ranks would have to look together")
+        return NonFinitePlace(reason="the weights are sharded, and the search would need all ranks at once")
     with unchanged(trainer):
         try:
             parts = list(step_parts(trainer, batches))
@@ -79,7 +79,7 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
             found = NonFinitePlace(reason=f"running its rows again failed ({type(error).__name__}: {first_line})")
             forget_traceback(error)
     free_memory(trainer.args.device)
-    return found or NonFinitePlace(reason="every number is finite when its rows run again")
+    return found or NonFinitePlace(reason="every value is finite when its rows run again")
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def _backward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Option
             if gradient is not None and not bool(torch.isfinite(gradient).all())
         ]
         if bad:
-            place = place or f"the first gradient that is not finite is that of {max(bad, key=watch.order_of)}"
+            place = place or f"the first non-finite gradient is that of {max(bad, key=watch.order_of)}"
             rows += row_names(trainer, part.whole, part.batch, part.rows)
     return None if place is None else NonFinitePlace(place, _or_every(rows, parts))
 
@@ -221,10 +221,10 @@ class _Watch:
         name, self.rows = self._names[module], _bad_rows(bad, self._count)
         given = (args, {key: value for key, value in kwargs.items() if "mask" not in key})
         if next(_nonfinite(given), None) is None:
-            self.place = f"the first output that is not finite is of {name} ({type(module).__name__})"
+            self.place = f"the first non-finite output is that of {name} ({type(module).__name__})"
         else:
             around = name.rpartition(".")[0] or "the model itself"
-            self.place = f"the first number that is not finite comes from {around}, before it calls {name}"
+            self.place = f"the first non-finite value comes from {around}, before it calls {name}"
 
 
 def _nonfinite(value: Any) -> Iterator[torch.Tensor]:

@@ -45,7 +45,7 @@ def far_rows(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple[
     its own: what goes wrong while looking is in ``reason``.
     """
     if is_sharded(trainer):
-        return NonFinitePlace(reason="the weights are sharded, and all ranks would have to look together"), ()
+        return NonFinitePlace(reason="the weights are sharded, and the search would need all ranks at once"), ()
     measured, reason = _measured(trainer, batches, num_items)
     if trainer.accelerator.num_processes > 1:
         found = gather_object([(trainer.accelerator.process_index, measured, reason)])
@@ -94,11 +94,11 @@ def _far(measured: Sequence[_Measured]) -> tuple[NonFinitePlace, tuple[int, ...]
         (one,) = measured
         if len(one.names) == 1:
             return NonFinitePlace("it has no other row", one.names), one.samples
-        return NonFinitePlace("its rows act on each other, and none can be looked at alone", one.names), ()
+        return NonFinitePlace("its rows affect each other, so none can be checked alone", one.names), ()
     usual = median_low(one.norm for one in measured)
     far = sorted((one for one in measured if one.norm > FAR * usual), key=lambda one: -one.norm)
     if not far:
-        return NonFinitePlace(reason="the gradient of no row stands out from those of the others"), ()
-    place = f"the gradient of a row alone is up to {far[0].norm / max(usual, 1e-30):.3g} times the usual one"
+        return NonFinitePlace(reason="no row has a gradient that stands out from the others"), ()
+    place = f"the gradient of a single row is up to {far[0].norm / max(usual, 1e-30):.3g} times the usual one"
     names = tuple(name for one in far for name in one.names)
     return NonFinitePlace(place, names), tuple(sample for one in far for sample in one.samples if sample >= 0)

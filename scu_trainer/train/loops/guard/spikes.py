@@ -32,8 +32,8 @@ class SpikeWatch:
     def __init__(self, trainer: Trainer, settings: SafetySettings) -> None:
         require(
             not trainer.is_deepspeed_enabled,
-            "spike_guard: skip takes a step back before the optimizer acts, and DeepSpeed's engine acts by itself; set "
-            "spike_guard: off, or leave DeepSpeed out",
+            "spike_guard: skip has to undo a step before the optimizer runs, but DeepSpeed's engine runs the "
+            "optimizer itself; set spike_guard: off, or drop DeepSpeed",
         )
         self.trainer, self._law = trainer, control.SpikeConfig(threshold=settings.spike_threshold)
         self.begin()
@@ -53,8 +53,8 @@ class SpikeWatch:
             return False
         found = verdict.excess
         self.fault = (
-            f"{SAID[found.name]} is {found.value:.4g}, and was about {found.usual:.4g}: {found.deviations:.3g} robust "
-            f"standard deviations above, spike_threshold is {self._law.threshold:g}"
+            f"{SAID[found.name]} is {found.value:.4g}, usually about {found.usual:.4g}: {found.deviations:.3g} "
+            f"robust standard deviations above that, spike_threshold is {self._law.threshold:g}"
         )
         if verdict.is_shift:
             self._say_shift()
@@ -78,9 +78,9 @@ class SpikeWatch:
 
     def _say_shift(self) -> None:
         self._tell(
-            f"step {self.trainer.state.global_step + 1}: {self.fault}. That is {control.MOST_IN_A_ROW + 1} steps one "
-            "after the other: taken for a new level and not for a spike. The step stands, and the next "
-            f"{control.FEWEST} are not judged"
+            f"step {self.trainer.state.global_step + 1}: {self.fault}. That is {control.MOST_IN_A_ROW + 1} steps in "
+            "a row, so this counts as a new level and not as a spike. The step is kept, and the next "
+            f"{control.FEWEST} are not checked"
         )
 
     def _tell(self, line: str) -> None:
@@ -94,7 +94,7 @@ class SpikeWatch:
         found = []
         if self.skipped_steps:
             found.append(
-                f"optimizer steps that were taken back as spikes: {self.skipped_steps}; rows that stood out: "
+                f"optimizer steps undone as spikes: {self.skipped_steps}; rows that stood out: "
                 f"{len(self._seen_once)}, set aside: {len(self._set_aside)}"
             )
         if self._state.shifts:

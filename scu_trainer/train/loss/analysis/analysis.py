@@ -84,7 +84,9 @@ class LossAnalysis:
             yield
         if was_stock and not self.own_step.is_stock:
             step, reason = self._step, self.own_step.mixes
-            self._notice(f"from step {step + 1} on batches run whole, because {reason}; step {step} may have been cut")
+            self._notice(
+                f"from step {step + 1} on, batches run whole, because {reason}; step {step} may have been split"
+            )
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -247,10 +249,10 @@ class LossAnalysis:
             f"the loss of {found.rows} rows together is {found.whole:.6g}, the sum over their micro-batches "
             f"{found.parts:.6g}"
         )
-        self._end_splitting(reason, f"{reason}, {found.difference:.2g} of it apart")
+        self._end_splitting(reason, f"{reason}, which differs by {found.difference:.2g} of it")
 
     def _say_changed(self, reason: str) -> None:
-        since = "no step was cut before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"
+        since = "no step was split before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"
         if self.last_good_step is not None:
             first, last = self.last_good_step + 1, self._step - 1
             since = (
@@ -258,9 +260,9 @@ class LossAnalysis:
                 if last > first
                 else f"the gradient of step {first} may be off by as much"
                 if last == first
-                else "the step before was audited and is right"
+                else "the step before was audited and is correct"
             )
-        text = f"from step {self._step} on batches run whole, because {reason}: this loss mixes rows; {since}"
+        text = f"from step {self._step} on, batches run whole, because {reason}: this loss mixes rows; {since}"
         self._notice(text)
 
     def _notice(self, text: str) -> None:

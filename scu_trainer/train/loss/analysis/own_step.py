@@ -38,7 +38,7 @@ class OwnStep:
         """Why no batch may be cut, whatever is known of its loss."""
         if self.is_stock:
             return None
-        return f"training_step of {self.owner} {self.deviation or 'is watched in its first step'}"
+        return f"training_step of {self.owner} {self.deviation or 'is observed during its first step'}"
 
     @contextlib.contextmanager
     def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
@@ -112,16 +112,16 @@ class _Watch:
 
     def deviation(self) -> Optional[str]:
         if len(self._asked) != 1 or len(self._back) != 1:
-            return f"computes {len(self._asked)} losses by compute_loss, and goes back through {len(self._back)}"
+            return f"runs compute_loss {len(self._asked)} × and backward {len(self._back)} ×"
         (seen, num_items, _), (is_asked, before, after) = self._asked[0], self._back[0]
         if seen != self._given:
             return "changes the batch before its loss is computed"
         if num_items is not self._num_items:
-            return "leaves num_items_in_batch out of compute_loss"
+            return "does not pass num_items_in_batch to compute_loss"
         if not is_asked:
-            return "goes back through another loss than that of compute_loss"
+            return "runs backward on another loss than that of compute_loss"
         if before != self._begun or after != self._state():
-            return "changes weights or gradients beside the backward of its loss"
+            return "changes weights or gradients outside the backward pass of its loss"
         return None
 
     def _is_scaled_as_stock(self, node: Any, loss: Any) -> bool:

@@ -75,7 +75,7 @@ def analyze(
         meter = Meter(loss_of, num_items, model, weights)
         trial = _Trial(meter, precision, batches, rows, pad_token_id, device, shifts, is_public)
         reduction = _try_beginnings(trial) or _try_rows(trial)
-    return replace(reduction, mixes=f"{mixing} put the whole batch together") if mixing and reduction else reduction
+    return replace(reduction, mixes=f"rows affect each other through {mixing}") if mixing and reduction else reduction
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ class _Trial:
         if reduction is None:
             return None
         trims = self._trims(together, asked[0]) if trim else False
-        reads_padding = "less of it gives another loss" if trims is False else None
+        reads_padding = "cutting it changes the loss" if trims is False else None
         return replace(reduction, trims=trims, reads_padding=reads_padding)
 
     def _reduction_from(self, asked: list[Optional[Observation]], known, follows) -> Optional[Reduction]:
@@ -274,7 +274,7 @@ class _Trial:
                 name = known[0] if known and known[1] == "sum" else None
         except Exception as error:  # training itself will say why, if it fails there too
             forget_traceback(error)
-        mixes = None if name else f"it could not be asked: {reason}"
+        mixes = None if name else f"it could not be tested: {reason}"
         return Reduction(kind, self._trims_alone(), mixes, known=name, may_be_cut=may_be_cut or mixes is None)
 
     def _trims_alone(self) -> Optional[bool]:

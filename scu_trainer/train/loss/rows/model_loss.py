@@ -167,7 +167,7 @@ def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
         return f"attn_implementation is {attention}; it can be sdpa, {' or '.join(FLASH)}"
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     if others:
-        return f"not all layers attend to the row: some do {', '.join(others)}"
+        return f"not all layers use attention over the whole row: some use {', '.join(others)}"
     by_length = sorted({"dynamic", "longrope"} & _rope_types(text))
     if by_length:
         return f"positions are scaled by the length of the padded rows ({', '.join(by_length)})"

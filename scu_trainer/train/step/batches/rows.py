@@ -115,7 +115,7 @@ def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Ba
     found = next((name for name in not_by_rows if batch.obstacle is None and name in inputs), None)
     if found is None:
         return batch
-    return Batch(inputs, obstacle=f"{found} has not always one entry per row", obstacle_name=found)
+    return Batch(inputs, obstacle=f"{found} does not always have one entry per row", obstacle_name=found)
 
 
 def rows_of(model: Any, inputs: Any) -> Batch:
@@ -129,7 +129,7 @@ def rows_of(model: Any, inputs: Any) -> Batch:
 def _count_rows(inputs: Any, main_input_name: str) -> tuple[int, Optional[str], Optional[str]]:
     """(rows, what keeps the batch from being cut by rows, the input that does)."""
     if not isinstance(inputs, Mapping):
-        return 0, f"the collator gives a {type(inputs).__name__}, not a mapping of tensors", None
+        return 0, f"the collator returns a {type(inputs).__name__}, not a mapping of tensors", None
     tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim() > 0}
     leading = next((name for name in (main_input_name, "labels", *tensors) if name in tensors), None)
     if leading is None:

@@ -67,13 +67,14 @@ def _check_saving(config: dict[str, Any], training: TrainingArguments, source: s
 def _check_model(model: ModelSettings, training: TrainingArguments) -> None:
     if model.device_map is not None:
         raise SettingsError(
-            f"device_map: {model.device_map} and DeepSpeed both decide where weights lie; drop DeepSpeed, or drop "
+            f"device_map: {model.device_map} and DeepSpeed both decide where weights are placed; drop DeepSpeed, or "
+            "drop "
             "device_map: ds_configs/zero3_offload.json puts weights into main memory, too"
         )
     if model.tuning == "qlora" and zero_stage(training) == 3:
         raise SettingsError(
-            "tuning: qlora packs weights while they are read, and ZeRO-3 cuts them while they are read: they do not go "
-            "together; use ds_configs/zero2.json or zero2_offload.json, or tuning: lora"
+            "tuning: qlora quantizes weights while they load and ZeRO-3 shards them while they load, so the two "
+            "cannot be combined; use ds_configs/zero2.json or zero2_offload.json, or tuning: lora"
         )
 
 
@@ -84,7 +85,7 @@ def _check_optimizer(config: dict[str, Any], training: TrainingArguments) -> Non
     name = str(getattr(training.optim, "value", training.optim))
     if name.startswith(WANT_SHAPES):
         raise SettingsError(
-            f"optim {name} works on the rows and columns of each weight, and ZeRO leaves it one flat row of all "
+            f"optim {name} needs the rows and columns of each weight, but ZeRO gives it one flat vector of all "
             "weights: it would be another method, and save no memory; use adamw_torch_fused, or adamw_bnb_8bit for "
             "small states"
         )

@@ -28,7 +28,7 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
     if not (deepspeed or _asked_by_accelerate()):
         return
     if find_spec("deepspeed") is None:
-        raise RequirementError("DeepSpeed is asked for and not installed; pip install 'scu-trainer[deepspeed]'")
+        raise RequirementError("DeepSpeed is requested but not installed; pip install 'scu-trainer[deepspeed]'")
     _require_file(deepspeed or _found_by_accelerate())
     _stand_alone()
     _keep_builds_with_the_environment()
@@ -53,7 +53,7 @@ def _require_file(deepspeed: Optional[str]) -> None:
     """A path that leads nowhere. What is no path (the JSON itself, or nothing) is left to transformers."""
     if deepspeed and deepspeed.endswith(".json") and not Path(deepspeed).is_file():
         raise SettingsError(
-            f"the DeepSpeed configuration {deepspeed!r} is not there, seen from {Path.cwd()}; start in the folder that "
+            f"the DeepSpeed configuration {deepspeed!r} was not found from {Path.cwd()}; start in the folder that "
             "holds ds_configs, or give a full path"
         )
 

@@ -45,14 +45,14 @@ def refuse_arguments(trainer) -> None:
         )
     if args.auto_find_batch_size:
         raise ControlError(
-            "auto_find_batch_size restarts training with a smaller batch, memory control fits the batch that was asked "
-            f"for into memory; set auto_find_batch_size: false, or {OFF}"
+            "auto_find_batch_size restarts training with a smaller batch, but memory control fits the requested "
+            f"batch into memory; set auto_find_batch_size: false, or {OFF}"
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise ControlError(
-            f"optim {optimizer} changes weights during backward, where no micro-batch can be taken back; use an "
-            f"optimizer with a step of its own (adamw_torch, galore_adamw, apollo_adamw, ...), or {OFF}"
+            f"optim {optimizer} changes weights during backward, where no micro-batch can be undone; use an "
+            f"optimizer with a separate step (adamw_torch, galore_adamw, apollo_adamw, ...), or {OFF}"
         )
     _refuse_split_models(trainer)
     if is_fsdp(trainer) and args.gradient_accumulation_steps > 1:

@@ -44,7 +44,8 @@ class HostMemory:
         self.collections += 1
         freed_bytes = self._collect(torch.device("cpu"))
         logger.warning(
-            "step %d: %s of main memory are in use, collecting from %s on; this run gave %s back",
+            "step %d: %s of main memory are in use, more than the threshold of %s; this run freed %s by garbage "
+            "collection",
             step,
             readable(reading.used_bytes),
             readable(threshold_bytes),

@@ -18,7 +18,7 @@ def unscaled(accelerator: Accelerator, gradients: Sequence[torch.Tensor]) -> Ite
     It does so first of all, and torch refuses a second time: a clipping that ran out of memory could not be repeated.
     For an ``accelerator`` whose scaler is enabled.
     """
-    second_try(accelerator.unscale_gradients, "taking the loss scale out of the gradients", unchanged=gradients)
+    second_try(accelerator.unscale_gradients, "dividing the gradients by the loss scale", unchanged=gradients)
     before = vars(accelerator).get("unscale_gradients")
     accelerator.unscale_gradients = lambda optimizer=None: None
     try:

@@ -92,7 +92,8 @@ class OptimizerGuard:
         """Guard every step from now on. No effect, but a line in the log, for optimizers that are not known."""
         if not steps_one_by_one(self.optimizer):
             logger.warning(
-                "%s (%s) is not known to update parameters one by one: out of memory inside its step ends the run",
+                "%s (%s) is not known to update parameters one by one: running out of memory inside its step ends "
+                "the run",
                 type(self.optimizer).__name__,
                 step_module(self.optimizer).partition(".")[0],
             )

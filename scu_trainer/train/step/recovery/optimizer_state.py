@@ -73,12 +73,12 @@ def preallocate(optimizer: Optimizer, is_out_of_memory: Callable[[BaseException]
     optimizer = inner_optimizer(optimizer)
     name = type(optimizer).__name__
     if step_module(optimizer) in FROM_THE_FIRST_GRADIENT:
-        logger.info("%s makes its state from the first gradient; nothing is allocated ahead", name)
+        logger.info("%s creates its state from the first gradient; nothing is allocated in advance", name)
         return 0
     if optimizer.state:
         return 0
     if not steps_one_by_one(optimizer):
-        logger.info("the state of %s is not allocated ahead: its step is not known to us", name)
+        logger.info("the state of %s is not allocated in advance: scu-trainer does not know its step", name)
         return 0
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     made = _make_states(optimizer, parameters, is_out_of_memory)
@@ -90,7 +90,7 @@ def preallocate(optimizer: Optimizer, is_out_of_memory: Callable[[BaseException]
             "adamw_8bit (about a quarter) or paged_adamw_8bit (moves to host memory), tuning: lora, or a smaller model"
         )
     if not optimizer.state:
-        logger.info("%s keeps no state, or makes it from the first gradient; nothing is allocated ahead", name)
+        logger.info("%s keeps no state, or creates it from the first gradient; nothing is allocated in advance", name)
     return _state_bytes(optimizer)
 
 

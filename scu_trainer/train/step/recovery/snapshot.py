@@ -103,8 +103,8 @@ class ChangingBuffers:
     def _say_constant(self, modules: Sequence[nn.Module]) -> None:
         names = [name for module in modules for name in _names(self._model, module)]
         logger.info(
-            "no copies are kept of %s: together with the others more than %d MiB, and constant in the first step. "
-            "Should one begin to change in a step that has to be taken back, the run ends there and says so",
+            "no copies are kept of %s: with the others they exceed %d MiB, and they did not change in the first "
+            "step. If one of them first changes in a step that has to be undone, the run ends with a message",
             ", ".join(names),
             COPIED_BYTES // 2**20,
         )
@@ -133,8 +133,8 @@ class ChangingBuffers:
             if name.rpartition(".")[2] == one.name
         ]
         return (
-            f"the buffer {', '.join(names)} began to change in the very step that has to be taken back, and only up to "
-            f"{COPIED_BYTES // 2**20} MiB of buffers are copied before they do: the step cannot be repeated. Use "
+            f"the buffer {', '.join(names)} first changed in a step that has to be undone, and only up to "
+            f"{COPIED_BYTES // 2**20} MiB of buffers are copied before they change: the step cannot be repeated. Use "
             "resume_from_checkpoint: true, which resumes from the newest checkpoint and copies it from its first step "
             "on; or lower max_batch_size, so that no step runs out of memory"
         )
