@@ -188,7 +188,7 @@ def _stock_refusals() -> Iterator[None]:
     except STOCK_REFUSALS as error:
         text = " ".join(str(error).split())[:1000]
         if not isinstance(error, (ValueError, ImportError)):
-            text = f"transformers.TrainingArguments cannot be made of these settings: {type(error).__name__}: {text}"
+            text = f"transformers.TrainingArguments does not accept these settings: {type(error).__name__}: {text}"
         raise SettingsError(text) from error
 
 
@@ -305,9 +305,7 @@ def _read(
     typed = vars(parser.parse_args(arguments))
     for action in parser._actions:  # argparse takes "--" for the end of the flags, and leaves nothing behind
         found = typed.get(action.dest)
-        require(
-            found != [] or found == action.default, f"--{action.dest} is given no value; write --{action.dest} VALUE"
-        )
+        require(found != [] or found == action.default, f"--{action.dest} needs a value; write --{action.dest} VALUE")
     _check_typed(parser, typed)
     _require_training(arguments, flags, typed)
     return parser, arguments, task, (*notes, *about_preset)
@@ -339,8 +337,8 @@ def _arguments(
         meant = {name: value for name, value in task.mode_values.items() if name not in typed_names}
         replaced = {name: entries[name] for name in meant if name in entries and entries[name] != meant[name]}
         entries = {name: value for name, value in entries.items() if name not in meant}
-        words = [f"{name} {_word(meant[name])} for {_word(value)}" for name, value in replaced.items()]
-        note += (f"mode {task.mode}, in the place of {config}: {', '.join(words)}",) if words else ()
+        words = [f"{name} {_word(meant[name])} instead of {_word(value)}" for name, value in replaced.items()]
+        note += (f"mode {task.mode} overrides {config}: {', '.join(words)}",) if words else ()
     read_as = [*in_file.read_as, *_said_defaults(in_file.defaults, entries.keys() - {*typed_names}, parser)]
     note = (f"read in {config}: {'; '.join(read_as)}", *note) if read_as else note
     anchor = _anchor_of_a_budget(entries, typed_names)
@@ -545,7 +543,7 @@ def _of_us(entries: Mapping[str, Any], names: Collection[str], config: str) -> I
     found, read_as = translated_entries(entries, names)
     for tool in signs_of(entries, names):
         title = TOOLS[tool].title
-        read_as.append(f"our defaults count; for those of {title}: scu-trainer import {config} --from {tool}")
+        read_as.append(f"scu-trainer's defaults apply; for those of {title}: scu-trainer import {config} --from {tool}")
     return InFile(found, read_as)
 
 
@@ -654,7 +652,7 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         entries = _loaded(content)
     except RecursionError as error:
-        raise SettingsError(f"{path} nests too deeply; at most {DEEPEST} levels make sense here") from error
+        raise SettingsError(f"{path} nests too deeply; at most {DEEPEST} levels are allowed") from error
     except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two for what a tag such as !!int says
         said = " ".join(str(error).split())[:1000]
         raise SettingsError(f"{path} is not valid YAML or JSON: {said}{_as_text(path)}") from error

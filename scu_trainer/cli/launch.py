@@ -29,7 +29,7 @@ def _main(argv: list[str]) -> NoReturn:
     parser = Parser(prog="scu-trainer launch", description=__doc__.split("\n\n")[0])
     parser.add_argument("launcher", choices=LAUNCHERS)
     parser.add_argument(
-        "--processes", type=_count, help="default: one per GPU; without one two for accelerate, else one"
+        "--processes", type=_count, help="default: one per GPU; without a GPU two for accelerate, otherwise one"
     )
     options, words = parser.parse_known_args(argv)
     gpus = sum(item.kind == "cuda" for item in accelerators())

@@ -14,8 +14,8 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError
 
 DESCRIPTION = """\
-Without a name: all of them, each with a sentence. With a name: that file, for you to read, copy and change. A recipe's
-name is as good as its path for --config, a name of ds_configs for --deepspeed."""
+Without a name: all of them, each with a sentence. With a name: that file, for you to read, copy and change. In place
+of a path, --config takes the name of a recipe and --deepspeed the name of a file in ds_configs."""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -24,14 +24,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _main(argv: list[str]) -> int:
     parser = Parser(prog="scu-trainer recipes", description=DESCRIPTION)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of a file in the list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of a file in the list")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--copy", type=Path, metavar="FILE", help="write it there instead, or into that folder")
     way.add_argument("--path", action="store_true", help="print its path instead, for other programs")
     options = parser.parse_args(argv)
     if options.name is None:
         if options.copy is not None or options.path:
-            raise SettingsError("which one? scu-trainer recipes NAME --copy FILE; scu-trainer recipes lists the names")
+            raise SettingsError(
+                "--copy and --path need a name: scu-trainer recipes NAME --copy FILE; scu-trainer "
+                "recipes lists the names"
+            )
         print(_listed())
         return 0
     path = shipped.one(options.name)

@@ -130,7 +130,7 @@ def test_the_same_command_and_the_table_alone_say_the_same(compared, config, cap
     capsys.readouterr()
     assert compare.main(words(config, compared), Hands(spawn=nothing_starts)) == 0
     shown = capsys.readouterr().out
-    assert "finished runs that are kept: 6" in shown
+    assert "finished runs kept: 6" in shown
     assert compare.main(["--table", str(compared)]) == 0
     table = capsys.readouterr().out
     assert table.strip() and table in shown
@@ -191,7 +191,7 @@ def test_the_list_of_arms_follows_the_job(config, capsys):
         (["--arm", "mine:max_steps=5"], "at equal tokens: its max_steps is 5, that of none 3"),
         (["--curriculum", "noise_guard"], "noise_guard leaves out rows by their loss; set curriculum: none"),
         (["--validation_split_percentage", "0"], "nothing is held out"),
-        (["--table", "somewhere"], "--table prints what is there and takes no other option"),
+        (["--table", "somewhere"], "--table prints an existing comparison and takes no other option"),
     ],
 )
 def test_what_a_person_can_fix(config, tmp_path, capsys, more, said):
@@ -219,7 +219,7 @@ def test_without_a_configuration_and_under_a_launcher(config, tmp_path, capsys, 
     assert "--config is missing" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert compare.main(words(config, tmp_path / "out")) == 2
-    assert "a launcher started this" in capsys.readouterr().err
+    assert "it needs no launcher" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

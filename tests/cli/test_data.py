@@ -105,7 +105,7 @@ def test_the_export_holds_out_what_training_with_that_seed_holds_out(look, file,
     [
         (["--sample", "some"], "--sample is 'some'"),
         (["--rows", "-1"], "--rows is -1"),
-        (["--task", "image-classification"], "checks texts, and this job is image-classification"),
+        (["--task", "image-classification"], "checks texts, but this job is image-classification"),
         (["--dataset", "/nowhere/x.jsonl"], "does not exist"),
         (["--html", "/nowhere/x.html"], "--html /nowhere/x.html"),
     ],

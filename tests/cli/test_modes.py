@@ -53,14 +53,15 @@ def test_a_typed_mode_stands_over_the_file_and_says_what_it_replaced(recipe):
     (note,) = [note for note in job.notes if note.startswith("mode")]
     assert (
         note
-        == f"mode tiny, in the place of {recipe}: dataset_size 40 for 80, block_size 128 for 256, max_steps -1 for 240"
+        == f"mode tiny overrides {recipe}: dataset_size 40 instead of 80, block_size 128 instead of 256, max_steps "
+        "-1 instead of 240"
     )
 
 
 def test_a_typed_value_stands_over_a_typed_mode(recipe):
     job = job_of("--mode=tiny", "--max_steps", 5, "--block_size=64", config=recipe)
     assert (job.training.max_steps, job.data.block_size, job.data.dataset_size) == (5, 64, 40)
-    assert job.notes[-1] == f"mode tiny, in the place of {recipe}: dataset_size 40 for 80"
+    assert job.notes[-1] == f"mode tiny overrides {recipe}: dataset_size 40 instead of 80"
 
 
 def test_a_mode_of_the_file_stands_under_the_file(tmp_path):
@@ -81,7 +82,7 @@ def test_a_typed_mode_replaces_one_of_the_file(tmp_path):
 def test_all_that_there_is_takes_the_place_of_a_cap(recipe):
     job = job_of("--mode", "standard", config=recipe)
     assert job.data.dataset_size is None
-    assert any("dataset_size the default for 80" in note for note in job.notes)
+    assert any("dataset_size the default instead of 80" in note for note in job.notes)
 
 
 @pytest.mark.parametrize("task", KINDS)

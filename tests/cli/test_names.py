@@ -113,7 +113,7 @@ def test_it_is_said_and_so_it_is_for_a_file(tmp_path):
         (["--dataset", "custom"], "dataset: custom names nothing here: give the path of your own"),
         (["--multi-gpu"], "multi_gpu is unknown here: start one process per GPU"),
         (["--qlora", "maybe"], "qlora: it is a switch and takes no 'maybe'"),
-        (["--lr", "--seed", "1"], "lr: it is given no value"),
+        (["--lr", "--seed", "1"], "lr: it has no value"),
         (["--epoks", "3"], "unknown option --epoks"),
     ],
 )

@@ -244,7 +244,7 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
         (["monitor", "by_hand", "--refresh", "0"], "not a number of seconds above 0"),
         (["logs", "by_hand", "-n", "-1"], "not a number of lines"),
         (["begin"], "invalid choice: 'begin'"),
-        ([], "which of them? without a terminal there is no menu"),
+        ([], "name one of these actions: without a terminal there is no menu"),
     ],
 )
 def test_wrong_words_are_one_message(by_hand, capsys, words, said):

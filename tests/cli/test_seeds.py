@@ -89,7 +89,7 @@ def test_killed_in_the_middle_the_same_command_goes_on(job, tmp_path):
     printed = start_again(words, left, tmp_path / "again.log")
     assert (first / "run.json").read_bytes() == done  # not trained again
     assert "its remaining runs write a checkpoint and stop: 1" in printed
-    assert "finished runs that are kept: 1" in printed and "held-out bits over 2 seeds: mean" in printed
+    assert "finished runs kept: 1" in printed and "held-out bits over 2 seeds: mean" in printed
     record = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [(run["seed"], run["status"]) for run in record["runs"]] == [(0, "finished"), (1, "finished")]
     assert record["verdict"].startswith("Mean ") and "over 2 seeds" in record["verdict"]

@@ -109,7 +109,7 @@ def test_one_is_printed_copied_or_named(elsewhere, capsys):
     ("words", "said"),
     [
         (["resnett"], "did you mean 'resnet'?"),
-        (["--copy", "x.yaml"], "which one?"),
+        (["--copy", "x.yaml"], "--copy and --path need a name"),
         (["resnet", "--copy", "there.yaml"], "there.yaml already exists"),
         (["resnet", "--copy", "no/folder/x.yaml"], "there is no folder no/folder"),
         (["resnet", "--copy", "x.yaml", "--path"], "not allowed with"),

@@ -70,7 +70,8 @@ def test_one_name_of_another_program_is_renamed_alone(tmp_path):
     by_flags = read_job(None, ["--dataset", "d.jsonl", "--max_seq_length", "256", "--max_steps", "1"])
     job = read_job(config, [])
     assert job.data.block_size == 256 and job.as_dict() == by_flags.as_dict()
-    expected = f"max_seq_length as block_size; our defaults count; for those of Unsloth: scu-trainer import {config}"
+    apply = "scu-trainer's defaults apply"
+    expected = f"max_seq_length as block_size; {apply}; for those of Unsloth: scu-trainer import {config}"
     assert expected in " ".join(job.notes)
     _written(tmp_path / "y.yaml", "dataset_name: d.jsonl", "max_steps: 1")
     assert read_job(config, []).model.tuning == "lora"

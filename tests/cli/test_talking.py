@@ -230,7 +230,7 @@ def test_a_file_that_is_not_ours_is_named(tmp_path):
     ("words", "message"),
     [
         (["chat", "nowhere/to/be"], "does not exist"),
-        (["chat", "base"], "base is a word of --against"),
+        (["chat", "base"], "base is a keyword of --against"),
         (["generate", "{folder}", "--prompts", "{folder}/config.jsn"], "config.jsn"),
         (["generate", "{folder}", "--prompts", "x.jsonl", "--batch_size", "0"], "batch_size is 0"),
     ],

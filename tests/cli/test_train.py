@@ -166,7 +166,7 @@ def with_value(flags: list[str], name: str, value: object) -> list[str]:
     ("content", "expected"),
     [
         (None, "does not exist"),
-        ("", "is empty: there is no row in it"),
+        ("", "is empty: it has no rows"),
         ('{"body": "text"}\n' * 4, "text_column"),
         ('{"text": "a"}\n{"text": broken\n', "row 2"),
     ],

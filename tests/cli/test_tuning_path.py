@@ -90,7 +90,7 @@ def test_weights_go_to_main_memory_and_disk_at_last_and_the_end_is_named(run, mo
     inject(monkeypatch, lambda model, before: True)
     code, said = run()
     assert code == 2 and "now weights are kept in main memory and, if that is full, on disk" in said
-    assert "tuning_path: auto found no way to hold one row here: device_map: auto" in said
+    assert "tuning_path: auto found no way to fit a single row here: device_map: auto" in said
 
 
 def test_a_run_that_has_begun_is_not_begun_anew(run, tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def test_the_same_command_goes_on_with_the_way_that_it_had(run, tmp_path, monkey
     monkeypatch.setattr(CheckpointWriter, "save", save)
     monkeypatch.setattr(LlamaModel, "forward", forward)
     code, said = run()
-    assert code == 0 and "(as this run was begun)" in said and "resuming from " in said
+    assert code == 0 and "(as this run was started)" in said and "resuming from " in said
 
 
 def test_several_processes_are_sent_to_the_planner():

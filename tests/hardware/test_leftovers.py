@@ -222,7 +222,7 @@ def test_all_that_is_free_goes_and_results_stay(words, tmp_path, cache, capsys):
     }
     assert not (tmp_path / "off" / "scu-trainer-deadrun1").exists() and not (cache / "tokenized" / "abc").exists()
     assert hardware.main([*words, "--yes"]) == 0
-    assert capsys.readouterr().out == "0 bytes: nothing of ours to free\n"
+    assert capsys.readouterr().out == "0 bytes: scu-trainer has nothing to free\n"
 
 
 @pytest.mark.parametrize("more", [["--dry_run"], ["--dry-run", "--yes"], []])

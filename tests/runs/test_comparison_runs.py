@@ -81,7 +81,7 @@ def test_a_second_time_runs_nothing_and_says_the_same(finished):
     before = files(made.folder)
     code, again, started = run(replace(made, threads=4))
     assert (code, started) == (0, [])
-    assert "threads of a run: 1, as when this comparison began" in again
+    assert "threads per run: 1, as when this comparison started" in again
     assert files(made.folder) == before
     table = "2 arms, seeds 0 1 2"
     assert again.partition(table)[2] == shown.partition(table)[2] != ""
@@ -211,7 +211,7 @@ def test_killed_in_the_middle_it_goes_on_with_what_was_done(tmp_path):
         assert len(of(folder)) == 1  # the run goes on alone
         shown = go_on(folder)
     assert "its remaining runs write a checkpoint and stop: 1" in shown
-    assert "finished runs that are kept: 1; that resume from their checkpoints: 1" in shown
+    assert "finished runs kept: 1; runs that resume from their checkpoints: 1" in shown
     assert begins(folder, "none-seed0") == [0]
     assert begins(folder, "model-seed0") == [0, 3]
     found = record(folder)

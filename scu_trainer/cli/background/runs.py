@@ -68,14 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar=ACTIONS, parser_class=Parser)
     _add_start(actions)
-    _add(actions, "list", "all runs, a line each")
-    found = _add(actions, "status", "what a run is doing; without a name all runs", name="?")
+    _add(actions, "list", "list all runs, one per line")
+    found = _add(actions, "status", "show what a run is doing; without a name, all runs", name="?")
     found.add_argument("--json", action="store_true", help="as JSON: one object, or an array without a name")
     found = _add(actions, "monitor", "watch a run until it ends; Ctrl-C leaves it running", name=None)
-    found.add_argument("--refresh", type=_above_zero, default=5.0, help="seconds between two looks (5)")
-    found = _add(actions, "logs", "the last lines that a run printed", name=None)
+    found.add_argument("--refresh", type=_above_zero, default=5.0, help="seconds between updates (5)")
+    found = _add(actions, "logs", "print the last lines of a run's output", name=None)
     found.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
-    found.add_argument("-n", "--lines", type=_count, default=50, help="how many lines (50)")
+    found.add_argument("-n", "--lines", type=_count, default=50, help="number of lines (50)")
     found = _add(actions, "stop", "write a checkpoint and end; a queued run leaves the queue", name="+")
     found.add_argument("--now", action="store_true", help="end all its processes immediately, without a checkpoint")
     found.add_argument("--timeout", type=_above_zero, help="seconds to wait for the end; default: until it has ended")
@@ -87,7 +87,7 @@ def _add(actions, action: str, text: str, name: Optional[str] = "") -> argparse.
     """``name``: how many names it takes, "" for none and None for one."""
     parser = actions.add_parser(action, help=text, description=text)
     if name != "":
-        parser.add_argument("name", metavar="NAME", nargs=name, help="of the run, or its directory")
+        parser.add_argument("name", metavar="NAME", nargs=name, help="name of the run, or its directory")
     parser.add_argument("--root", type=Path, default=ROOT, help="directory that holds the runs (runs)")
     return parser
 
@@ -96,12 +96,16 @@ def _add_start(actions) -> None:
     default = Options()
     parser = _add(actions, "start", "start a run that outlives this terminal; any flag of train may follow")
     parser.usage = "scu-trainer runs start [--config FILE] [--name NAME] [--FIELD VALUE ...]"
-    parser.add_argument("--config", type=recipe, help=f"as for train; default: {OPTIMAL}, of hardware config")
-    parser.add_argument("--name", help="of the run and its directory; default: that of output_dir in the file")
+    parser.add_argument("--config", type=recipe, help=f"as for train; default: {OPTIMAL}, which hardware config writes")
+    parser.add_argument("--name", help="name of the run and its directory; default: the name of output_dir in the file")
     parser.add_argument("--device", default=default.device, help="auto (shortest queue), cpu, gpu-0, ...")
-    parser.add_argument("--launcher", choices=LAUNCHERS, default=default.launcher, help="python is one process")
-    parser.add_argument("--nice", type=int, default=default.nice, help="0 as other programs, 19 last (10)")
-    parser.add_argument("--threads", type=int, help="of the CPU; default: all cores but one")
+    parser.add_argument(
+        "--launcher", choices=LAUNCHERS, default=default.launcher, help="what starts the run; python: one process"
+    )
+    parser.add_argument(
+        "--nice", type=int, default=default.nice, help="niceness: 0 like other programs, 19 lowest priority (10)"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads; default: all cores but one")
     parser.add_argument(
         "--numa_node", "--numa-node", default=default.numa_node,
         help="NUMA node to stay on, if there are several: a number, off, or auto (the GPU's own)",
@@ -323,5 +327,7 @@ def _menu(hands: Hands) -> int:
     from scu_trainer.runs.menu import Menu
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise SettingsError(f"{_parser().format_help()}\nwhich of them? without a terminal there is no menu")
+        raise SettingsError(
+            f"{_parser().format_help()}\nname one of these actions: without a terminal there is no menu"
+        )
     return Menu(lambda words: _main(list(words), hands), input, screens.say, ROOT, shipped.here("recipes")).run()

@@ -48,17 +48,21 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=recipe, help="YAML or JSON file of the job")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="by comma or space; default: all forms below")
-    parser.add_argument("--arm", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="one of your own")
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="arms, separated by commas or spaces; default: all forms below"
+    )
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="an arm of your own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
     parser.add_argument("--output_dir", "--output-dir", default="runs/compare", help="default: runs/compare")
-    parser.add_argument("--jobs", type=int, help="runs at a time; default: from cores and memory, one per GPU")
-    parser.add_argument("--reference", default="none", metavar="ARM", help="the others are judged against it; none")
-    parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals; 0.95")
-    parser.add_argument("--retry_failed", "--retry-failed", action="store_true", help="try failed runs again")
+    parser.add_argument("--jobs", type=int, help="runs at a time; default: as cores and memory allow, one per GPU")
+    parser.add_argument(
+        "--reference", default="none", metavar="ARM", help="arm that the others are compared with (none)"
+    )
+    parser.add_argument("--confidence", type=float, default=0.95, help="level of the intervals (0.95)")
+    parser.add_argument("--retry_failed", "--retry-failed", action="store_true", help="retry failed runs")
     parser.add_argument("--list", action="store_true", help="show the arms and what each sets, and stop")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would run, and stop")
-    parser.add_argument("--table", metavar="FOLDER", help="print the table of a comparison that is there, and stop")
+    parser.add_argument("--table", metavar="FOLDER", help="print the table of an existing comparison, and stop")
     return parser
 
 
@@ -96,7 +100,7 @@ def _lasting(argv: Sequence[str]) -> list[str]:
 
 def _show(folder: str, argv: Sequence[str], console: Any) -> int:
     if len(argv) > (1 if f"--table={folder}" in argv else 2):
-        raise SettingsError("--table prints what is there and takes no other option")
+        raise SettingsError("--table prints an existing comparison and takes no other option")
     record = read_record(Path(folder))
     if record is None:
         raise SettingsError(f"{folder} holds no {COMPARISON_FILE}; give the output_dir of a comparison")

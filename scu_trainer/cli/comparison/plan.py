@@ -58,7 +58,9 @@ def check_words(options: argparse.Namespace, flags: Sequence[str]) -> None:
     if options.jobs is not None and options.jobs < 1:
         raise SettingsError(f"jobs is {options.jobs}; it must be 1 or more")
     if "WORLD_SIZE" in os.environ:
-        raise SettingsError("a launcher started this; compare starts its runs itself, type scu-trainer compare alone")
+        raise SettingsError(
+            "compare starts its runs itself, so it needs no launcher; type scu-trainer compare without one"
+        )
 
 
 def arms_of(options: argparse.Namespace, flags: Sequence[str]) -> list[Arm]:

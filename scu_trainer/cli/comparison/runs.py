@@ -67,7 +67,7 @@ class Start:
             return
         require_same(before, self.plan)
         if before.threads != self.plan.threads:
-            self.screen.say(f"threads of a run: {before.threads}, as when this comparison began")
+            self.screen.say(f"threads per run: {before.threads}, as when this comparison started")
         self.plan = before
 
     def _tell_start(self, states: Mapping[Key, ArmState]) -> None:
@@ -76,8 +76,8 @@ class Start:
         begun = [key for key, state in states.items() if state.status == "missing" and state.error != NOT_STARTED]
         self.done_before = len(count["finished"]) + len(count["failed"])
         if count["finished"] or begun:
-            kept = f"finished runs that are kept: {len(count['finished'])}"
-            self.screen.say(f"{kept}; that resume from their checkpoints: {len(begun)}")
+            kept = f"finished runs kept: {len(count['finished'])}"
+            self.screen.say(f"{kept}; runs that resume from their checkpoints: {len(begun)}")
         if count["failed"]:
             self.screen.say(f"runs that failed before: {len(count['failed'])}; --retry_failed tries them again")
 

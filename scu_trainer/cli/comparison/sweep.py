@@ -62,12 +62,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=recipe, help="YAML or JSON file of the job")
-    parser.add_argument("--search", nargs="+", default=[], metavar="AXIS", help=f"what to move: {FORM}")
+    parser.add_argument("--search", nargs="+", default=[], metavar="AXIS", help=f"what to search: {FORM}")
     parser.add_argument(
         "--trials", type=int, default=12, metavar="N", help="trials in addition to the job as it is; default: 12"
     )
     parser.add_argument("--output_dir", "--output-dir", default="runs/sweep", help="default: runs/sweep")
-    parser.add_argument("--seed", type=int, default=0, help="of the job and of the search; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the job and of the search; default: 0")
     parser.add_argument(
         "--confirm_seeds", "--confirm-seeds", type=int, default=0, metavar="N",
         help="then train the job and the best again with this many other seeds, and judge by those; default: 0",
@@ -87,7 +87,7 @@ def _main(argv: list[str], hands: comparison.Hands) -> int:
         raise SettingsError("--trials must be 1 or more, and --confirm_seeds 0 or more")
     moved = [axis.name for axis in axes if any(word.split("=")[0] == f"--{axis.name}" for word in flags)]
     if moved:
-        raise SettingsError(f"{moved[0]} is given and moved; drop one of them")
+        raise SettingsError(f"{moved[0]} is both set and searched; drop one of them")
     check_early(options.config, flags)
     _optuna()
     from rich.console import Console

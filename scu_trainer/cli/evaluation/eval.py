@@ -111,7 +111,7 @@ def _read(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOpt
 def _subjects(name: str, options: EvalOptions) -> list[Subject]:
     """What is scored, and what it is compared with if anything."""
     if name in (BASE, MERGED):
-        raise ModelError(f"{name} is a word of --against; give a path or a Hub id first (./{name} for a folder)")
+        raise ModelError(f"{name} is a keyword of --against; give a path or a Hub id first (./{name} for a folder)")
     first = subject_of(name)
     words = {BASE: base_subject, MERGED: lambda subject: merged_subject(subject, options.merge_dtype)}
     for other in options.against or []:

@@ -19,7 +19,7 @@ class EvalOptions:
 
     _argument_group_name = "evaluation"
 
-    task: Optional[str] = option(None, f"of {', '.join(KINDS)}; default: that of the run, {TEXT} without one")
+    task: Optional[str] = option(None, f"one of {', '.join(KINDS)}; default: that of the run, or {TEXT} without a run")
     against: Optional[list[str]] = option(
         None,
         "other models, each compared with RUN_OR_MODEL; the word base: what it was tuned from; the word merged: its "
@@ -30,7 +30,7 @@ class EvalOptions:
     )
     max_length: Optional[int] = option(
         None,
-        "text-generation: tokens in a window; default: block_size, without a run no more than the model's positions",
+        "text-generation: tokens in a window; default: block_size; without a run, at most the model's positions",
     )
     stride: Optional[int] = option(
         None,
@@ -40,9 +40,10 @@ class EvalOptions:
     batch_tokens: Optional[int] = option(None, f"padded tokens per forward pass; default: {BATCH_TOKENS}")
     confidence: float = option(0.95, "level of the intervals, above 0 and below 1")
     resamples: int = option(2000, "resamples of the documents behind each interval")
-    seed: int = option(0, "seed of the resampling; where no run tells one, also of the held-out split")
+    seed: int = option(0, "seed of the resampling, and of the held-out split if no run sets it")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
-        "auto", "arithmetic: bf16 or fp16 autocast, or no: that of the weights. auto: that of the run, no without one"
+        "auto",
+        "arithmetic: bf16 or fp16 autocast, or no (the type of the weights); auto: as in the run, no without a run",
     )
     trust_remote_code: bool = option(False, "run Python code that comes with a model")
     allow_pickle: bool = option(False, "also read weights that are stored as pickle files: tensors only")
@@ -73,12 +74,14 @@ class HarnessOptions:
     _argument_group_name = "tasks of lm-evaluation-harness"
 
     tasks: Optional[str] = option(
-        None, "names of its tasks, groups or tags, with commas between; needs pip install 'scu-trainer[lm-eval]'"
+        None, "names of its tasks, groups or tags, separated by commas; needs pip install 'scu-trainer[lm-eval]'"
     )
-    num_fewshot: Optional[int] = option(None, "examples before each question; default: what the task says")
-    limit: Optional[float] = option(None, "questions per task, below 1 a share of them; for a try, not for a result")
-    include_path: Optional[str] = option(None, "folder with tasks of your own (YAML; their Python functions are run)")
-    apply_chat_template: bool = option(False, "put questions into the chat template of the tokenizer")
+    num_fewshot: Optional[int] = option(None, "few-shot examples before each question; default: what the task says")
+    limit: Optional[float] = option(
+        None, "questions per task (below 1: a share of them); for a quick check, not for a result"
+    )
+    include_path: Optional[str] = option(None, "folder with your own tasks (YAML; their Python functions are run)")
+    apply_chat_template: bool = option(False, "apply the chat template of the tokenizer to the questions")
     batch_size: Optional[int] = option(None, f"questions per forward pass; default: {BATCH_SIZE}")
 
     def __post_init__(self) -> None:
@@ -87,9 +90,9 @@ class HarnessOptions:
         typed = [name for name in typed if getattr(self, name) is not False]  # 0 is typed
         require(
             self.tasks is not None or not typed,
-            f"{typed and typed[0]} belongs to tasks of lm-evaluation-harness; add --tasks NAME, or drop it",
+            f"{typed and typed[0]} is for tasks of lm-evaluation-harness; add --tasks NAME, or drop it",
         )
-        require(self.tasks is None or bool(self.names), "tasks is empty; give names with commas between")
+        require(self.tasks is None or bool(self.names), "tasks is empty; give names separated by commas")
         for name, least in (("num_fewshot", 0), ("batch_size", 1)):
             value = getattr(self, name)
             require(value is None or value >= least, f"{name} is {value}; it must be {least} or more")

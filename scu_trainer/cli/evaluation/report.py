@@ -209,7 +209,7 @@ def _notes_on_figures(subjects: list[Subject], answers: list[EvaluationResult]) 
 def _notes_on_merge(subject: Subject, result: EvaluationResult) -> list[str]:
     if result.merge is None or result.merge["is_within_tolerance"]:
         return []
-    return [f"{subject.name}: its logits are farther from the adapter's than the tolerance; do not use it unseen"]
+    return [f"{subject.name}: its logits are farther from the adapter's than the tolerance; do not use it unchecked"]
 
 
 def _notes_on_data(data: Any, item: str) -> list[str]:

@@ -29,9 +29,9 @@ FEWEST_DOCUMENTS = 8
 LEVEL = 0.95
 
 DESCRIPTION = """\
-Learn this, lose at most that: keeps as much of what RUN has learned as costs at most BITS per token on the
-documents of FILE, against the model that it was tuned from. Half of them decide how much; the other half only measure
-what it costs. Writes the model, or the adapter, with that share of its update (WiSE-FT)."""
+Learn this, lose at most that: keeps as much of what RUN has learned as it can without losing more than BITS
+per token on the documents of FILE, compared with the model that it was tuned from. Half of them decide how much; the
+other half only measure what it costs. Writes the model, or the adapter, with that share of its update (WiSE-FT)."""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -43,12 +43,12 @@ def _parser() -> Parser:
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or with --base a full model")
     parser.add_argument("--anchor", required=True, metavar="FILE", help="text, JSON lines, ... or a dataset to keep")
     parser.add_argument("--budget_bits", "--budget-bits", type=float, required=True, metavar="BITS",
-                        help="per token on it, that may be lost, for instance 0.05")  # fmt: skip
+                        help="bits per token on it that may be lost, for instance 0.05")  # fmt: skip
     parser.add_argument("--base", metavar="MODEL", help="what it was tuned from; default: what the run or adapter says")
-    parser.add_argument("--output_dir", "--output-dir", metavar="DIR", help="default: RUN-retained beside the run")
+    parser.add_argument("--output_dir", "--output-dir", metavar="DIR", help="default: RUN-retained next to the run")
     parser.add_argument("--max_documents", "--max-documents", type=int, default=400, metavar="N",
-                        help="of FILE, at most; default: 400")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the halves and of the resampling")
+                        help="documents of FILE to use, at most; default: 400")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="seed of the halves and of the resampling")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
     parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
@@ -175,7 +175,7 @@ def as_text(report: dict[str, Any]) -> str:
     lost, whole, budget = report["lost_bits"], report["lost_bits_of_the_whole_update"], report["budget_bits"]
     lines = [
         f"kept: {report['share']:.1%} of the update",
-        f"on {report['anchor']}, {report['judging_documents']} documents that decided nothing:",
+        f"on {report['anchor']}, {report['judging_documents']} documents that played no part in the decision:",
         f"  with all of it      {_bits(whole)}",
         f"  with what is kept   {_bits(lost)}, the budget is {budget:g}",
     ]

@@ -40,12 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--runs_dir", "--runs-dir", type=Path, default=ROOT, help="directory that holds the runs (runs)"
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"of this machine ({PORT}); 0 takes a free one")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port on this machine ({PORT}); 0 picks a free one")
     parser.add_argument(
         "--configs", type=Path, nargs="+", default=[shipped.here("recipes")], metavar="PATH",
         help="configuration files, and folders of them, that a run may be started from (recipes)",
     )  # fmt: skip
-    parser.add_argument("--host", default=HOST, help=f"address to listen at ({HOST}); another than this machine's own "
+    parser.add_argument("--host", default=HOST, help=f"address to listen on ({HOST}); any address other than "
                         "loopback needs --allow_network")  # fmt: skip
     parser.add_argument("--allow_network", "--allow-network", action="store_true",
                         help="let other machines reach --host: anyone with the printed address can start "

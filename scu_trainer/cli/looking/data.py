@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=recipe, help="YAML or JSON file of the job; the first word may be this file too"
     )
-    parser.add_argument("--rows", type=int, default=3, help="rows that are shown in full (default 3)")
+    parser.add_argument("--rows", type=int, default=3, help="rows to show in full (default 3)")
     parser.add_argument("--sample", default=str(SAMPLE), help=f"documents to check, or all (default {SAMPLE})")
     parser.add_argument("--html", type=Path, help="also write the output as one HTML page")
     parser.add_argument("--export", type=Path, help="write all rows as they are trained, one JSON object per line")
@@ -63,7 +63,7 @@ def _main(argv: list[str]) -> int:
         task, model, data = configuration.read_data(options.config, flags)
     if task != "text-generation":
         raise SettingsError(
-            f"scu-trainer data checks texts, and this job is {task}; scu-trainer train --preflight_only looks at its "
+            f"scu-trainer data checks texts, but this job is {task}; scu-trainer train --preflight_only checks its "
             "samples"
         )
     console = Console(highlight=False, markup=False)
@@ -196,7 +196,7 @@ def _export(path: Path, model: ModelSettings, data: DataSettings, seed: int, tok
     from scu_trainer.train.tasks.packing import Packing
 
     if data.streaming:
-        raise SettingsError("--export writes all rows, and a stream has no end that is known; set streaming: false")
+        raise SettingsError("--export writes all rows, but the end of a stream is not known; set streaming: false")
     named = model.model_name_or_path
     config = causal_config(model) if named else base_config(len(tokenizer), 0, 1, 2)
     packing = Packing.expected(data, config)

@@ -77,7 +77,7 @@ def _strange(facts: Facts, documents: Sequence[Document], texts: Sequence[str]) 
 
 def _repeated(facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> list[Text | Table]:
     if not facts.repeated:
-        return [Text("No document is there twice.")]
+        return [Text("No document appears twice.")]
     often = {places[0]: f"{len(places)} times" for places in facts.repeated[:10]}
     said = f"Documents that repeat an earlier one, token by token: {facts.duplicates:,}."
     return [Text(said), _named(list(often), documents, texts, often.get)]

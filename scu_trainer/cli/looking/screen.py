@@ -57,7 +57,7 @@ def _print_lengths(console: Console, facts: Facts, block_size: int) -> None:
 
 def _print_repeated(console: Console, facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> None:
     if not facts.repeated:
-        console.print("\nno document is there twice")
+        console.print("\nno document appears twice")
         return
     console.print(f"\ndocuments that repeat an earlier one, token by token: {facts.duplicates:,}")
     for places in facts.repeated[:MOST_SHOWN]:

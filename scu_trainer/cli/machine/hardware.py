@@ -48,18 +48,20 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--json", action="store_true", help="as one JSON object")
     profile.add_argument("--no_disk_speed", "--no-disk-speed", action="store_true", help="write no file to measure")
     check = actions.add_parser(
-        "check", help="versions, devices, memory, disk; with --config and flags what that job needs beside"
+        "check", help="versions, devices, memory, disk; with --config and flags also what that job needs"
     )
-    check.add_argument("--gpu", action="store_true", help="only: is there a GPU that torch can use; exit code 2 if not")
+    check.add_argument(
+        "--gpu", action="store_true", help="check only for a GPU that torch can use; exit code 2 if there is none"
+    )
     check.add_argument("--config", type=recipe, help="YAML or JSON file of a job, and any flag of scu-trainer train")
     actions.add_parser(PLANS[0], help="the same as scu-trainer plan: settings with which a job fits a machine")
     actions.add_parser("config", help="the same, written to optimal_config.yaml (--output FILE) for --config to read")
     monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live, and of one run")
-    monitor.add_argument("run", nargs="?", metavar="RUN_OR_PID", help="directory of a run, or number of a process")
+    monitor.add_argument("run", nargs="?", metavar="RUN_OR_PID", help="directory of a run, or a process id")
     monitor.add_argument("--duration", type=float, help="seconds; default: until Ctrl-C or the end of the run")
-    monitor.add_argument("--interval", type=float, default=1.0, help="seconds between two readings")
-    monitor.add_argument("--csv", metavar="FILE", help="also append each reading to FILE; - prints the rows alone")
-    optimize = actions.add_parser("optimize", help="remove our caches and leftovers that nothing uses")
+    monitor.add_argument("--interval", type=float, default=1.0, help="seconds between readings")
+    monitor.add_argument("--csv", metavar="FILE", help="also append each reading to FILE; - prints only the rows")
+    optimize = actions.add_parser("optimize", help="remove caches and leftovers of scu-trainer that nothing uses")
     optimize.add_argument("--runs", default="runs", help="folder whose runs are checked")
     optimize.add_argument("--cache_dir", "--cache-dir", help="default: SCU_TRAINER_CACHE, or ~/.cache/scu_trainer")
     optimize.add_argument("--keep_caches", "--keep-caches", action="store_true", help="leftovers of dead runs only")

@@ -41,7 +41,7 @@ def optimize(options: argparse.Namespace) -> int:
     free = [item for item in found if item.used_by is None]
     _say_what_stays([item for item in found if item.used_by is not None])
     if not free:
-        print("0 bytes: nothing of ours to free")
+        print("0 bytes: scu-trainer has nothing to free")
         return 0
     for item in free:
         print(f"free   {readable(item.size_bytes):>10}  {item.kind}: {item.path}")

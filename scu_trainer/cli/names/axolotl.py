@@ -94,7 +94,7 @@ def _number_format(name: str) -> Any:
 
 def _tf32(value: Any, source: Source) -> Meaning:
     if value == "auto":
-        return Meaning(said="it is on where the card has it")
+        return Meaning(said="it is on if the GPU supports it")
     return Meaning({"tf32": is_on(value)})
 
 
@@ -301,7 +301,7 @@ def _special_tokens(value: Any, source: Source) -> Meaning:
     odd = sorted(key for key, one in (value or {}).items() if one and key != "pad_token")
     if odd:
         return Meaning(said=f"{', '.join(odd)}: change the tokenizer's own, and save it beside the model", is_lost=True)
-    return Meaning(said="padding is masked, whatever the token")
+    return Meaning(said="padding is masked, whichever token it is")
 
 
 def _plugins(value: Any, source: Source) -> Meaning:
@@ -313,12 +313,12 @@ def _plugins(value: Any, source: Source) -> Meaning:
 
 def _inputs(value: Any, source: Source) -> Meaning:
     if not is_on(value):
-        return Meaning(said="answers alone are learned here too")
+        return Meaning(said="only answers are learned here too")
     return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
 
 
 PROGRAM = Nothing("it is about how Axolotl itself works")
-WATCH = "a run ends whose loss leaves its own course for good, not one above a fixed figure"
+WATCH = "a run ends when its loss diverges for good, not when it is above a fixed value"
 
 TABLE: Table = {
     "base_model": Same("model_name_or_path"),
@@ -340,7 +340,7 @@ TABLE: Table = {
     "lora_target_linear": _all_linear,
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",
     "lora_modules_to_save": several("modules_to_save"),
-    "lora_fan_in_fan_out": Nothing("peft finds it out"),
+    "lora_fan_in_fan_out": Nothing("peft detects it"),
     "lora_on_cpu": "an adapter is loaded where it is trained",
     **dict.fromkeys(("use_kernels", "use_scattermoe", "use_sonicmoe", "fused_attn_kernel", "flash_attn_cross_entropy",
                      "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "cut_cross_entropy", "tiled_mlp",
@@ -353,10 +353,10 @@ TABLE: Table = {
     "peft_use_rslora": boolean("use_rslora"),
     "peft_init_lora_weights": lambda value, source: Meaning({"init_lora_weights": str(value).lower()}),
     "peft_layers_to_transform": Same("layers_to_transform"),
-    "loraplus_lr_embedding": "embeddings get the learning rate of everything else",
+    "loraplus_lr_embedding": "embeddings use the learning rate of everything else",
     "relora": "adapters are not merged on the way here",
     "unfrozen_parameters": several("trainable_parameters"),
-    "gptq": "weights that are quantized by GPTQ are not trained over here; tuning: qlora quantizes by itself",
+    "gptq": "GPTQ weights cannot be trained here; tuning: qlora quantizes by itself",
     "reinit_weights": "start from a folder with a config.json and no weights",
     "rl": _preferences,
     "reward_model": _preferences,
@@ -379,7 +379,7 @@ TABLE: Table = {
     "datasets": _datasets,
     "test_datasets": _held_out_sets,
     "pretraining_dataset": _pretraining,
-    "dataset_prepared_path": Nothing("prepared data are kept in cache_dir, and found again by what they were made of"),
+    "dataset_prepared_path": Nothing("prepared data are kept in cache_dir, keyed by their source and settings"),
     "dataset_processes": Same("preprocessing_num_workers"),
     "dataset_num_proc": Same("preprocessing_num_workers"),
     "dataset_exact_deduplication": "scu-trainer data names the rows that repeat; they are not taken out",
@@ -387,7 +387,7 @@ TABLE: Table = {
     "val_set_size": held_out,
     "sequence_len": Same("block_size"),
     "eval_sequence_len": "held-out documents are scored in windows of block_size",
-    "excess_length_strategy": Nothing("nothing is cut off or dropped: a longer document continues in further rows"),
+    "excess_length_strategy": Nothing("nothing is truncated or dropped: a longer document continues in further rows"),
     "min_sample_len": "short rows are kept",
     "sample_packing": _packing,
     "eval_sample_packing": Nothing("held-out documents are scored one by one, in windows"),
@@ -406,7 +406,7 @@ TABLE: Table = {
     "tokens": several("new_tokens"),
     "added_tokens_overrides": "add tokens: new_tokens",
     "eot_tokens": Nothing("the end of a turn follows from the chat template"),
-    "resize_token_embeddings_to_32x": Nothing("the embedding grows by the tokens that are added, no further"),
+    "resize_token_embeddings_to_32x": Nothing("the embedding grows only by the tokens that are added"),
     "mean_resizing_embeddings": Nothing("new rows of an embedding begin at the mean of the others"),
     "micro_batch_size": Same("per_device_train_batch_size"),
     "batch_size": _total_batch,
@@ -423,7 +423,7 @@ TABLE: Table = {
     "freeze_mm_modules": Nothing("texts are learned here"),
     "model_config": "write it into the config.json of the model",
     "overrides_of_model_config": "write it into the config.json of the model",
-    "torchdistx_path": "adamw_anyprecision needs a package that is no longer made; dtype: bfloat16 picks another",
+    "torchdistx_path": "adamw_anyprecision needs a package that is no longer maintained; dtype: bfloat16 picks another",
     "lr_scheduler": _scheduler,
     "cosine_min_lr_ratio": _minimum_rate,
     "embedding_lr": "all weights get one learning rate",
@@ -435,11 +435,11 @@ TABLE: Table = {
     "use_wandb": _reports,
     "wandb_project": _reports,
     "wandb_name": Same("run_name"),
-    "wandb_entity": "give it to W&B: WANDB_ENTITY=... before the command",
-    "wandb_watch": "give it to W&B: WANDB_WATCH=... before the command",
-    "wandb_log_model": "give it to W&B: WANDB_LOG_MODEL=... before the command",
-    "wandb_mode": "give it to W&B: WANDB_MODE=... before the command",
-    "wandb_run_id": "give it to W&B: WANDB_RUN_ID=... before the command",
+    "wandb_entity": "set it for W&B: WANDB_ENTITY=... before the command",
+    "wandb_watch": "set it for W&B: WANDB_WATCH=... before the command",
+    "wandb_log_model": "set it for W&B: WANDB_LOG_MODEL=... before the command",
+    "wandb_mode": "set it for W&B: WANDB_MODE=... before the command",
+    "wandb_run_id": "set it for W&B: WANDB_RUN_ID=... before the command",
     "use_mlflow": "report_to: mlflow",
     "use_comet": "report_to: comet_ml",
     "hub_model_id": _hub,
@@ -451,9 +451,9 @@ TABLE: Table = {
     "include_tkps": Switch({"throughput": True}),
     "max_memory": "write max_gpu_mem, cpu_mem and device_map",
     "gpu_memory_limit": Same("memory_limit_gb"),
-    "sequence_parallel_degree": "rows are not shared out among GPUs here",
-    "context_parallel_size": "rows are not shared out among GPUs here",
-    "tensor_parallel_size": "layers are not shared out among GPUs here; fsdp and deepspeed share weights out",
+    "sequence_parallel_degree": "a row is not split across GPUs here",
+    "context_parallel_size": "a row is not split across GPUs here",
+    "tensor_parallel_size": "layers are not split across GPUs here; fsdp and deepspeed shard weights",
     "plugins": _plugins,
     **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy",
                      "liger_layer_norm", "liger_cross_entropy", "liger_rms_norm_gated"), Nothing("read with plugins")),
@@ -483,6 +483,6 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def differences(source: Source) -> Iterator[str]:
-    yield "a document longer than block_size continues in further rows; Axolotl drops it, or cuts it off"
+    yield "a document longer than block_size continues in further rows; Axolotl drops or truncates it"
     if is_on(source.get("adapter")) and not (source.get("lora_target_modules") or source.has("lora_target_linear")):
         yield "without lora_target_modules every linear layer is adapted here"

@@ -19,7 +19,7 @@ from scu_trainer.run_files import write_text
 
 DESCRIPTION = """\
 Reads a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth and writes it as one of ours: what means the same, what
-there is nothing to do about, and what has no counterpart, key by key. Flags of `scu-trainer train` go before the file.
+needs no action, and what has no counterpart, key by key. Flags of `scu-trainer train` go before the file.
 Nothing is trained."""
 
 
@@ -61,7 +61,7 @@ def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tu
         tool = tool or tool_of(entries, known)
         if tool is None:
             raise SettingsError(
-                f"no key of it is one of {_titles()}'s alone; say whose it is by --from {'|'.join(TOOLS)}"
+                f"none of its keys belongs to only one of {_titles()}; name the program with --from {'|'.join(TOOLS)}"
             )
         found = imported(tool, entries, known, path.parent, typed=own)
     except SettingsError as error:

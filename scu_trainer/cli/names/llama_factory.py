@@ -49,7 +49,7 @@ def _tuning(value: Any, source: Source) -> Meaning:
 
 def _quantized(value: Any, source: Source) -> Meaning:
     if str(value) not in ("4", "8"):
-        raise SettingsError(f"{value} bits are none of bitsandbytes'; 4 and 8 are")
+        raise SettingsError(f"bitsandbytes has no quantization to {value} bits; use 4 or 8")
     return tuning(source, adapts=source.get("finetuning_type", "lora") == "lora")
 
 
@@ -137,8 +137,8 @@ def _info_path(source: Source) -> Path:
     found = next((path for path in (folder / INFO, *(place / INFO for place in beside)) if path.is_file()), None)
     if found is None:
         raise SettingsError(
-            f"it is looked up in {folder / INFO}, which is not here; give --dataset FILE_OR_HUB_ID beside, or run this "
-            "where LLaMA-Factory's data folder is"
+            f"it is looked up in {folder / INFO}, which does not exist; add --dataset FILE_OR_HUB_ID, or run this in "
+            "the folder that holds LLaMA-Factory's data folder"
         )
     return found
 
@@ -159,7 +159,7 @@ def _place(info: Mapping[str, Any], path: Path, name: str) -> str:
         return info["hf_hub_url"]
     if info.get("file_name"):
         return str(path.parent / info["file_name"])
-    raise SettingsError(f"{name} has neither file_name nor hf_hub_url in {path}; give --dataset FILE_OR_HUB_ID beside")
+    raise SettingsError(f"{name} has neither file_name nor hf_hub_url in {path}; add --dataset FILE_OR_HUB_ID")
 
 
 def _columns(info: Mapping[str, Any], name: str, is_text: bool) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _mix(value: Any, source: Source) -> Meaning:
     known = {"interleave_under": "first_exhausted", "interleave_once": "first_exhausted"}
     known["interleave_over"] = "all_exhausted"
     if value == "concat":
-        return Meaning(said="sources are put together here too")
+        return Meaning(said="sources are concatenated here too")
     if value not in known:
         raise SettingsError(f"{value} is not a way to mix that is known here{nearest(str(value), known)}")
     return Meaning({"stopping_strategy": known[value]})
@@ -200,7 +200,7 @@ def _packing(value: Any, source: Source) -> Meaning:
 
 def _prompt(value: Any, source: Source) -> Meaning:
     if not is_on(value):
-        return Meaning(said="answers alone are learned here too")
+        return Meaning(said="only answers are learned here too")
     return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
 
 
@@ -240,7 +240,7 @@ TABLE: Table = {
     "pissa_init": _pissa,
     "pissa_iter": _belongs("pissa_init"),
     "pissa_convert": Nothing("what is saved fits the original weights as it is"),
-    "loraplus_lr_embedding": "embeddings get the learning rate of everything else",
+    "loraplus_lr_embedding": "embeddings use the learning rate of everything else",
     "use_galore": _low_rank("galore", "galore_adamw", GALORE),
     "use_apollo": _low_rank("apollo", "apollo_adamw", APOLLO),
     **{f"galore_{key}": _belongs("use_galore") for key in (*GALORE, "target", "layerwise")},
@@ -264,20 +264,20 @@ TABLE: Table = {
     "disable_gradient_checkpointing": _gradient_checkpointing,
     "use_reentrant_gc": Nothing("checkpointing gives the same numbers either way"),
     "low_cpu_mem_usage": Nothing("weights are always loaded without a second copy"),
-    "use_fast_tokenizer": Nothing("tokenizers are the fast ones"),
+    "use_fast_tokenizer": Nothing("the fast tokenizers are used"),
     "upcast_layernorm": "norms keep the type of the weights: dtype",
     "upcast_lmhead_output": Nothing("the loss is computed in float32"),
     "train_from_scratch": "start from a folder with a config.json and no weights",
     "rope_scaling": "write it into the config.json of the model",
     "shift_attn": "there is no such attention here",
     "mixture_of_depths": "there is no such model here",
-    "use_unsloth": Nothing("this program does not include kernels of Unsloth"),
+    "use_unsloth": Nothing("Unsloth's kernels are not included here"),
     "use_unsloth_gc": Nothing("checkpoint_every_layer gives the same numbers"),
     "moe_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
     "resize_vocab": Nothing("the embedding grows where tokens are added"),
     "add_tokens": several("new_tokens"),
     "add_special_tokens": several("new_tokens"),
-    "hf_hub_token": "log in by hf auth login, or give the environment variable HF_TOKEN",
+    "hf_hub_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
     "print_param_status": Nothing("the report names what is trained"),
     "template": _template,
     "dataset": _datasets,
@@ -305,7 +305,7 @@ TABLE: Table = {
     "default_system": "write it into the rows, in the column system",
     "enable_thinking": Nothing("reasoning in the rows is written by the chat template"),
     "preserve_thinking": Nothing("reasoning in the rows is written by the chat template"),
-    "tokenized_path": Nothing("prepared data are kept in cache_dir, and found again by what they were made of"),
+    "tokenized_path": Nothing("prepared data are kept in cache_dir, keyed by their source and settings"),
     "data_shared_file_system": Nothing("one process prepares the data, the others wait"),
     "plot_loss": PLOTS,
     "include_effective_tokens_per_second": Switch({"throughput": True}),

@@ -49,7 +49,7 @@ class Same:
 
     def __call__(self, value: Any, source: Source) -> Meaning:
         if value is True:
-            raise SettingsError("it is given no value; write a value behind it")
+            raise SettingsError("it has no value; write one after it")
         name = self.name if isinstance(self.name, str) else self.name(str(value))
         value = self.values.get(str(value).lower(), value)
         return Meaning({name: value if self.form is None else self.form.format(value)})

@@ -132,7 +132,8 @@ def _most(found: Mapping[str, list[str]]) -> Optional[str]:
     if len(best) > 1:
         whose = "; ".join(f"{', '.join(found[name])} of {TOOLS[name].title}" for name in best)
         raise SettingsError(
-            f"its keys are of several programs ({whose}); say which by --from {' or '.join(best)} of scu-trainer import"
+            f"its keys belong to several programs ({whose}); choose one with --from {' or '.join(best)} of "
+            "scu-trainer import"
         )
     return best[0] if best else None
 
@@ -234,7 +235,7 @@ def together(keys: Iterable[Key]) -> dict[str, Any]:
                 found[name], whose[name] = value, key
     missing = next(((key, name) for key, name in needs if name not in found), None)
     if missing is not None:
-        raise SettingsError(f"this {missing[0].name} needs {missing[1]}; give it beside, in the same place")
+        raise SettingsError(f"this {missing[0].name} needs {missing[1]}; give both in the same place")
     return found
 
 

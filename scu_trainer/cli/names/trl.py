@@ -44,18 +44,18 @@ def _source(entry: Any) -> dict[str, Any]:
 def _test_split(value: Any, source: Source) -> Meaning:
     if source.get("eval_strategy", "no") == "no":
         return Meaning(said="nothing is evaluated")
-    return Meaning(said="a split named validation or test is held out by itself; eval_dataset gives another set")
+    return Meaning(said="a split named validation or test is held out automatically; eval_dataset gives another set")
 
 
 def _packing_strategy(value: Any, source: Source) -> Meaning:
     if value == "wrapped":
-        return Meaning({"isolate_documents": False}, "documents are cut where a row is full, as there")
-    return Meaning(said="rows are filled with whole documents, best fit first, there and here")
+        return Meaning({"isolate_documents": False}, "documents are cut where a row is full, as in TRL")
+    return Meaning(said="rows are filled with whole documents, best fit first, as in TRL")
 
 
 def _padding_free(value: Any, source: Source) -> Meaning:
     if is_on(value):
-        return Meaning(said="rows go without padding here wherever the model can do that")
+        return Meaning(said="rows are padding-free here if the model supports it")
     return Meaning({"padding_free": False})
 
 
@@ -79,30 +79,30 @@ TABLE: Table = {
     "dataset_text_field": Same("text_column"),
     "dataset_train_split": Same("dataset_split"),
     "datasets": _mixture,
-    "env": "give environment variables before the command: CUDA_VISIBLE_DEVICES=0 scu-trainer train ...",
+    "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 scu-trainer train ...",
     "eos_token": "the tokenizer's own end of text is used; change it there",
     "eval_packing": Nothing("held-out documents are scored one by one, in windows"),
     "gradient_checkpointing": checkpointing,
-    "ignore_bias_buffers": Nothing("buffers need no care here"),
+    "ignore_bias_buffers": Nothing("buffers need no setting here"),
     "load_in_4bit": _quantized,
     "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=source.has("use_peft")),
     "lora_modules_to_save": several("modules_to_save"),
     "lora_target_modules": targets,
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",
-    "lora_task_type": Nothing("the task says it"),
+    "lora_task_type": Nothing("the task determines it"),
     "loss_type": _loss,
     "max_length": Same("block_size"),
     "model_init_kwargs": "give them by name: dtype, attn_implementation, model_revision, trust_remote_code",
     "packing_strategy": _packing_strategy,
     "pad_to_multiple_of": Nothing("rows are padded to the longest of their micro-batch, which changes no result"),
-    "pad_token": Nothing("padding is masked, whatever the token"),
+    "pad_token": Nothing("padding is masked, whichever token it is"),
     "padding_free": _padding_free,
     "router_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
     "shuffle_dataset": Nothing("rows are drawn in a new order in each epoch"),
-    "truncation_mode": Nothing("nothing is cut off: a longer document continues in further rows"),
+    "truncation_mode": Nothing("nothing is truncated: a longer document continues in further rows"),
     "use_bnb_nested_quant": boolean("bnb_4bit_use_double_quant"),
     "use_peft": adapts,
-    "bnb_4bit_quant_storage": Nothing("it is for FSDP over 4-bit weights, which this program does not do"),
+    "bnb_4bit_quant_storage": Nothing("it is for FSDP with 4-bit weights, which scu-trainer does not support"),
     **dict.fromkeys(OTHER_TRAINERS, _other_trainer),
 }
 

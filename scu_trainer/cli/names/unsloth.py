@@ -37,9 +37,7 @@ def _zero_is_not_given(name: str) -> Any:
 
 def _save_steps(value: Any, source: Source) -> Meaning:
     if not is_on(value):
-        return Meaning(
-            {"save_strategy": "epoch"}, "0 there saves at the end alone; here you can resume from each epoch"
-        )
+        return Meaning({"save_strategy": "epoch"}, "0 there saves only at the end; here you can resume from each epoch")
     return Meaning({"save_strategy": "steps", "save_steps": value})
 
 
@@ -69,7 +67,7 @@ def _bias(value: Any, source: Source) -> Meaning:
 
 
 ANSWERS = Nothing("it is about answers, not about training")
-PARTS = Nothing("a text model has these parts alone; lora_target_modules names what is adapted")
+PARTS = Nothing("a text model has only these parts; lora_target_modules names what is adapted")
 VISION = Nothing("texts are learned here")
 
 TABLE: Table = {
@@ -77,7 +75,7 @@ TABLE: Table = {
     "model_name": Same("model_name_or_path"),
     "dataset": Same("dataset"),
     "local_dataset": _local,
-    "format_type": Nothing("the columns of the data say it"),
+    "format_type": Nothing("the columns of the data determine it"),
     "training_type": _tuning,
     "full_finetuning": _tuning,
     "load_in_4bit": _quantized,
@@ -108,9 +106,9 @@ TABLE: Table = {
     "finetune_attention_modules": PARTS,
     "finetune_mlp_modules": PARTS,
     "enable_wandb": _report("wandb"),
-    "wandb_project": Nothing("give it to W&B: WANDB_PROJECT=... before the command"),
-    "wandb_token": "log in by wandb login, or give the environment variable WANDB_API_KEY",
-    "hf_token": "log in by hf auth login, or give the environment variable HF_TOKEN",
+    "wandb_project": Nothing("set it for W&B: WANDB_PROJECT=... before the command"),
+    "wandb_token": "log in with wandb login, or set the environment variable WANDB_API_KEY",
+    "hf_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
     "enable_tensorboard": _report("tensorboard"),
     "tensorboard_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
     "log_frequency": Same("logging_steps"),

@@ -30,7 +30,7 @@ def _lines(found: Imported, own: Mapping[str, Any], path: Path) -> Iterator[str]
         yield f"\n# What {title} does where its file says nothing:"
         yield from (_line(name, value, "") for name, value in defaults.items())
     yield from _commented("Without a counterpart:", [_said(key) for key in found.lost])
-    yield from _commented("Nothing to do about:", [_said(key) for key in _idle(found)])
+    yield from _commented("No action needed:", [_said(key) for key in _idle(found)])
     yield from _commented("Otherwise here:", [*_notes(found), *found.differences])
 
 
@@ -79,8 +79,8 @@ def summary(found: Imported, own: Mapping[str, Any], path: Path, output: Path) -
     """What became of how many keys; those without a counterpart by name."""
     taken = [key for key in found.keys if key.meaning.settings and not key.meaning.is_lost]
     lines = [
-        f"{path} of {found.tool.title}: {len(found.keys)} keys, {len(taken)} taken over, {len(_idle(found))} with "
-        f"nothing to do, {len(found.lost)} without a counterpart",
+        f"{path} of {found.tool.title}: {len(found.keys)} keys, {len(taken)} taken over, {len(_idle(found))} that "
+        f"need no action, {len(found.lost)} without a counterpart",
         *(f"  without a counterpart: {_said(key)}" for key in found.lost),
         *(f"  otherwise here: {line}" for line in (*_notes(found), *found.differences)),
     ]

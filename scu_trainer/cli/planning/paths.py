@@ -49,7 +49,8 @@ def train_on_a_path(config: Optional[str], flags: Sequence[str], job: Job, train
             failure = f"{_named(settings)} could not hold one row: {' '.join(str(error).split())[:200]}"
         gc.collect()
     raise OutOfMemory(
-        f"tuning_path: auto found no way to hold one row here: {failure or 'nothing that changes no result fits'}; a "
+        "tuning_path: auto found no way to fit a single row here: "
+        f"{failure or 'nothing that changes no result fits'}; a "
         "shorter block_size, tuning: lora, or a smaller model takes less (scu-trainer plan names them)"
     )
 
@@ -58,7 +59,7 @@ def _ways(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tup
     """(settings, why), each taking less than the one before."""
     begun = _begun(job)
     if begun is not None:
-        yield begun, "as this run was begun"
+        yield begun, "as this run was started"
         return
     yield from _planned(job)
     if job.kind.name == "text-generation" and job.model.tuning != "full" and job.model.device_map is None:

@@ -75,10 +75,10 @@ def _parser() -> Parser:
     parser.add_argument("--to", required=True, choices=FORMATS)
     parser.add_argument("--output", help="folder to write (default: RUN-FORMAT); it must not exist yet")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as the base, float32 for onnx"
+        "--dtype", choices=DTYPES, default="auto", help="type of the weights; auto: as in the base, float32 for onnx"
     )
     parser.add_argument(
-        "--outtype", choices=OUTTYPES, help="of a GGUF file, as llama.cpp calls them (default: auto, 16 bits)"
+        "--outtype", choices=OUTTYPES, help="type of a GGUF file, as llama.cpp names it (default: auto, 16 bits)"
     )
     parser.add_argument("--max_shard_size", default="5GB", help="largest file of safetensors weights (default: 5GB)")
     parser.add_argument(

@@ -58,9 +58,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def add_merge_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the merged weights; auto: as the base")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="type of the merged weights; auto: as in the base"
+    )
     parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights (default: 5GB)")
-    parser.add_argument("--license", help="of the model, for its card; default: that of the base, where it states one")
+    parser.add_argument(
+        "--license", help="license of the model, for its card; default: that of the base, if it states one"
+    )
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
 

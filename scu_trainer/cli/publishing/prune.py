@@ -54,14 +54,18 @@ def _parser() -> Parser:
     parser.add_argument("run", metavar="RUN_OR_MODEL")
     parser.add_argument("--amount", type=float, default=0.25, help="share of the units to remove (default: 0.25)")
     parser.add_argument(
-        "--units", nargs="+", choices=("neurons", "heads", "channels"), default=(), help="default: all that it has"
+        "--units",
+        nargs="+",
+        choices=("neurons", "heads", "channels"),
+        default=(),
+        help="kinds of units to remove; default: all that the model has",
     )
     parser.add_argument("--output", help="folder to write (default: RUN-pruned); it must not exist yet")
     parser.add_argument(
         "--dataset", help="for a model without a run: the data to weigh units by, a split of which is scored"
     )
-    parser.add_argument("--block_size", type=int, help="of that dataset: tokens in a row")
-    parser.add_argument("--seed", type=int, default=0, help="of that split (default: 0)")
+    parser.add_argument("--block_size", type=int, help="tokens in a row of that dataset")
+    parser.add_argument("--seed", type=int, default=0, help="seed of that split (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 

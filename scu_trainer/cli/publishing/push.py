@@ -24,9 +24,9 @@ from scu_trainer.run_files import readable
 from scu_trainer.secrets import remember
 
 DESCRIPTION = """\
-RUN is the folder of a finished run, of one of its checkpoints, or of a model that scu-trainer merge wrote. Sent are
-the weights, the tokenizer, a model card and the small files of results, as one commit; --dry_run shows which, without
-asking the Hub. Checkpoints, logs, optimizer states and locks stay here."""
+RUN is the folder of a finished run, of one of its checkpoints, or of a model that scu-trainer merge wrote. Push
+sends the weights, the tokenizer, a model card and the small files of results, as one commit; --dry_run shows which,
+without contacting the Hub. Checkpoints, logs, optimizer states and locks stay here."""
 
 WIDTH = 40
 
@@ -130,7 +130,7 @@ def _merged_folder(subject: Subject, typed: argparse.Namespace) -> Path:
         print(f"merged before, taken as it is: {output}", file=sys.stderr)
         return output
     what = "of another adapter" if not is_same else f"in {facts.merge['dtype']}"
-    raise ModelError(f"{output} is there and holds a model {what}; remove it, or push it by its own name")
+    raise ModelError(f"{output} already exists and holds a model {what}; remove it, or push it by its own name")
 
 
 def _message(facts: Facts) -> str:
@@ -152,7 +152,7 @@ def screen(upload: Upload, typed: argparse.Namespace, license: Optional[str]) ->
     lines.append(f"licence: {license or 'not stated; --license names one'}")
     if upload.edited:
         lines.append("card: README.md was edited, and is sent as it is")
-    return "\n".join([*lines, "nothing was sent and the Hub was not asked; drop --dry_run to send it"])
+    return "\n".join([*lines, "nothing was sent and the Hub was not contacted; drop --dry_run to send it"])
 
 
 def _stay_lines(upload: Upload) -> list[str]:
@@ -181,5 +181,5 @@ def _sent_screen(sent: dict, upload: Upload) -> str:
     notes = ["card: README.md was edited, and was sent as it is"] if upload.edited else []
     notes += [CARD_KEPT] if sent["is_card_kept"] else []
     notes += [f"stays here: {name} ({reason})" for name, reason in upload.left_out if name == CARD]
-    notes += [f"removed, of an earlier push: {', '.join(sent['removed'])}"] if sent["removed"] else []
+    notes += [f"removed from an earlier push: {', '.join(sent['removed'])}"] if sent["removed"] else []
     return "\n".join([line, *notes, sent["url"]])

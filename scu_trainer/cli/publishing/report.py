@@ -27,8 +27,8 @@ written: one self-contained HTML page, and every plot as PNG and
 SVG for light and dark ground."""
 
 EPILOG = """\
-RUN is a run directory, or the name of one below --root (runs); also one that
-runs, has failed, was killed or has not begun. The report goes to RUN/report, of
+RUN is a run directory, or the name of one below --root (runs); it may be
+running, failed, killed or not started yet. The report goes to RUN/report, for
 several runs to ./report. Files that no report wrote are never overwritten.
 Exit codes: 0 done, also after Ctrl-C in --watch; 2 you can fix it."""
 

@@ -132,6 +132,6 @@ def _state(folder: Path, name: str) -> tuple[str, str, bool]:
     if not is_run(folder):
         return "not there yet", "its folder does not exist yet", True
     if not (folder / STATUS_FILE).is_file() and not (folder / "background").is_dir():
-        return "unknown", "without run.json, as of a trainer in a script of your own, nothing tells how it ended", False
+        return "unknown", "without run.json, which your own script does not write, it is not known how it ended", False
     found = report(Run(folder, name), Machine()).state
     return found.status, found.detail, found.is_alive

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 512
 HELP = {
-    "/system TEXT": "set the system message and start over; without TEXT there is none",
+    "/system TEXT": "set the system message and start over; without TEXT, remove it",
     "/reset": "forget what was said",
     "/save FILE": "save the conversation as JSON lines of messages; with two models, two files",
     "/help": "these lines",

@@ -27,21 +27,21 @@ def _switch(text: str) -> bool:
 def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add = parser.add_argument
     add("--max_new_tokens", "--max-new-tokens", type=int, default=max_new_tokens, metavar="N",
-        help=f"of an answer, at most; default: {max_new_tokens}")  # fmt: skip
+        help=f"most tokens of an answer; default: {max_new_tokens}")  # fmt: skip
     add("--do_sample", "--do-sample", type=_switch, nargs="?", const=True, help="sample tokens; default: as the "
     "model's generation_config says, or if one of the next three is given")  # fmt: skip
-    add("--temperature", type=float, help="of the draws")
+    add("--temperature", type=float, help="sampling temperature")
     add("--top_p", "--top-p", type=float, help="sample from the likeliest tokens that together have this probability")
     add("--top_k", "--top-k", type=int, help="sample from this many of the likeliest tokens")
     add(
         "--repetition_penalty",
         "--repetition-penalty",
         type=float,
-        help="above 1: make tokens that came before less likely",
+        help="above 1: make tokens that already occurred less likely",
     )
-    add("--seed", type=int, default=0, help="of the draws; default: 0")
-    add("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as the run had them")
-    add("--use_cpu", "--use-cpu", action="store_true", help="leave the GPU alone")
+    add("--seed", type=int, default=0, help="seed of the sampling; default: 0")
+    add("--dtype", choices=DTYPES, default="auto", help="type of the weights; auto: as in the run")
+    add("--use_cpu", "--use-cpu", action="store_true", help="do not use the GPU")
     add("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
     add("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
 
@@ -57,7 +57,7 @@ def subject(name: str, options: argparse.Namespace, base_of: Optional[Subject] =
     if options.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
     if name == "base" and base_of is None:
-        raise ModelError("base is a word of --against; give a path or a Hub id first (./base for a folder)")
+        raise ModelError("base is a keyword of --against; give a path or a Hub id first (./base for a folder)")
     found = base_subject(base_of) if name == "base" and base_of is not None else subject_of(name)
     if found.task != TEXT:
         raise ModelError(f"{found.name} is of task {found.task}: it writes no text; only {TEXT} can answer")

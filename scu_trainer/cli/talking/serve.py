@@ -36,8 +36,8 @@ NEW_KEY = "openssl rand -hex 24"
 DESCRIPTION = f"""\
 Answers as OpenAI's HTTP interface does (/v1/chat/completions, /v1/completions, /v1/models), for this model only. RUN
 is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. The server is that of
-transformers, or vLLM. A key that clients have to send is in {KEY_VARIABLE} or a file; where other machines can reach
---host it must be there. It is not an argument, because every user of a machine can see those in the list of processes.
+transformers, or vLLM. Put the key that clients have to send into {KEY_VARIABLE} or a file; it is required
+if other machines can reach --host. It is not an argument, because every user of a machine can list those.
 
 The flags of an answer apply if a request does not set them: temperature 0 in a request is greedy."""
 
@@ -52,13 +52,19 @@ def _parser() -> Parser:
     )
     parser.add_argument("run", metavar="RUN")
     add = parser.add_argument
-    add("--host", default=HOST, help=f"address to listen at; default: {HOST}, which only this machine can reach")
-    add("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
-    add("--api_key_file", "--api-key-file", type=Path, metavar="FILE", help=f"the key; else that in {KEY_VARIABLE}")
+    add("--host", default=HOST, help=f"address to listen on; default: {HOST}, which only this machine can reach")
+    add("--port", type=int, default=PORT, help=f"default: {PORT}; 0 picks a free one")
+    add(
+        "--api_key_file",
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file that holds the key; default: the key in {KEY_VARIABLE}",
+    )
     add("--api_key", "--api-key", nargs="?", const="", help=argparse.SUPPRESS)
     add("--served_model_name", "--served-model-name", metavar="NAME", help="name of the model in requests; "
     "default: the name of the run")  # fmt: skip
-    add("--engine", choices=ENGINES, default="auto", help="auto: vllm where it is installed and there is a GPU")
+    add("--engine", choices=ENGINES, default="auto", help="auto: vllm if it is installed and there is a GPU")
     add_options(parser, MAX_NEW_TOKENS)
     return parser
 
