@@ -212,9 +212,8 @@ def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
     shown = next((name for name in IMAGES if not _is_empty(row.get(name))), None)
     if shown is not None:
         raise BadRow(
-            f"belongs to what its column {shown!r} shows, and only text is learned by this task; take such rows out, "
-            "or name the columns with the words (prompt_column and response_column, or messages_column) to learn them "
-            "alone"
+            f"belongs to what its column {shown!r} shows, but this task only learns text; remove such rows, or name "
+            "the columns with the text (prompt_column and response_column, or messages_column) to learn only that"
         )
     mark = next((name for name in LABELS if _mark(row.get(name)) is False), None)
     if mark is not None:
@@ -277,7 +276,7 @@ def _part_of_something(row: dict) -> Optional[str]:
     """What is missing, in a row whose columns say what it was meant to be."""
     chat = next((name for name in CHAT_COLUMNS if name in row), None)
     if chat is not None:
-        return f"column {chat!r} is empty, where a conversation should stand"
+        return f"column {chat!r} is empty instead of holding a conversation"
     question = next((name for name in (*PROMPTS, *ALONE) if not _is_empty(row.get(name))), None)
     if question is not None and not any(name in row for name in ANSWERS):
         return (

@@ -70,7 +70,7 @@ class ItemCollator:
     def _advice(self, item: Any) -> str:
         if isinstance(item, Mapping):
             return "name its key: wrap(module, loss=..., targets='...')"
-        return "let the dataset give (x, y)"
+        return "let the dataset return (x, y)"
 
     # -- one item ------------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,8 @@ class ItemCollator:
         if torch.is_tensor(item):
             return {PART.format(0): item}
         raise DataError(
-            f"the dataset gives a {type(item).__name__} per item; allowed: tuples such as (x, y), or dicts of tensors, "
+            f"the dataset returns a {type(item).__name__} per item; allowed: tuples such as (x, y), or dicts of "
+            "tensors, "
             "arrays and numbers. Let its __getitem__ return one of them, or give the trainer a data_collator"
         )
 
@@ -126,8 +127,8 @@ class ItemCollator:
             return others
         if not taken:
             raise DataError(
-                f"items have {_listed(item)}, and the module's forward takes {', '.join(self.parameters or ())}: say "
-                "which keys it gets, in its order: wrap(module, loss=..., inputs=['...'])"
+                f"items have {_listed(item)}, and the module's forward takes {', '.join(self.parameters or ())}: "
+                "name the keys to pass, in its order: wrap(module, loss=..., inputs=['...'])"
             )
         return taken
 
@@ -152,7 +153,7 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) > 1:
         raise DataError(
-            f"{name} has other shapes from item to item, such as {shapes[0]} and {shapes[-1]}, and cannot be stacked; "
+            f"{name} changes its shape from item to item, such as {shapes[0]} and {shapes[-1]}, and cannot be stacked; "
             "pad it in the dataset, or give the trainer a data_collator that does"
         )
     return torch.utils.data.default_collate(tensors)
@@ -165,9 +166,9 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
         # Python's floats take torch's default type here; arrays keep their own.
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        fix = "let the dataset give tensors, arrays or numbers, or leave it out with wrap(..., inputs=[...])"
+        fix = "let the dataset return tensors, arrays or numbers, or leave it out with wrap(..., inputs=[...])"
         if name == TARGET:
-            fix = "let the dataset give a number (of the class, from 0; -100: not learned), or one tensor for several"
+            fix = "let the dataset return a number (of the class, from 0; -100: not learned), or one tensor for several"
         raise DataError(f"{name} is a {type(value).__name__} that is not a tensor ({error}); {fix}") from None
 
 

@@ -44,7 +44,7 @@ def _hint(error: ValueError, line: bytes) -> str:
         return f"; {TO_UTF_8}"
     if not line.rstrip().endswith(b","):
         return ""
-    return "; the line ends with a comma: take it off, for each line is an object by itself"
+    return "; the line ends with a comma: remove it, because each line is an object by itself"
 
 
 TO_UTF_8 = "convert it, for instance with iconv -f LATIN1 -t UTF-8"

@@ -66,7 +66,7 @@ class NumberedCollator:
         batch = self.collator(list(rows))
         name = type(self.collator).__name__
         if not isinstance(batch, Mapping):
-            raise DataError(f"{name} gives a {type(batch).__name__}; a curriculum needs a mapping of tensors")
+            raise DataError(f"{name} returns a {type(batch).__name__}; a curriculum needs a mapping of tensors")
         first = next((value for value in batch.values() if torch.is_tensor(value) and value.dim() > 0), None)
         if first is None or first.size(0) != len(rows):
             found = "no tensor with rows" if first is None else f"{first.size(0)} rows"

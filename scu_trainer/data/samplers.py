@@ -57,7 +57,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.lengths = numpy.asarray(lengths, dtype=numpy.int32)
         if not len(self.lengths):
             raise DataError(
-                "the training dataset is empty: so there is nothing to plan; check the path and the filters"
+                "the training dataset is empty, so there is nothing to plan; check the path and the filters"
             )
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
         self.content = content
@@ -203,7 +203,8 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             difference = "with other content" if same else "or of other lengths"
             raise CheckpointError(
                 f"the checkpoint was written with {state['samples']:,} training rows, now there are "
-                f"{len(self.lengths):,}, {difference}: its scores, order and weights would go to other rows. Use the "
+                f"{len(self.lengths):,}, {difference}: its scores, order and weights would apply to other rows. Use "
+                "the "
                 "same data, or start over from its weights with model_name_or_path"
             )
 

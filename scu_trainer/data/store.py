@@ -129,5 +129,5 @@ def _storage_errors(folder: Path):
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot write cached data to {folder}: {error}; free some room or set cache_dir to another folder"
+            f"cannot write cached data to {folder}: {error}; free some space or set cache_dir to another folder"
         ) from error

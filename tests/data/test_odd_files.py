@@ -137,5 +137,5 @@ def test_a_comma_behind_a_row_is_named(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_file_without_rows_is_called_empty(tmp_path, prepared, name, content, streaming):
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=r"a\.\w+ is empty: there is no row in it"):
+    with pytest.raises(DataError, match=r"a\.\w+ is empty: it has no rows"):
         prepared(tmp_path / name, streaming=streaming)

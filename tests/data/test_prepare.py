@@ -164,7 +164,7 @@ def test_the_sources_own_validation_split_is_used(prepared, tmp_path):
 def test_nothing_to_learn_says_why(prepared, jsonl):
     with pytest.raises(DataError, match=f"5 rows read, dropped: 5 × {NOTHING_TO_LEARN}.*prompts only"):
         prepared(jsonl([{"messages": [{"role": "user", "content": "?"}]}] * 5))
-    with pytest.raises(DataError, match=r"empty\.jsonl is empty: there is no row in it"):
+    with pytest.raises(DataError, match=r"empty\.jsonl is empty: it has no rows"):
         prepared(jsonl([], "empty.jsonl"))
 
 

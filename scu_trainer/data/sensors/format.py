@@ -195,7 +195,7 @@ def _no_number(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Fo
     if not numpy.isfinite(array[place]):
         return BadRecording("not finite", f"{value}; all values must be finite numbers")
     most = f"{float(numpy.finfo(form.kept_as).max):g}{' °C' if form.is_temperature else ''}"
-    return BadRecording("too large", f"{value}, too large for {form.kept_as}, in which it is kept; at most {most}")
+    return BadRecording("too large", f"{value}, too large for {form.kept_as}, in which it is stored; at most {most}")
 
 
 @dataclass

@@ -102,7 +102,7 @@ def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Opti
     if not {"file", "label"} <= {*header}:
         raise DataError(
             f"{path} begins with the columns {header}; its first line must name file and label (allowed: "
-            f"{', '.join(COLUMNS)}), with commas between them"
+            f"{', '.join(COLUMNS)}), separated by commas"
         )
     for row in reader:
         excess = row.pop(None, None)  # where csv puts what has no column

@@ -92,8 +92,8 @@ def generated_source(
     names = [str(label) for label in range(classes)]
     if known is not None and list(known) != names:
         raise DataError(
-            f"the model has the classes {', '.join(known[:10])}, and synthetic recordings have 0 to {classes - 1}; "
-            "give the recordings of the model"
+            f"the model has the classes {', '.join(known[:10])}, but synthetic recordings have 0 to {classes - 1}; "
+            "give recordings with the classes of the model"
         )
     recipe = (min(own.sensor_samples, limit or own.sensor_samples), classes, seed, own.sensor_missing_share)
     statistics = SampleStatistics(

@@ -62,7 +62,7 @@ def _write(file, array: numpy.ndarray, folder: Path) -> None:
 
 
 def _no_room(folder: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write recordings to {folder}: {error}; free some room or set cache_dir elsewhere")
+    return StorageError(f"cannot write recordings to {folder}: {error}; free some space or set cache_dir elsewhere")
 
 
 def _digest(arrays: dict[str, numpy.ndarray]) -> str:

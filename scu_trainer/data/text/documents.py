@@ -92,7 +92,7 @@ def usable_documents(
     shown = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
     yield from islice(_kept(shown, encoder.skip_bad_rows, statistics), limit)
     if not statistics.rows_read and limit != 0:
-        raise DataError(f"{source.name} is empty: there is no row in it")
+        raise DataError(f"{source.name} is empty: it has no rows")
     statistics.columns_not_used.update(dict.fromkeys(not_read, statistics.rows_read))
 
 

@@ -104,8 +104,8 @@ def _first_of_training(plan: EncodingPlan, statistics: DataStatistics) -> list[D
     documents = _first_documents(plan, plan.source, min(limit + 1, plan.settings.dataset_size or limit + 1), statistics)
     if len(documents) <= limit:
         raise DataError(
-            f"{plan.source.name} gives {len(documents)} documents and streaming holds the first {limit} out, so none "
-            f"is left to learn from; lower max_eval_documents below {len(documents)}, or set streaming: false"
+            f"{plan.source.name} gives {len(documents)} documents and streaming holds out the first {limit}, so none "
+            f"is left to train on; lower max_eval_documents below {len(documents)}, or set streaming: false"
         )
     return documents[:limit]
 
