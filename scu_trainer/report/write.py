@@ -78,6 +78,6 @@ def _replace(path: Path, content: str | bytes) -> None:
         beside.write_bytes(redact(content).encode() if isinstance(content, str) else content)
         os.replace(beside, path)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; free some room or give another --output") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}; free some space or give another --output") from error
     finally:
         beside.unlink(missing_ok=True)

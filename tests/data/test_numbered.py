@@ -56,7 +56,7 @@ def merged(rows):
     ("collator", "expected"),
     [
         (merged, "makes 1 rows of 3 samples; a curriculum needs one row per sample: use a collator that pads"),
-        (lambda rows: tuple(rows), "gives a tuple; a curriculum needs a mapping of tensors"),
+        (lambda rows: tuple(rows), "returns a tuple; a curriculum needs a mapping of tensors"),
         (lambda rows: {"n": 3, "text": ["a", "b", "c"]}, "makes no tensor with rows of 3 samples"),
         (lambda rows: {"n": torch.tensor(3)}, "makes no tensor with rows of 3 samples"),
     ],

@@ -318,7 +318,7 @@ REFUSED = {
     "no answer": ({"question": "Why?", "answer": None}, "column 'answer' holds NoneType, not text"),
     "images": (
         {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]},
-        "its column 'images' shows.*only text",
+        "its column 'images' shows.*only learns text",
     ),
     "two answers": (
         {"problem": "1?", "solution": "It is 1.", "answer": "1"},

@@ -79,7 +79,7 @@ def test_a_full_disk_names_cache_dir(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageError, match=r"No space left on device.*free some room"):
+    with pytest.raises(StorageError, match=r"No space left on device.*free some space"):
         built_once(tmp_path / "folder", lambda new: (new / "file").touch())
     assert not (tmp_path / "folder").exists()
 

@@ -115,7 +115,7 @@ def test_memory_control_trains_on_the_planned_rows_too(tmp_path):
     ("collator", "expected"),
     [
         (lambda rows: {name: tensor[:1] for name, tensor in pad(rows).items()}, "makes 1 rows of 2 samples"),
-        (lambda rows: tuple(pad(rows).values()), "gives a tuple"),
+        (lambda rows: tuple(pad(rows).values()), "returns a tuple"),
     ],
 )
 def test_collators_without_a_row_per_sample_are_refused(tmp_path, collator, expected):

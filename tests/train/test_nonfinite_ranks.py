@@ -115,7 +115,7 @@ def test_a_bad_rank_makes_all_of_them_skip(ranks, name):
 def test_the_rank_that_has_the_rows_is_named(ranks):
     (first, _), _, stderr = ranks
     (record,) = first["layer"]["skipped"]
-    assert record["place"].endswith("is of model.layers.1.mlp (LlamaMLP)")
+    assert record["place"].endswith("is that of model.layers.1.mlp (LlamaMLP)")
     assert record["rows"] == ["every row of rank 1"]
     assert stderr.count(f"WARNING:scu_trainer:step {BAD_STEP}: the loss is not") == len(DDP) + len(ZERO) + 1
 
