@@ -170,9 +170,10 @@ class LossPath:
         if rows is None or rows.prefixes is None or known:
             return rows
         self._shares_prefixes = self._may_share_prefixes(inputs)
-        return self._end_to_end(inputs)
+        return end_to_end(inputs, self._most_tokens, self._shares_prefixes is True)
 
-    def _may_share_prefixes(self, inputs: Any) -> bool:
+    def _may_share_prefixes(self, inputs: Any) -> Optional[bool]:
+        """None where this model does not tell: its loss is not finite now."""
         owner = own_loss_above(self.trainer) if self._wanted_padding_free is None else None
         if owner:
             found, obstacle = False, f"compute_loss of {owner} may add what layers compute; padding_free: true, if not"
@@ -182,7 +183,7 @@ class LossPath:
             logger.info("a prefix that rows share goes through the layers once")
         elif obstacle:
             logger.info("prefixes that rows share go through the layers once per row: %s", obstacle)
-        return bool(found)
+        return found
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
         """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
