@@ -78,6 +78,7 @@ def _replace(path: Path, content: str | bytes) -> None:
         beside.write_bytes(redact(content).encode() if isinstance(content, str) else content)
         os.replace(beside, path)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; free some space or give another --output") from error
+        fix = "free some space or give another --output"
+        raise StorageError(f"cannot write {path}: {error.strerror}; {fix}") from error
     finally:
         beside.unlink(missing_ok=True)
