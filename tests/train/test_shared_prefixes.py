@@ -227,7 +227,8 @@ def test_a_loss_that_looks_into_the_layers_sees_every_row(tmp_path, caplog, make
             trainer.train()
         gradients.append(recorder.gradients)
     assert trainer.loss_path.is_padding_free
-    assert f"once per row: compute_loss of {owner} may add what layers compute; padding_free: true" in caplog.text
+    said = f"once per row: compute_loss of {owner} may use what the layers compute; set padding_free: true if not"
+    assert said in caplog.text
     for gradient, wanted in zip(*gradients, strict=True):
         assert error_of(gradient, wanted) < 4e-6
 

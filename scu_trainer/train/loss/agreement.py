@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
-from scu_trainer.train.loss.analysis import rng_state, tolerance, untouched
+from scu_trainer.train.loss.analysis import has_drawn, rng_state, tolerance, untouched
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, inner_model, opened
 from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import RowLosses, row_scores
@@ -98,7 +98,7 @@ def _draws(trainer: Trainer, batch: Any) -> bool:
     before = rng_state(model)
     _loss(trainer, batch, contextlib.nullcontext())
     model.eval()
-    return not all(map(torch.equal, before, rng_state(model)))
+    return has_drawn(model, before)
 
 
 def follows_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:

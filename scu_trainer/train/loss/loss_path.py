@@ -176,7 +176,8 @@ class LossPath:
         """None where this model does not tell: its loss is not finite now."""
         owner = own_loss_above(self.trainer) if self._wanted_padding_free is None else None
         if owner:
-            found, obstacle = False, f"compute_loss of {owner} may add what layers compute; padding_free: true, if not"
+            reason = "may use what the layers compute; set padding_free: true if not"
+            found, obstacle = False, f"compute_loss of {owner} {reason}"
         else:
             found, obstacle = agrees_padding_free(self.trainer, inputs, shares_prefixes=True)
         if found:

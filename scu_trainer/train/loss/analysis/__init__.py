@@ -10,7 +10,7 @@ analysis.py     one trainer's: when to ask again, when to audit, what to say
 """
 
 from scu_trainer.train.loss.analysis.measuring import EXACT, ROUGH, tolerance
-from scu_trainer.train.loss.analysis.no_trace import rng_state, untouched
+from scu_trainer.train.loss.analysis.no_trace import has_drawn, rng_state, untouched
 from scu_trainer.train.loss.analysis.trials import analyze, mixing_modules
 
-__all__ = ["EXACT", "ROUGH", "analyze", "mixing_modules", "rng_state", "tolerance", "untouched"]
+__all__ = ["EXACT", "ROUGH", "analyze", "has_drawn", "mixing_modules", "rng_state", "tolerance", "untouched"]

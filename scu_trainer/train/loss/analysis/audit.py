@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 
 from scu_trainer.train.loss.analysis.measuring import LossOf
-from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, rng_state, untouched
+from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state, untouched
 from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
@@ -117,7 +117,7 @@ class Auditor:
             if not self._draws:
                 before = rng_state(self.model)
                 whole, parts = losses()
-                self._draws = not all(map(torch.equal, before, rng_state(self.model)))
+                self._draws = has_drawn(self.model, before)
             if self._draws:
                 with WithoutNoise():
                     whole, parts = losses()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from scu_trainer.hardware.precision import AMPERE
-from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, rng_state
+from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
 from scu_trainer.train.loss.rows.known import Call, LossCalls
 from scu_trainer.train.step.batches.reduction import Targets, row_items
 
@@ -61,7 +61,7 @@ class Meter:
             ]
             before = rng_state(self.model)
             found = self._first(inputs, gradient)
-            self.is_noisy = not all(map(torch.equal, before, rng_state(self.model)))
+            self.is_noisy = has_drawn(self.model, before)
             if not self.is_noisy:
                 return found
         return self._first(inputs, gradient)

@@ -91,6 +91,11 @@ def rng_state(model: nn.Module) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
+def has_drawn(model: nn.Module, before: list[torch.Tensor]) -> bool:
+    """Whether random numbers were drawn since ``rng_state`` gave ``before``."""
+    return not all(map(torch.equal, before, rng_state(model)))
+
+
 class WithoutNoise(TorchDispatchMode):
     """Every draw gives its mean, so dropout is the identity and no result depends on how many rows are drawn for.
 

@@ -302,7 +302,8 @@ def on_its_way(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> Optional[torch.Tensor]:
-    """What labels or a mask hold, on the host. None where they were not ``placed``, or were written to since."""
+    """What token ids, labels or a mask hold, on the host. None where they were not ``placed``, or were written to
+    since."""
     known, version = getattr(tensor, "on_host", (None, 0))
     return known if known is not None and tensor._version == version else None
 
