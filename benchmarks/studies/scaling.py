@@ -10,8 +10,8 @@ two of them reach 2.0 at best. Ours has memory loop, curriculum (losses tracked)
 alternate; the time is the median optimizer step after the first ones. Both contenders do the same work: the held-out
 loss at the end is the same with one rank and with two.
 
-sizes: rows of one length, so that nothing is gained by cutting padding; both contenders take turns of one optimizer
-step. "relative" is tokens per second over those of stock at the first point of its series.
+sizes: rows of one length, so that nothing is gained by cutting padding; both contenders take turns of five
+optimizer steps. "relative" is tokens per second over those of stock at the first point of its series.
 
 documents: rows of a few tokens in a memory-mapped Arrow file, as the commands store them. Each contender is a fresh
 process with a tiny model, ours with all loops. Seconds are from opening the file to the end of the first optimizer

@@ -1,12 +1,13 @@
 """The process's generators of random numbers: kept, put back, and others in their place for a while.
 
-numpy hands its state out and takes it back number by number, a tenth of a millisecond each way, which a step of a few
-milliseconds feels. So a state is read again only where numbers were drawn since, and what draws from seeds of its own
-gets a generator of its own.
+numpy and Python hand their states out number by number, a tenth and a hundredth of a millisecond each time, which a
+step of a few milliseconds feels. So a state is read again only where numbers were drawn since, and what draws from
+seeds of its own gets a generator of numpy's of its own.
 """
 
 from __future__ import annotations
 
+import _random
 import contextlib
 import ctypes
 import functools
@@ -26,13 +27,16 @@ TWISTER_BYTES = 625 * 4
 _last_read: Optional[tuple[Any, bytes, dict[str, Any]]] = None
 """numpy's generator, what lay in its memory, and its state."""
 
+_last_of_python: Optional[tuple[bytes, Any, tuple]] = None
+"""What lay in the memory of Python's generator, the normal number that waited beside it, and its state."""
+
 
 def states() -> States:
     """Those of torch for the CPU, of numpy and of Python, as they are now."""
     return [
         (torch.set_rng_state, torch.get_rng_state()),
         (_set_numpy, _of_numpy()),
-        (random.setstate, random.getstate()),
+        (random.setstate, _of_python()),
     ]
 
 
@@ -55,7 +59,7 @@ def states_kept() -> Iterator[None]:
 def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
     """Those of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were."""
     for_python, for_numpy, for_torch = numpy.random.SeedSequence(entropy).generate_state(3).tolist()
-    for_all, of_numpy, of_torch = random.getstate(), _of_numpy(), torch.get_rng_state()
+    of_python, of_numpy, of_torch = _of_python(), _of_numpy(), torch.get_rng_state()
     theirs = numpy.random.get_bit_generator()
     try:
         numpy.random.set_bit_generator(_spare())
@@ -67,7 +71,7 @@ def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
         numpy.random.set_bit_generator(theirs)  # which forgets the second of two normal numbers drawn at once
         if of_numpy["has_gauss"]:
             numpy.random.set_state(of_numpy)
-        random.setstate(for_all)
+        random.setstate(of_python)
         torch.set_rng_state(of_torch)
 
 
@@ -95,6 +99,31 @@ def _memory_of(generator: Any) -> Optional[bytes]:
     if type(generator) is not numpy.random.MT19937:
         return None
     return ctypes.string_at(generator.ctypes.state_address, TWISTER_BYTES)
+
+
+def _of_python() -> tuple:
+    """``random.getstate``; the one of before where nothing was drawn since."""
+    global _last_of_python
+    if not _has_known_layout():
+        return random.getstate()
+    memory, waiting = _memory_of_python(), random._inst.gauss_next
+    if _last_of_python is None or _last_of_python[:2] != (memory, waiting):
+        _last_of_python = memory, waiting, random.getstate()
+    return _last_of_python[2]
+
+
+def _memory_of_python() -> bytes:
+    """The place among the words, and the words: what follows the head that every object of Python has."""
+    return ctypes.string_at(id(random._inst) + object.__basicsize__, TWISTER_BYTES)
+
+
+@functools.cache
+def _has_known_layout() -> bool:
+    """Whether the memory of Python's generator is what its state says: other builds of Python may keep it otherwise."""
+    if _random.Random.__basicsize__ < object.__basicsize__ + TWISTER_BYTES:
+        return False
+    place, *words = numpy.frombuffer(_memory_of_python(), dtype=numpy.uint32).tolist()
+    return random.getstate()[1] == (*words, place)
 
 
 def _set_numpy(state: dict[str, Any]) -> None:
