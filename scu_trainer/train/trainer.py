@@ -45,7 +45,7 @@ from scu_trainer.train.loop_checks import (
     row_of,
 )
 from scu_trainer.train.loops import difficulty_of, make_loops
-from scu_trainer.train.loss.rows.model_loss import is_public, own_loss_between
+from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
@@ -87,6 +87,7 @@ class SCUTrainer(Trainer):
     _known_callbacks: Sequence[TrainerCallback] = ()
     _loops: Sequence[Loop] = ()
     _steps_per_epoch: Optional[int] = None
+    _flops_per_entry: Optional[int] = None
     _is_training = _rests = False
     step_is_taken_back = False
     """Whether a loop has vetoed the step that is going on."""
@@ -247,6 +248,7 @@ class SCUTrainer(Trainer):
             loop.trainer = self  # it may have been given to another one since
             loop.begin()
         self.loss_path = self.new_loss_path()
+        self._flops_per_entry = None
 
     def get_train_dataloader(self):
         chosen = _first(loop.loader() for loop in self.loops)
@@ -403,6 +405,18 @@ class SCUTrainer(Trainer):
             if logged is not None or self.step_is_taken_back:
                 norm = logged
         return norm
+
+    def floating_point_ops(self, inputs) -> int:
+        """The stock count. A training counts its weights once: walking through a model takes as long as a part of a
+        small step."""
+        is_counted = self._is_training and not self.is_stock and not defined_between(self, "floating_point_ops")
+        name = getattr(self.model, "main_input_name", "input_ids")
+        entries = inputs[name] if is_counted and name in inputs else None
+        if not torch.is_tensor(entries) or not entries.numel():
+            return super().floating_point_ops(inputs)
+        if self._flops_per_entry is None:
+            self._flops_per_entry = super().floating_point_ops(inputs) // entries.numel()
+        return self._flops_per_entry * entries.numel()
 
     # -- evaluation and logs -------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def test_ranks_share_the_rows_of_one():
 
 def test_turns_are_told_apart_by_job():
     early = [9.0] * sizes.WARM_UP_TURNS
-    first, second = [*early, 1.0, 2.0], [*early, 3.0]
+    first, second = ([*early, *(sizes.STEPS_PER_TURN * step_s for step_s in found)] for found in ([1.0, 2.0], [3.0]))
     assert sizes.by_job([*first, None, *second]) == [[1.0, 2.0], [3.0]]
 
 

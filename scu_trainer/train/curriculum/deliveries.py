@@ -48,7 +48,7 @@ class Deliveries:
         """The batch, with rows of at most ``limit`` tokens."""
         if limit is not None and _width(inputs) > limit:
             inputs = self._cut(inputs, limit)
-        rows = int((inputs[SAMPLE_INDEX] >= 0).sum())  # others have no number: they are not of the training data
+        rows = sum(number >= 0 for number in inputs[SAMPLE_INDEX].tolist())  # others are not of the training data
         self._counts.rows += rows
         self._counts.padded_tokens += rows * _width(inputs)
         return inputs

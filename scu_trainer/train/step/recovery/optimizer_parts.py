@@ -51,9 +51,10 @@ class SavedCounters:
     """Step counters: all that is written before a kernel runs, which may fail (the driver loads it late)."""
 
     def __init__(self, optimizer: Optimizer, part: ParameterGroupPart) -> None:
-        entries = [optimizer.state.get(parameter, {}) for parameter, _ in part.pairs]
-        self._numbers = [(entry, entry["step"]) for entry in entries if isinstance(entry.get("step"), int)]
-        self._counters = [entry["step"] for entry in entries if torch.is_tensor(entry.get("step"))]
+        entries = [optimizer.state[parameter] for parameter, _ in part.pairs if parameter in optimizer.state]
+        counted = [(entry, entry["step"]) for entry in entries if "step" in entry]
+        self._numbers = [(entry, step) for entry, step in counted if isinstance(step, int)]
+        self._counters = [step for _, step in counted if isinstance(step, torch.Tensor)]
         # Not read one by one: each would wait for the device.
         self._copies = torch.stack(self._counters) if self._counters else ()
 
