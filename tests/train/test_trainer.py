@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+from scu_trainer import with_loops
 from scu_trainer.errors import ControlError
 from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings import MemorySettings
 from scu_trainer.settings import RegularizationSettings as Settings
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, llama, lora, pad, same, trained, weights_of
@@ -419,3 +421,21 @@ def test_operations_are_those_of_the_stock_trainer(tmp_path):
     again = dict.fromkeys(("input_ids", "labels"), torch.zeros(3, 7, dtype=torch.int64))
     assert ours.floating_point_ops(again) == expected.floating_point_ops(again)
     assert ours.floating_point_ops({}) == expected.floating_point_ops({}) == 0
+
+
+class CountsItsWay(Trainer):
+    """Operations that do not grow with the inputs."""
+
+    def floating_point_ops(self, inputs):
+        return 7 + inputs["input_ids"].numel() ** 2
+
+
+def test_operations_of_a_trainer_that_counts_its_own_way_are_counted_so(tmp_path):
+    given = {"data_collator": pad, "train_dataset": UnevenRows()}
+    trainers = [
+        CountsItsWay(llama(), arguments(tmp_path / "stock", max_steps=4), **given),
+        with_loops(CountsItsWay)(llama(), arguments(tmp_path / "ours", max_steps=4), memory=MemorySettings(), **given),
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert trainers[0].state.total_flos == trainers[1].state.total_flos
