@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 
 import psutil
@@ -15,7 +17,7 @@ from tests.faults.campaign import until
 from tests.faults.test_kills import same_result
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_step_a_checkpoint_and_exit_3(site, tmp_path, number):
     run = tmp_path / "run"
     words = site.flags(run, save_steps=100)
@@ -31,6 +33,90 @@ def test_a_step_a_checkpoint_and_exit_3(site, tmp_path, number):
     ended = campaign.Child(lambda: campaign.train(words), tmp_path / "log").wait()
     assert ended.code == 0 and "resuming from" in ended.said, ended.said
     same_result(site, run)
+
+
+def read_until(text: str) -> None:
+    """From here on what this process prints goes through a pipe, whose reader leaves when it has read ``text``."""
+    log, (end, into) = os.dup(1), os.pipe()
+    os.dup2(into, 1)
+    os.close(into)
+    sys.stdout = os.fdopen(1, "w", 1, closefd=False)
+
+    def read() -> None:
+        with open(end, "rb") as lines, open(log, "wb") as copy:
+            for line in lines:
+                copy.write(line)
+                if text.encode() in line:
+                    return
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+@pytest.mark.parametrize("nohup", [False, True], ids=["plain", "nohup"])
+def test_a_reader_that_leaves_costs_no_step(site, tmp_path, nohup):
+    """``scu-trainer train | head``, a pager that is closed, an ssh connection that breaks."""
+    run = tmp_path / "run"
+    words = site.flags(run, save_steps=100)
+
+    def act() -> int:
+        if nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        read_until("step  5/12")
+        return campaign.train(words)
+
+    ended = campaign.Child(act, tmp_path / "log").wait()
+    status = read_json(run / "run.json")
+    said = "the terminal or pipe that showed this run was closed; the run"
+    if nohup:
+        assert ended.code == 0 and status["status"] == "finished", ended.said
+        assert f"{said} continues" in (run / "logs/train.log").read_text()
+        return
+    assert ended.code == 3 and status["status"] == "stopped", ended.said
+    assert "stopped by a closed terminal or pipe after step" in ended.said
+    assert f"{said} ends after this step, with a checkpoint" in (run / "logs/train.log").read_text()
+    assert [path.name for path in run.glob("checkpoint-*")] == [f"checkpoint-{status['step']}"]
+    ended = campaign.Child(lambda: campaign.train(words), tmp_path / "log").wait()
+    assert ended.code == 0 and "resuming from" in ended.said, ended.said
+    same_result(site, run)
+
+
+def test_a_reader_that_leaves_during_the_last_scores_gets_them_in_the_files(site, tmp_path):
+    run = tmp_path / "run"
+
+    def act() -> int:
+        read_until("step 12/12  held-out")
+        return campaign.train(site.flags(run))
+
+    ended = campaign.Child(act, tmp_path / "log").wait()
+    assert ended.code == 0 and read_json(run / "run.json")["status"] == "finished", ended.said
+    same_result(site, run)
+
+
+def test_output_that_a_full_disk_does_not_take_ends_no_run(site, tmp_path):
+    run = tmp_path / "run"
+
+    def act() -> int:
+        campaign.at_step(5, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1))
+        return campaign.train(site.flags(run))
+
+    ended = campaign.Child(act, tmp_path / "log").wait()
+    assert ended.code == 0 and read_json(run / "run.json")["status"] == "finished", ended.said
+    same_result(site, run)
+
+
+def test_a_terminal_that_is_closed_under_nohup_is_not_noticed(site, tmp_path):
+    run = tmp_path / "run"
+
+    def act() -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return campaign.train(site.flags(run))
+
+    child = campaign.Child(act, tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        until(child, "step  5/12")
+        child.kill(signal.SIGHUP)
+        ended = child.wait()
+    assert ended.code == 0 and read_json(run / "run.json")["status"] == "finished", ended.said
 
 
 def slow_step(seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C: the step is finished, a checkpoint is written, the run ends with exit code 3. Twice: now.
+"""SIGTERM, Ctrl-C, and a terminal or pipe that was closed: the step is finished, a checkpoint is written, the run ends
+with exit code 3. A second signal: now.
 
 A handler only takes note. Between two steps the training loop looks, saves and ends by the stock Trainer's own means.
 Ranks get their signals at different moments, so after every step they tell each other: one number, in host memory.
@@ -7,6 +8,7 @@ Ranks get their signals at different moments, so after every step they tell each
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -15,14 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Optional
+from typing import Any, Optional, TextIO
 
 import psutil
 from transformers import TrainerCallback
 
 logger = logging.getLogger("scu_trainer")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HANGUP = getattr(signal, "SIGHUP", None)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *([] if HANGUP is None else [HANGUP]))
+CLOSED = "a closed terminal or pipe"
 LAUNCHERS_ECHO_S = 5.0
 """A launcher that gets Ctrl-C passes it on to ranks that got it from the terminal already; that is no second wish."""
 
@@ -48,6 +52,7 @@ class StopRequest:
         self._first_s = 0.0
         self._deadline: Optional[threading.Timer] = None
         self._pid = os.getpid()
+        self._outlives = False
         self.is_training = False
         self.on_deadline: Callable[[], None] = lambda: None
 
@@ -57,9 +62,14 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self.receive) for number in SIGNALS}
+        # nohup lets a run outlive its terminal by ignoring SIGHUP.
+        self._outlives = HANGUP is None or signal.getsignal(HANGUP) == signal.SIG_IGN
+        heard = [number for number in SIGNALS if number != HANGUP or not self._outlives]
+        before = {number: signal.signal(number, self.receive) for number in heard}
         try:
-            yield self
+            with contextlib.redirect_stdout(Output(sys.stdout, self.closed)):
+                with contextlib.redirect_stderr(Output(sys.stderr, self.closed)):
+                    yield self
         finally:
             self.calm()
             for number, handler in before.items():
@@ -78,6 +88,14 @@ class StopRequest:
             self._say(f"{self.name}: the run finishes this step, writes a checkpoint and ends; press again to end now")
         elif not (self._is_launched and now_s - self._first_s < LAUNCHERS_ECHO_S):
             raise KeyboardInterrupt(f"second signal, {signal.Signals(number).name}")
+
+    def closed(self) -> None:
+        """Output has nowhere to go any more. Once training is over the rest is short: it goes on."""
+        ends = not self._outlives and self.is_training
+        what = "ends after this step, with a checkpoint" if ends else "continues"
+        logger.warning("the terminal or pipe that showed this run was closed; the run %s", what)
+        if ends and self.name is None:
+            self.name = CLOSED
 
     def calm(self) -> None:
         """The end is near by itself: no deadline any more."""
@@ -100,6 +118,38 @@ class StopRequest:
         self.on_deadline()
         end_children()
         os._exit(128 + number)
+
+
+class Output:
+    """``stream``; once its reader has gone, ``closed`` is called and what is written is dropped. What a full disk does
+    not take is dropped as well: the log file of the run waits for room."""
+
+    def __init__(self, stream: TextIO, closed: Callable[[], None]) -> None:
+        self._stream, self._closed = stream, closed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._unless_closed(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._unless_closed(self._stream.flush)
+
+    def _unless_closed(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+            return
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT):
+                raise
+            is_closed = error.errno in (errno.EPIPE, errno.EIO)
+        if is_closed:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # for what writes there by other ways, too
+            os.close(nowhere)
+            self._closed()
 
 
 def end_children() -> None:

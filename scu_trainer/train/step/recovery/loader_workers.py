@@ -1,8 +1,8 @@
 """Loaders: workers that live as long as their run wants them, and batches that are not lost where memory is short.
 
-Ctrl-C and a batch queue's SIGTERM reach every process of the group. Workers that obeyed would be missing in the step
-that the run still finishes. So they leave both to the run, which ends them by torch's own means; a run that was killed
-leaves them alone, which torch's workers notice within seconds.
+Ctrl-C, a terminal's SIGHUP and a batch queue's SIGTERM reach every process of the group. Workers that obeyed would be
+missing in the step that the run still finishes. So they leave them to the run, which ends them by torch's own means; a
+run that was killed leaves them alone, which torch's workers notice within seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class LeaveSignals:
         self._asked = False
 
     def __call__(self, worker_id: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._receive)
         if self.inner is not None:
             self.inner(worker_id)
