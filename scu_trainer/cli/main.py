@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import contextlib
 import importlib
 import io
 import os
@@ -109,14 +110,20 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
         line = _in_words(error)
         if line is None:
             raise
-        print(f"error: {redact(line)}", file=sys.stderr)
+        _say(f"error: {redact(line)}")
         return UserError.exit_code
     except UserError as error:
-        print(f"{error.label}{redact(str(error))}", file=sys.stderr)
+        _say(f"{error.label}{redact(str(error))}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return INTERRUPTED
+
+
+def _say(text: str) -> None:
+    """Where the terminal is gone nobody can read it; the exit code tells it all the same."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def _let_segments_grow(environment: MutableMapping[str, str]) -> None:

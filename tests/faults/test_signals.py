@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
 import sys
+import termios
 import threading
 import time
 
 import psutil
 import pytest
 
+from scu_trainer.cli.main import main
 from scu_trainer.run_files import read_json
 from tests.faults import campaign
 from tests.faults.campaign import until
@@ -90,6 +94,30 @@ def test_a_reader_that_leaves_during_the_last_scores_gets_them_in_the_files(site
     ended = campaign.Child(act, tmp_path / "log").wait()
     assert ended.code == 0 and read_json(run / "run.json")["status"] == "finished", ended.said
     same_result(site, run)
+
+
+def test_a_terminal_that_is_closed_gets_its_signal_and_takes_the_output_with_it(site, tmp_path):
+    run, (screen, line) = tmp_path / "run", pty.openpty()
+
+    def act() -> int:
+        os.close(screen)
+        os.setsid()
+        fcntl.ioctl(line, termios.TIOCSCTTY, 0)
+        os.dup2(line, 1), os.dup2(line, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        return main(["train", *site.flags(run, save_steps=100, dataloader_num_workers=1)])
+
+    child = campaign.Child(act, tmp_path / "log")
+    with campaign.never_left_behind([child]):
+        os.close(line)
+        seen = b""
+        while b" 5/12" not in seen:
+            seen += os.read(screen, 4096)
+        os.close(screen)
+        ended = child.wait()
+    status = read_json(run / "run.json")
+    assert ended.code == 3 and status["status"] == "stopped", (ended, status)
+    assert [path.name for path in run.glob("checkpoint-*")] == [f"checkpoint-{status['step']}"]
 
 
 def test_output_that_a_full_disk_does_not_take_ends_no_run(site, tmp_path):
