@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "scu_trainer"
 LEVELS = {
     "errors": 0,
     "imports": 0,
+    "stop_signals": 0,
     "control": 1,
     "secrets": 1,
     "figures": 1,
@@ -61,6 +62,7 @@ ENTRANCES = ("__init__", "__main__")
 TORCH_FREE = (
     "errors",
     "imports",
+    "stop_signals",
     "control",
     "secrets",
     "figures",

@@ -31,6 +31,7 @@ from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import is_finished, last_words
 from scu_trainer.runs.studies.search import FORM, axes_of
 from scu_trainer.shipped import recipe
+from scu_trainer.stop_signals import listening, outlives_terminal
 
 if TYPE_CHECKING:
     import optuna
@@ -129,7 +130,7 @@ class Sweep:
 
     def run(self) -> int:
         require_writable(self.plan.folder)
-        with comparison.only_one(self.plan.folder), self._listening():
+        with comparison.only_one(self.plan.folder), listening(self._receive, self._closed):
             comparison.stop_left_behind(self.plan.folder, self.hands)
             self.plan.take()
             with self._turn():
@@ -211,20 +212,12 @@ class Sweep:
     def _last_words(self, name: str, code: int) -> str:
         return last_words(self.plan.folder / "console" / f"{name}.log", code)
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        import signal
+    def _receive(self, number: int, frame: Any) -> None:
+        self.asked += 1
 
-        def receive(number: int, frame: Any) -> None:
-            self.asked += 1
-
-        heard = [number for number in comparison.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, receive) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _closed(self) -> None:
+        if not (self.asked or outlives_terminal()):
+            self.asked = 1
 
     # -- trials --------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +25,10 @@ from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, run_name
 from scu_trainer.runs.studies.comparison_state import ArmState, Key, is_finished, last_words
+from scu_trainer.stop_signals import listening, outlives_terminal
 
 LOCK_FILE = "_compare.lock"
 LOOK_EVERY_S, TELL_EVERY_S = 0.1, 1.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM))
 TRAINED, CANNOT, FAULT = 0, 2, 1
 """Exit codes of training that say more than "it was stopped"."""
 
@@ -84,7 +83,7 @@ class Runner:
         waiting = [key for key in self.plan.runs if self.states[key].status == "missing"]
         running: dict[str, tuple[Key, Any]] = {}
         passed_on, looked_at_s = 0, -TELL_EVERY_S
-        with self._listening():
+        with listening(self._receive, self._closed):
             try:
                 while running or (waiting and not self.asked):
                     for place in self._places(running):
@@ -134,18 +133,12 @@ class Runner:
             process.terminate() if self.asked < 3 else process.kill()
         return self.asked
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        before = {number: signal.signal(number, self._receive) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _receive(self, number: int, frame: Optional[FrameType]) -> None:
         self.asked += 1
+
+    def _closed(self) -> None:
+        if not (self.asked or outlives_terminal()):
+            self.asked = 1
 
 
 def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmState:

@@ -8,27 +8,33 @@ Ranks get their signals at different moments, so after every step they tell each
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Optional, TextIO
+from typing import Any, Optional
 
 import psutil
 from transformers import TrainerCallback
 
+from scu_trainer.stop_signals import HANGUP, listening, outlives_terminal
+
 logger = logging.getLogger("scu_trainer")
 
-HANGUP = getattr(signal, "SIGHUP", None)
-SIGNALS = (signal.SIGTERM, signal.SIGINT, *([] if HANGUP is None else [HANGUP]))
 CLOSED = "a closed terminal or pipe"
 LAUNCHERS_ECHO_S = 5.0
 """A launcher that gets Ctrl-C passes it on to ranks that got it from the terminal already; that is no second wish."""
+
+
+def _write(line: str) -> None:
+    """To stderr past its stream, and past a bar on the screen: a signal's handler may find either in the middle of a
+    line, where they take no other."""
+    after_bar = "\n" if os.isatty(2) else ""
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        os.write(2, f"{after_bar}{line}\n".encode())
 
 
 class StopRequest:
@@ -43,7 +49,7 @@ class StopRequest:
         self,
         grace_period_s: Optional[float] = None,
         is_launched: bool = False,
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        say: Callable[[str], None] = _write,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name: Optional[str] = None
@@ -62,18 +68,12 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        # nohup lets a run outlive its terminal by ignoring SIGHUP.
-        self._outlives = HANGUP is None or signal.getsignal(HANGUP) == signal.SIG_IGN
-        heard = [number for number in SIGNALS if number != HANGUP or not self._outlives]
-        before = {number: signal.signal(number, self.receive) for number in heard}
+        self._outlives = outlives_terminal()
         try:
-            with contextlib.redirect_stdout(Output(sys.stdout, self.closed)):
-                with contextlib.redirect_stderr(Output(sys.stderr, self.closed)):
-                    yield self
+            with listening(self.receive, self.closed):
+                yield self
         finally:
             self.calm()
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def receive(self, number: int, frame: Optional[FrameType] = None) -> None:
         """The handler. Raises KeyboardInterrupt at a second wish, and where there is no step to finish."""
@@ -118,38 +118,6 @@ class StopRequest:
         self.on_deadline()
         end_children()
         os._exit(128 + number)
-
-
-class Output:
-    """``stream``; once its reader has gone, ``closed`` is called and what is written is dropped. What a full disk does
-    not take is dropped as well: the log file of the run waits for room."""
-
-    def __init__(self, stream: TextIO, closed: Callable[[], None]) -> None:
-        self._stream, self._closed = stream, closed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._unless_closed(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._unless_closed(self._stream.flush)
-
-    def _unless_closed(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-            return
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT):
-                raise
-            is_closed = error.errno in (errno.EPIPE, errno.EIO)
-        if is_closed:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # for what writes there by other ways, too
-            os.close(nowhere)
-            self._closed()
 
 
 def end_children() -> None:
