@@ -7,16 +7,20 @@ training would go on, and what is lost would be missed later.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Collection, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Optional
 
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError, SettingsError, nearest
 from scu_trainer.settings.base import short
+from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.loop import Loop, called
+
+logger = logging.getLogger("scu_trainer")
 
 OTHERS_FILES = frozenset(
     {"config.json", "generation_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -26,6 +30,17 @@ OTHERS_FILES = frozenset(
 """Of checkpoints and run directories, written by transformers and by the session."""
 
 FILES = ("state_file", "history_file")
+
+GIVEN_BY = {
+    "scu_state.json": ("regularization", "regularization=RegularizationSettings(...) (scu: true)"),
+    "memory_state.json": ("memory", "memory=MemorySettings(...) (memory_control: true)"),
+    "curriculum_state.json": ("curriculum", "curriculum=CurriculumSettings(...) (curriculum: the one of before)"),
+    "safety_state.json": ("bad_numbers", "safety=SafetySettings(...)"),
+    "early_stopping.json": ("early_stopping", "safety=SafetySettings(early_stopping_patience=...)"),
+    "ema.safetensors": ("weight_average", "efficiency=EfficiencySettings(ema_decay=...)"),
+    "retain_state.json": ("retention", "the settings of `scu-trainer retain` that it had"),
+}
+"""Of each file of a checkpoint: the name of the loop that wrote it, and what gives a trainer that loop."""
 
 
 def require_apart(loop: Loop, others: Collection[Loop]) -> None:
@@ -64,6 +79,20 @@ def _require_known_hooks(loop: Loop) -> None:
 def late(loop: Loop) -> ControlError:
     """Of a loop that is given while a training goes on: its ``begin`` was not called, and its history is not open."""
     return ControlError(f"{called(loop)} was added during training, too late for its begin hook; add it before train()")
+
+
+def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
+    """A trainer that has no loop for a state in ``checkpoint`` goes on without it, and that is seen in no figure."""
+    classes = read_manifest(checkpoint).get("loops")
+    present = {loop.name for loop in loops} | {loop.state_file for loop in loops}
+    for file, kind in (dict.fromkeys(GIVEN_BY) | (classes if isinstance(classes, dict) else {})).items():
+        name, way = GIVEN_BY.get(file, (file, f"callbacks=[{kind}(...)]"))
+        if name not in present and (checkpoint / file).is_file():
+            logger.warning(
+                "%s holds %s, the state of a loop (%s) that this trainer does not have: the run goes on without the "
+                "loop, and the checkpoints from here on do not hold its state. To keep it, resume from %s with %s",
+                checkpoint, file, kind or name, checkpoint.name, way,
+            )  # fmt: skip
 
 
 def _saves_nothing(loop: Loop) -> bool:

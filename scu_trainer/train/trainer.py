@@ -43,6 +43,7 @@ from scu_trainer.train.loop_checks import (
     require_own_names,
     require_settings,
     row_of,
+    tell_of_left_out,
 )
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
@@ -479,6 +480,8 @@ class SCUTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             tell_of_fresh_optimizer(Path(checkpoint))
+        if checkpoint is not None and has_optimizer(Path(checkpoint)) and self.is_world_process_zero():
+            tell_of_left_out(Path(checkpoint), self.loops)
         if self.is_stock or checkpoint is None:
             return
         if not has_optimizer(Path(checkpoint)):  # weights_only: everything else starts over

@@ -243,6 +243,19 @@ def test_a_loop_that_finds_no_state_says_so(tmp_path, caplog):
     assert "checkpoint-6 has no own_state.json: the loop Stateful starts fresh" in caplog.text
 
 
+def test_a_loop_that_is_left_out_when_resuming_is_named(tmp_path, caplog):
+    memory, loop = MemorySettings(memory_control=True), Stateful({"best": 1.0})
+    trained(llama(layers=1), tmp_path, memory=memory, callbacks=[loop], **RUN)
+    checkpoint = str(tmp_path / "checkpoint-6")
+    trained(llama(layers=1), tmp_path, memory=memory, callbacks=[Stateful({})], resume=checkpoint, **RUN)
+    assert "does not have" not in caplog.text
+    trained(llama(layers=1), tmp_path, resume=checkpoint, **RUN)
+    said = [line for line in caplog.messages if "does not have" in line]
+    assert len(said) == 2
+    assert "memory_state.json" in said[0] and "with memory=MemorySettings(...)" in said[0]
+    assert "own_state.json, the state of a loop (Stateful)" in said[1] and "callbacks=[Stateful(...)]" in said[1]
+
+
 def test_a_trainer_without_loops_is_refused(tmp_path):
     trainer = Trainer(llama(layers=1), arguments(tmp_path), train_dataset=Rows(), callbacks=[Silent()])
     with pytest.raises(ControlError, match=r"the loop Silent was passed to a trainer without loops.*with_loops"):

@@ -140,7 +140,8 @@ class CheckpointWriter:
             files.rotate(final.parent, final, limit, None if best is None else Path(best))
 
     def _publish(self, staged: Path, final: Path) -> None:
-        files.seal(staged, {"step": self.trainer.state.global_step, **self.facts})
+        states = {loop.state_file: type(loop).__name__ for loop in self.trainer.loops if loop.state_file is not None}
+        files.seal(staged, {"step": self.trainer.state.global_step, "loops": states, **self.facts})
         files.publish(staged, final)
 
     def _name_best(self, final: Path, staged: Path) -> None:
