@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date
@@ -543,7 +544,8 @@ def _of_us(entries: Mapping[str, Any], names: Collection[str], config: str) -> I
     found, read_as = translated_entries(entries, names)
     for tool in signs_of(entries, names):
         title = TOOLS[tool].title
-        read_as.append(f"scu-trainer's defaults apply; for those of {title}: scu-trainer import {config} --from {tool}")
+        command = f"scu-trainer import {shlex.quote(config)} --from {tool}"
+        read_as.append(f"scu-trainer's defaults apply; for those of {title}: {command}")
     return InFile(found, read_as)
 
 
@@ -554,7 +556,7 @@ def _of_another(tool: str, entries: Mapping[str, Any], names: Collection[str], c
         lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in found.lost)
         raise SettingsError(
             f"of {found.tool.title}, with {len(found.lost)} of {len(found.keys)} keys that have no counterpart "
-            f"({lost}); take them out, or write what carries over: scu-trainer import {config}"
+            f"({lost}); take them out, or write what carries over: scu-trainer import {shlex.quote(config)}"
         )
     read_as = [f"a file of {found.tool.title}", *notes_of(found.keys), *found.differences]
     return InFile(found.settings, read_as, found.defaults)

@@ -98,7 +98,7 @@ def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bo
     """Measure each mode and print the figures. Returns 2 if one of them cannot run here."""
     from rich.console import Console
 
-    console, found = Console(highlight=False), []
+    console, found = Console(highlight=False, markup=False), []
     for mode in modes:
         if as_json:
             found.append(measure(mode))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -242,6 +243,14 @@ def test_a_run_writes_what_the_contract_promises(capsys, flags, tmp_path):
     assert events and "train/scu/s" in _tags(events[0].parent)
     printed = capsys.readouterr().out
     assert "held-out bits per token" in printed and "next: scu-trainer eval" in printed
+
+
+def test_what_to_type_next_can_be_pasted_where_a_name_has_spaces_and_brackets(capsys, flags, tmp_path):
+    run = tmp_path / "my run [b]"
+    assert train.main(with_value(flags, "output_dir", run)) == 0
+    said = [line.removeprefix("next:").split("#")[0] for line in capsys.readouterr().out.splitlines()]
+    typed = [shlex.split(line) for line in said if line.strip().startswith("scu-trainer")]
+    assert [words[:3] for words in typed] == [["scu-trainer", name, str(run)] for name in ("eval", "chat", "report")]
 
 
 def _tags(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,7 +146,7 @@ def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
         screens.say(f"{name} has started in the background, process {record.process.pid}")
     if INFIX in started[-1][0] and "--seed" in started[-1][1].flags:
         screens.say("runs of one device take turns; mean and spread, once they are finished:")
-        place = "" if options.root == ROOT else f" --root {options.root}"
+        place = "" if options.root == ROOT else f" --root {shlex.quote(str(options.root))}"
         screens.say(f"  scu-trainer runs status {started[0][0].rpartition(INFIX)[0]}{place}")
     else:
         _say_commands(started[0][0], options.root)
@@ -225,7 +226,7 @@ def _device(options: argparse.Namespace, entries: dict, flags: Sequence[str]) ->
 
 
 def _say_commands(name: str, root: Path) -> None:
-    place = "" if root == ROOT else f" --root {root}"
+    place = "" if root == ROOT else f" --root {shlex.quote(str(root))}"
     for action, what in (("monitor", "watch it"), ("logs -f", "what it prints"), ("stop", "checkpoint, then end")):
         screens.say(f"  scu-trainer runs {action} {name}{place}".ljust(48) + f"  # {what}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -218,7 +219,8 @@ def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None
         )
         raise ModelError(
             f"{first} and {second} have different tokenizers, so a token is not the same amount of text for "
-            f"both; score each separately: scu-trainer eval {subjects[0].name}, and scu-trainer eval {subject.name}"
+            f"both; score each separately: scu-trainer eval {shlex.quote(subjects[0].name)}, and scu-trainer eval "
+            f"{shlex.quote(subject.name)}"
         )
 
 

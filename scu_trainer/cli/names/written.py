@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,4 +89,4 @@ def summary(found: Imported, own: Mapping[str, Any], path: Path, output: Path) -
         lines.append(
             f"  {found.tool.title}'s own defaults: {', '.join(name for name in found.defaults if name not in own)}"
         )
-    return "\n".join([*lines, f"written: {output}", f"next: scu-trainer train --config {output}"])
+    return "\n".join([*lines, f"written: {output}", f"next: scu-trainer train --config {shlex.quote(str(output))}"])

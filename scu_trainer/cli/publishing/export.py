@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -278,7 +279,7 @@ class _Exporting:
         self.facts |= {"difference": difference, "tolerance": tolerance, "written_by": "transformers"}
         self.facts |= {
             "read_by": "transformers",
-            "next": f"scu-trainer push {self._shown()} --repo_id OWNER/NAME --dry_run",
+            "next": f"scu-trainer push {self._typed()} --repo_id OWNER/NAME --dry_run",
         }
 
     def _gguf(self, folder: Path) -> None:
@@ -296,7 +297,7 @@ class _Exporting:
         outtype = file.stem.rpartition("-")[2].lower()
         self.facts |= comparison.in_llama_cpp(self.parts.model, self.parts.processor, file, self.inputs, outtype)
         self.facts |= {"outtype": outtype, "written_by": self._converter(), "read_by": "llama.cpp (xllamacpp)"}
-        self.facts["next"] = f"llama-cli -m {self._shown()}/{file.name}"
+        self.facts["next"] = f"llama-cli -m {self._typed(file.name)}"
         if self.options.format == "ollama":
             self._modelfile(folder, file.name)
 
@@ -321,7 +322,7 @@ class _Exporting:
         positions = getattr(model.config, "max_position_embeddings", None)
         write_text(folder / ollama.MODELFILE, ollama.modelfile(file_name, template, stops, positions))
         self.facts["notes"].append(note)
-        self.facts["next"] = f"ollama create {self._name()} -f {self._shown()}/{ollama.MODELFILE}"
+        self.facts["next"] = f"ollama create {shlex.quote(self._name())} -f {self._typed(ollama.MODELFILE)}"
 
     def _onnx(self, folder: Path) -> None:
         import importlib.metadata
@@ -335,7 +336,7 @@ class _Exporting:
         difference, tolerance = comparison.in_onnx(self.parts.model, folder, self.inputs, inputs, self.dtype)
         self.facts |= {"difference": difference, "tolerance": tolerance, "written_by": "transformers' exporter"}
         self.facts["read_by"] = f"ONNX Runtime {importlib.metadata.version('onnxruntime')}"
-        self.facts["next"] = f'onnxruntime.InferenceSession("{self._shown()}/model.onnx")'
+        self.facts["next"] = f"onnxruntime.InferenceSession({str(Path(self._shown(), 'model.onnx'))!r})"
 
     def _floats(self) -> dict[str, Any]:
         """Pictures are bytes in training; a stock model takes what its processor makes of them."""
@@ -352,3 +353,7 @@ class _Exporting:
 
     def _shown(self) -> str:
         return shown(self.facts["output"])
+
+    def _typed(self, file: str = "") -> str:
+        """As an argument of a command, also where it has spaces."""
+        return shlex.quote(str(Path(self._shown(), file)))

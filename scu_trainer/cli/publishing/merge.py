@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -116,7 +117,7 @@ def screen(facts: dict[str, Any]) -> str:
             f"  {facts['weights']:,} weights in {facts['dtype']}, {readable(facts['size_bytes'])}",
             f"  checked on {facts['rows']} rows{tokens} of {facts['checked_on']}:",
             f"  logits differ by {facts['difference']:.1e} of the largest, {facts['tolerance']:g} is allowed",
-            f"next: scu-trainer push {shown(facts['output'])} --repo_id OWNER/NAME --dry_run",
+            f"next: scu-trainer push {shlex.quote(shown(facts['output']))} --repo_id OWNER/NAME --dry_run",
         ]
     )
 

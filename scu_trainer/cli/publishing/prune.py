@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -93,9 +94,10 @@ def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
     if not source.is_dir():
         raise ModelError(f"{subject.name} is not a folder here; download the model and give its folder")
     if is_adapter(source):
+        adapter, merged = shlex.quote(subject.name), shlex.quote(shown(str(default_output(subject))))
         raise ModelError(
-            f"{subject.name} is an adapter; merge it first: scu-trainer merge {subject.name}, then scu-trainer prune "
-            f"{shown(str(default_output(subject)))} --dataset NAME, with the data to score it on"
+            f"{subject.name} is an adapter; merge it first: scu-trainer merge {adapter}, then scu-trainer prune "
+            f"{merged} --dataset NAME, with the data to score it on"
         )
     if subject.task not in TASKS:
         raise ModelError(f"{subject.name} is of task: {subject.task}; prune is for {' and '.join(TASKS)}")
@@ -122,7 +124,8 @@ def screen(facts: dict[str, Any]) -> str:
     return "\n".join(
         [
             *lines,
-            f"next: scu-trainer train --model_name_or_path {facts['output']} --tuning full --teacher {facts['source']}",
+            f"next: scu-trainer train --model_name_or_path {shlex.quote(facts['output'])} --tuning full --teacher "
+            f"{shlex.quote(facts['source'])}",
         ]
     )
 

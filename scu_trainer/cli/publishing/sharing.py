@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def _push(run: Path, training: TrainingArguments) -> None:
         )
     except HubError as error:
         raise HubError(
-            f"trained and saved in {run}, but not pushed: {error}. When that is fixed: scu-trainer push {run} "
-            f"--repo_id {repo_id}"
+            f"trained and saved in {run}, but not pushed: {error}. When that is fixed: scu-trainer push "
+            f"{shlex.quote(str(run))} --repo_id {repo_id}"
         ) from error
     print(f"pushed: {sent['url']}" + (f"\n{CARD_KEPT}" if sent["is_card_kept"] else ""))

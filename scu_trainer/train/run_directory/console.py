@@ -23,7 +23,7 @@ class ConsoleCallback(Loop):
     """
 
     def __init__(self, console: Optional[Console] = None, unit: str = "token") -> None:
-        self.console, self._unit = console or Console(highlight=False), unit
+        self.console, self._unit = console or Console(highlight=False, markup=False), unit
         self._bar: Optional[Progress] = None
         self._task: Any = None
         self._started_s = 0.0

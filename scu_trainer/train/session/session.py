@@ -69,7 +69,7 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
     Raises a UserError before anything is written where the settings, the data, the model or the disk do not fit.
     """
-    console = console or Console(highlight=False, quiet=not is_main_process())
+    console = console or Console(highlight=False, markup=False, quiet=not is_main_process())
     if log is not None:
         return _run(job, console, log)
     with run_log() as own_log:
@@ -84,7 +84,7 @@ def _show_as_asked(job: Job, log: RunLog) -> None:
 
 def look_only(job: Job, console: Optional[Console] = None) -> None:
     """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
-    console = console or Console(highlight=False, quiet=not is_main_process())
+    console = console or Console(highlight=False, markup=False, quiet=not is_main_process())
     early = _begin(job, console)
     parts = job.kind.load(job, console)
     _look(job, parts, early, Path(job.training.output_dir), console)

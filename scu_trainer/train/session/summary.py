@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -104,12 +105,13 @@ def print_table(
     table.add_row("files", str(output_dir))
     console.print(table)
     against = " --against base" if figures["has_base"] else ""
-    console.print(f"next: scu-trainer eval {output_dir}{against}", soft_wrap=True)
+    folder = shlex.quote(str(output_dir))
+    console.print(f"next: scu-trainer eval {folder}{against}", soft_wrap=True)
     if figures["has_base"]:  # a model that writes
-        console.print(f"      scu-trainer chat {output_dir} --against base", soft_wrap=True)
-    console.print(f"      scu-trainer report {output_dir}", soft_wrap=True)
+        console.print(f"      scu-trainer chat {folder} --against base", soft_wrap=True)
+    console.print(f"      scu-trainer report {folder}", soft_wrap=True)
     if (output_dir / "logs" / "tensorboard").is_dir():
-        console.print(f"      tensorboard --logdir {output_dir}/logs/tensorboard", soft_wrap=True)
+        console.print(f"      tensorboard --logdir {folder}/logs/tensorboard", soft_wrap=True)
 
 
 def _print_changes(console: Console, figures: dict[str, Any], trained: str) -> None:

@@ -71,7 +71,7 @@ def try_out(job: Job, console: Optional[Console] = None, log: Optional[RunLog] =
     Nothing is left behind but caches. Where weights are handed to DeepSpeed or FSDP nothing is resumed, and the line
     says so.
     """
-    console = console or Console(highlight=False, quiet=not is_main_process())
+    console = console or Console(highlight=False, markup=False, quiet=not is_main_process())
     begun_s = time.perf_counter()
     job.check()
     parts = job.kind.load(job, console)
