@@ -123,6 +123,16 @@ def require_settings(*given: tuple[str, Any, type]) -> None:
             )
 
 
+def tell_of_unused(name: str, value: Any, user: str, used: Any, kind: type) -> None:
+    """Of the argument ``name``, where ``user``, the one that reads it, was not given. No error: None for ``user`` is
+    how a loop is switched off."""
+    if value is not None and used is None:
+        logger.warning(
+            "%s has no effect without %s=%s(...), which is not given: there is no such loop; give it, or drop %s",
+            name, user, kind.__name__, name,
+        )  # fmt: skip
+
+
 def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
     """Raises ControlError where a class below ``ours`` in the order of methods defines what would never be called, or
     takes an argument that would never arrive."""

@@ -44,6 +44,7 @@ from scu_trainer.train.loop_checks import (
     require_settings,
     row_of,
     tell_of_left_out,
+    tell_of_unused,
 )
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
@@ -116,6 +117,10 @@ class SCUTrainer(Trainer):
             ("curriculum", curriculum, CurriculumSettings),
             ("efficiency", efficiency, EfficiencySettings),
             ("safety", safety, SafetySettings),
+        )
+        tell_of_unused("memory_gauge", memory_gauge, "memory", memory, MemorySettings)
+        tell_of_unused(
+            "regularization_tokens", regularization_tokens, "regularization", regularization, RegularizationSettings
         )
         # With nothing on, every method below is the stock one.
         self.is_stock = (regularization, memory, curriculum, efficiency, safety) == (None,) * 5

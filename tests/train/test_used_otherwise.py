@@ -15,6 +15,7 @@ from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.trainer import SCUTrainer
+from tests.faults import FakeGauge
 from tests.tiny import Examples, Rows, UnevenRows, arguments, llama, pad, same, weights_of
 from tests.train.test_off_is_stock import BareLoss, Points, tensors, untimed
 
@@ -71,6 +72,16 @@ def test_tokens_that_are_no_number_of_tokens_are_refused(tmp_path, tokens):
             regularization=LOOPS["regularization"],
             regularization_tokens=tokens,
         )
+
+
+@pytest.mark.parametrize("argument", [{"regularization_tokens": 100.0}, {"memory_gauge": FakeGauge(2**40)}])
+def test_an_argument_without_the_loop_that_reads_it_is_told(tmp_path, caplog, argument):
+    name, user = *argument, next(iter(argument)).partition("_")[0]
+    parts = {"args": arguments(tmp_path), "train_dataset": Rows(), **argument}
+    SCUTrainer(llama(), **parts, **{user: LOOPS[user]})
+    assert "has no effect" not in caplog.text
+    SCUTrainer(llama(), **parts)
+    assert f"{name} has no effect without {user}={type(LOOPS[user]).__name__}(...)" in caplog.text
 
 
 class Named(Examples):

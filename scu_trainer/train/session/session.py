@@ -230,6 +230,7 @@ def _description(
 
 
 def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatus], console: Console) -> SCUTrainer:
+    regularization, tokens = _regularization(job, parts), parts.data.statistics.supervised_tokens or None
     with _stock_refusals():
         trainer = SCUTrainer(
             model=parts.model,
@@ -240,8 +241,8 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
             processing_class=parts.processor,
             compute_metrics=metrics_by_source(job.kind.compute_metrics, parts.data),
             preprocess_logits_for_metrics=job.kind.preprocess_logits,
-            regularization=_regularization(job, parts),
-            regularization_tokens=parts.data.statistics.supervised_tokens or None,
+            regularization=regularization,
+            regularization_tokens=None if regularization is None else tokens,
             memory=job.memory,
             curriculum=job.acting_curriculum,
             efficiency=job.efficiency,
