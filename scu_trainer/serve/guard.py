@@ -47,10 +47,11 @@ class Guard:
             self._check_stranger(self._hosts, headers)
         if self._key is not None and scope["path"] != HEALTH:
             self._check_key(headers.get("authorization", ""))
-        if scope["path"] not in ROUTES:
+        route = MODELS if scope["path"].startswith(f"{MODELS}/") else scope["path"]  # of one model by its name
+        if route not in ROUTES:
             raise BadRequest(f"{scope['path']} is not served; there are {', '.join(ROUTES)}", status=404)
-        if scope["method"] != ROUTES[scope["path"]]:
-            raise BadRequest(f"{scope['path']} takes {ROUTES[scope['path']]} alone", status=405)
+        if scope["method"] != ROUTES[route]:
+            raise BadRequest(f"{scope['path']} takes {ROUTES[route]} alone", status=405)
 
     def _check_stranger(self, hosts: Collection[str], headers: Headers) -> None:
         status = stranger(hosts, headers, len(headers.getlist("host")))

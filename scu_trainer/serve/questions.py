@@ -42,7 +42,7 @@ class Asker:
         """Raises BadRequest."""
         if not isinstance(body, dict):
             raise BadRequest("the body is not a JSON object")
-        self._check_model(body.get("model"))
+        self.check_model(body.get("model"))
         _check_fields(body)
         numbers = {name: _number(body, name, kind) for name, kind in NUMBERS.items() if body.get(name) is not None}
         if path == CHAT:
@@ -55,7 +55,8 @@ class Asker:
         stop = {} if not body.get("stop") else {"stop": _stop(body["stop"])}
         return {"model": self.name, **asked, "stream": _switch(body), **stop, "generation_config": _said(config)}
 
-    def _check_model(self, model: Any) -> None:
+    def check_model(self, model: Any) -> None:
+        """Raises BadRequest for another one."""
         if not isinstance(model, str) or not model:
             raise BadRequest(f"model is missing; this server has {self.name}", "model")
         if model != self.name:

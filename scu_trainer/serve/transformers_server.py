@@ -7,7 +7,8 @@ from threading import Event
 from typing import Any
 
 import torch
-from fastapi import HTTPException
+from fastapi import HTTPException, Response
+from fastapi.responses import JSONResponse
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -16,7 +17,9 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
 from transformers.tokenization_utils_base import BatchEncoding
 
+from scu_trainer.serve.errors import BadRequest
 from scu_trainer.serve.front import Front
+from scu_trainer.serve.guard import MODELS
 from scu_trainer.serve.questions import Asker
 from scu_trainer.talk.model import Talker
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
@@ -38,6 +41,15 @@ def application(asker: Asker, ends: Event) -> Any:
         transcription_handler=None,
         systemone_handler=None,
     )
+
+    @app.get(f"{MODELS}/{{name:path}}")
+    def one_model(name: str) -> Response:
+        try:
+            asker.check_model(name)
+        except BadRequest as refused:
+            return refused.response()
+        return JSONResponse(manager.get_gen_models()[0])
+
     return Front(app, asker)
 
 

@@ -97,6 +97,14 @@ def test_its_own_names_and_pages_are_answered(site):
     assert site.ask(HEALTH).json() == {"status": "ok"}
 
 
+def test_one_model_is_found_by_its_name(site):
+    assert site.ask(f"{MODELS}/tiny").json() == site.ask(MODELS).json()["data"][0]
+    answer = site.ask(f"{MODELS}/tinny")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+    assert "did you mean 'tiny'?" in answer.json()["error"]["message"]
+    assert site.ask(f"{MODELS}/tiny", "DELETE").status_code == 405
+
+
 def test_the_names_of_an_address():
     assert own_names("127.0.0.1", 8000) == {HOST, "localhost:8000"}
     assert own_names("::1", 80) >= {"[::1]:80", "[::1]", "localhost"} and own_names("192.0.2.7", 1) == {"192.0.2.7:1"}
