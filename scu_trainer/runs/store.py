@@ -21,7 +21,7 @@ from scu_trainer.runs.process import Identity
 
 ROOT = Path("runs")
 FOLDER = "background"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME = re.compile(r"[^\W_][\w.-]{0,63}")  # letters of any alphabet
 ENDED = ("stopped", "finished", "failed")
 """Statuses of run.json after which no process is expected."""
 

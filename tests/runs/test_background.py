@@ -242,6 +242,10 @@ def test_names(root, tmp_path):
         find("x", tmp_path / "nowhere")
     assert free_name("first", ["first", "first-2"]) == "first-3"
     check_name("a.b-c_1")
+    check_name("läufe")
+    for name in ("_a", ".a", "a b", "a/b", "a\n", ""):
+        with pytest.raises(SettingsError, match="cannot be the name of a run"):
+            check_name(name)
 
 
 def test_a_run_by_hand_is_neither_stopped_nor_resumed(tmp_path):
