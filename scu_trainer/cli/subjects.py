@@ -158,8 +158,8 @@ def _settings_in(kind: type, run: dict[str, Any]) -> Any:
     return kind(**{name: value for name, value in run["configuration"].items() if name in names})
 
 
-def base_subject(subject: Subject) -> Subject:
-    """What ``subject`` was tuned from. Raises ModelError if that is unknown or gone."""
+def base_subject(subject: Subject, flag: str = "--against") -> Subject:
+    """What ``subject`` was tuned from. Raises ModelError if that is unknown or gone. ``flag``: takes another one."""
     if is_adapter(Path(subject.source)):
         name = base_of(Path(subject.source))
     elif subject.run:
@@ -169,7 +169,8 @@ def base_subject(subject: Subject) -> Subject:
         name = found_base(name, Path(subject.source)) if name else _embedded_base(subject)
     else:
         raise ModelError(
-            f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give its path"
+            f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give it as a path or "
+            f"Hub id: {flag} PATH_OR_ID"
         )
     check_source(name)
     return Subject(name, replace(subject.model, model_name_or_path=name), word=BASE)

@@ -29,8 +29,9 @@ activations too, and the merged model does not."""
 def merge_adapter(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
     """A new model on the CPU with the adapter in its weights, in ``dtype``; ``model`` stays as it is.
 
-    Needs memory for two float32 copies of the weights. Raises ModelError for several active adapters, for weights that
-    are not finite, that ``device_map`` has put elsewhere, or that an evaluation outside of this project has repacked.
+    Needs memory for two float32 copies of the weights. Raises ModelError for several active adapters, for one that
+    changes no weight, for weights that are not finite, that ``device_map`` has put elsewhere, or that an evaluation
+    outside of this project has repacked.
     """
     import torch
     from peft import get_peft_model_state_dict
@@ -62,6 +63,13 @@ def _only_adapter(model: PeftModel) -> str:
     active = list(model.active_adapters)
     if len(active) != 1:
         raise ModelError(f"merging takes one adapter, and {len(active)} are active: {', '.join(active)}; activate one")
+    config = model.peft_config[active[0]]
+    if config.is_prompt_learning:
+        raise ModelError(
+            f"an adapter of {config.peft_type.value} puts learned states before the input and changes no weight, so it "
+            "cannot be merged or exported; use it as it is: chat, generate, eval and serve take it, and peft's "
+            "AutoPeftModelForCausalLM"
+        )
     return active[0]
 
 

@@ -11,6 +11,7 @@ from scu_trainer.data.messages import messages_of
 from scu_trainer.data.readers import read_file
 from scu_trainer.data.records import BadRow
 from scu_trainer.errors import DataError
+from scu_trainer.settings.base import short
 
 TURNS = ("messages", "conversations", "conversation")
 QUESTIONS = ("prompt", "instruction", "question", "problem", "query", "text")
@@ -59,7 +60,10 @@ def _messages(record: Any) -> list[dict[str, str]]:
         return _unanswered(record.place, row[turns], turns)
     name = next((name for name in QUESTIONS if _said(row.get(name))), None)
     if name is None:
-        raise DataError(f"{record.place} has the columns {', '.join(map(str, row)) or 'none'}; give {ALLOWED}")
+        columns = ", ".join(map(str, row)) or "none"
+        empty = next((f", but {name} is {short(row[name])}" for name in QUESTIONS if name in row), "")
+        way = "write a prompt there, or remove the row" if empty else f"give {ALLOWED}"
+        raise DataError(f"{record.place} has the columns {columns}{empty}; {way}")
     more = _said(row.get("input")) if name == "instruction" else None
     system = _said(row.get("system")) or ""
     return _asked(f"{row[name]}\n\n{more}" if more else row[name], system)
@@ -79,4 +83,6 @@ def _unanswered(place: str, value: Any, column: str) -> list[dict[str, str]]:
         messages.pop()
     if not messages:
         raise DataError(f"{place}: {column} has no turn before the answer")
+    if not any(_said(message["content"]) for message in messages):
+        raise DataError(f"{place}: {column} has no turn with text; write a prompt, or remove the row")
     return messages

@@ -129,7 +129,7 @@ def test_a_budget_that_is_none(adapter, anchor, words, message, capsys):
 
 def test_a_full_model_without_its_base(tuned, anchor, capsys):
     code, _, err = retained(capsys, tuned, "--anchor", anchor, "--budget_bits", "0.1")
-    assert code == 2 and "its base is unknown" in err
+    assert code == 2 and "its base is unknown; give it as a path or Hub id: --base PATH_OR_ID" in err
 
 
 def test_a_base_that_is_another_model(tuned, anchor, tmp_path, capsys):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -206,6 +206,12 @@ def test_an_adapter_of_another_base(tmp_path):
     other = {layer.replace("layers.0", "layers.99"): torch.zeros(4, 64)}
     with pytest.raises(ModelError, match=r"the adapter does not fit its base: .*layers\.99"):
         _merged(FAMILIES["llama"](), model.peft_config["default"], other)
+
+
+def test_learned_prompts_are_no_change_of_weights():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ModelError, match=r"an adapter of PROMPT_TUNING puts learned states.*use it as it is"):
+        merge_adapter(get_peft_model(FAMILIES["llama"](), config), torch.float32)
 
 
 def test_two_active_adapters(tmp_path):

@@ -200,6 +200,8 @@ def test_prompts_in_every_way_that_people_write_them(tmp_path):
     [
         ({"body": "x"}, "row 1 has the columns body; give a column messages"),
         ({"prompt": "  "}, "row 1 has the columns prompt"),
+        ({"id": 1, "prompt": ""}, "prompt, but prompt is ''; write a prompt there, or remove the row"),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages has no turn with text; write a prompt"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages has no turn before the answer"),
         ({"messages": [{"role": "user"}]}, "row 1"),
     ],

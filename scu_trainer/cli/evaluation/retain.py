@@ -74,7 +74,7 @@ def _subjects(options: Any) -> tuple[Subject, Subject]:
     tuned = subject_of(options.run)
     if tuned.task != TEXT:
         raise ModelError(f"{tuned.name} is of task {tuned.task}; what is kept is text, so only {TEXT} has it")
-    base = base_subject(tuned) if options.base is None else subject_of(options.base)
+    base = base_subject(tuned, "--base") if options.base is None else subject_of(options.base)
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     found = [replace(subject, model=replace(subject.model, **consent)) for subject in (tuned, base)]
     return found[0], found[1]

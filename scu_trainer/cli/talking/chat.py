@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 import time
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Optional, TextIO
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
-from scu_trainer.errors import SettingsError, UserError, nearest
+from scu_trainer.data.json_files import TO_UTF_8
+from scu_trainer.errors import DataError, SettingsError, UserError, nearest
 from scu_trainer.run_files import write_text
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from scu_trainer.talk.model import Talker
 
 MAX_NEW_TOKENS = 512
+SURROGATES = 0xDC00
+"""Where Python puts bytes that are no text."""
+
 HELP = {
     "/system TEXT": "set the system message and start over; without TEXT, remove it",
     "/reset": "forget what was said",
@@ -61,6 +66,8 @@ def _main(argv: list[str]) -> int:
         talkers = [talker(first)]
         if other is not None:
             talkers.append(_second(talkers[0], other, is_base=options.against == "base"))
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # one line that is no text is refused, by its number
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return Chat(talkers, settings, options.system, sys.stdin, sys.stdout, is_terminal).run()
 
@@ -99,10 +106,13 @@ class Chat:
             with contextlib.suppress(ImportError):  # not everywhere; lines are then typed without arrow keys
                 import readline  # noqa: F401
         self._quietly("\n".join(self._opening()))
+        number = 0
         while (line := self._read()) is not None:
+            number += 1
             if not line.strip():
                 continue
             try:
+                _require_text(line, number)
                 if line.startswith("/"):
                     if not self._command(line.strip()):
                         return 0
@@ -224,6 +234,14 @@ class Chat:
     def _note(self, text: str) -> None:
         """What must be said in a pipe, too."""
         print(text, file=self.writes if self.is_terminal else sys.stderr, flush=True)
+
+
+def _require_text(line: str, number: int) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(line[error.start]) - SURROGATES
+        raise DataError(f"line {number} of what was typed is not UTF-8 text (byte 0x{byte:02x}); {TO_UTF_8}") from None
 
 
 if __name__ == "__main__":
