@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import BertConfig, LlamaConfig, MixtralConfig, T5Config
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, MixtralConfig, T5Config
 
+from scu_trainer.cli import train
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.cli.planning import plan
 from scu_trainer.cli.planning.screen import without
@@ -245,3 +246,33 @@ def test_accuracy_compares_runs_that_have_both_figures(tmp_path, capsys):
 def test_accuracy_of_no_runs(tmp_path, capsys):
     assert plan.main(["--accuracy", str(tmp_path)]) == 0
     assert "no run in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", ["tokenizer", "weights", "shards", "encoder"])
+def test_a_model_that_train_refuses_is_refused_in_the_same_words(broken, tmp_path, capsys):
+    folder = tiny.saved_llama(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    if broken == "tokenizer":
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+    elif broken == "weights":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif broken == "shards":
+        weights.rename(folder / "model-00001-of-00002.safetensors")
+        parts = {"lm_head.weight": "model-00002-of-00002.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+    else:
+        tiny.bert(BertForMaskedLM).save_pretrained(folder)
+    capsys.readouterr()
+    words = [*words_of(folder), "--use_cpu", "true", "--output_dir", str(tmp_path / "run")]
+    said = []
+    for command in (train, plan):
+        assert command.main(words) == 2
+        said.append(capsys.readouterr().err.splitlines()[-1].replace('"', ""))
+    assert said[0].startswith("error: ") and said[1] == said[0]
+
+
+def test_a_configuration_alone_is_planned_and_what_train_needs_is_said(small, capsys):
+    assert planned(capsys, *words_of(small, "--gpu", "t4"))["fits"]
+    assert plan.main([*words_of(small, "--gpu", "t4"), "--json"]) == 0
+    assert "holds no weights: a plan needs none, but train needs them" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from scu_trainer.hardware.target import Target
     from scu_trainer.train.job.job import Job
     from scu_trainer.train.memory_estimate.plan import Planned, Source
+
+logger = logging.getLogger("scu_trainer")
 
 DESCRIPTION = """\
 Predicts the peak memory of a training run from shapes alone, without reading weights, and looks for the fastest
@@ -169,11 +172,19 @@ def source_of(job: Job, target: Target) -> Source:
 
 
 def _configuration(job: Job) -> Any:
-    """Of the model that is tuned, read without its weights. Raises ModelError."""
+    """Of the model that is tuned, read without its weights. Raises ModelError, also for what training would refuse."""
     from transformers import AutoConfig
 
     from scu_trainer.models.embedded import base_config
-    from scu_trainer.models.loading.load import as_model_error, base_of, check_source, located
+    from scu_trainer.models.loading.causal import require_causal
+    from scu_trainer.models.loading.load import (
+        as_model_error,
+        base_of,
+        check_source,
+        check_weights,
+        load_tokenizer,
+        located,
+    )
     from scu_trainer.models.quantize import is_stored_quantized
 
     model = job.model
@@ -185,6 +196,13 @@ def _configuration(job: Job) -> Any:
         config = AutoConfig.from_pretrained(
             located(name), revision=model.model_revision, trust_remote_code=model.trust_remote_code
         )
+    if getattr(config, "architectures", None):  # what was trained names its head; a configuration alone may not
+        require_causal(config, name)
+    if Path(located(name)).is_dir():  # of the Hub nothing more is fetched
+        if not check_weights(model):
+            logger.warning("%s holds no weights: a plan needs none, but train needs them, and a tokenizer", name)
+        else:
+            load_tokenizer(model)
     if model.tuning != "qlora" and getattr(config, "quantization_config", None):
         raise ModelError(f"the weights of {name} are stored quantized; plan with --tuning qlora, or for the full model")
     if model.tuning == "qlora":

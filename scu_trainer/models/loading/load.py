@@ -24,6 +24,8 @@ from scu_trainer.models.loading.mapped_files import release_mapped_files
 from scu_trainer.models.loading.offloaded import adapt, adapt_as_saved, has_offloaded_weights
 from scu_trainer.models.loading.possible import require_room_for, require_sane_config
 from scu_trainer.models.loading.safety import (
+    PICKLED_WEIGHTS,
+    SAFE_WEIGHTS,
     announce_code,
     code_refusal,
     needs_code,
@@ -287,6 +289,24 @@ def causal_config(settings: ModelSettings) -> PretrainedConfig:
         config = _config_of(name, settings)
     require_causal(config, name)
     return config
+
+
+def check_weights(settings: ModelSettings) -> bool:
+    """Whether the folder that ``load_model`` reads holds weights. Raises ModelError as that would for a folder that is
+    not whole, by the headers of its files alone."""
+    from safetensors import safe_open
+
+    name = base_of(Path(located(settings.model_name_or_path)))
+    folder = Path(located(name))
+    with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
+        require_safe_weights(str(folder), settings)
+        whole, index = (folder / file for file in SAFE_WEIGHTS)
+        parts = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
+        files = [whole] if whole.is_file() else [folder / part for part in sorted(parts)]
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass
+    return bool(files) or any((folder / file).is_file() for file in PICKLED_WEIGHTS)
 
 
 def _packing(name: str, settings: ModelSettings, device: torch.device) -> Optional[BitsAndBytesConfig]:
