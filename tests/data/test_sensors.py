@@ -470,6 +470,11 @@ BAD_FILES = {
         "wrong dtype",
         "kinematics is int64",
     ),
+    "seconds since 1970": (
+        lambda path: change_arrays(path, kinematics=1.7e9 + numpy.arange(240.0).reshape(40, 6) / 100),
+        "lost in rounding",
+        r"channel 0 of kinematics has 1700000000 and its like, which float32.*in steps of 128, too coarse",
+    ),
     "five channels": (
         lambda path: change_arrays(path, kinematics=numpy.zeros((40, 5), dtype="float32")),
         "another shape",
@@ -672,3 +677,17 @@ def test_settings_that_cannot_be_used_are_refused(changes, message):
 def test_branches_come_in_one_order():
     assert SensorSettings(branches=["kinematics", "visible"]).branches == ["visible", "kinematics"]
     assert SensorSettings().branches == ["visible", "infrared", "kinematics"]
+
+
+def test_a_table_in_the_place_of_recordings_is_told_the_format(tmp_path):
+    (tmp_path / "har.csv").write_text("t,x,y,z,label\n0,1,2,3,walk\n")
+    for name, found in ((tmp_path / "har.csv", "har.csv' is a file"), (tmp_path, "has no manifest.jsonl")):
+        with pytest.raises(DataError, match=rf"{found}.*one .npz per recording.*kinematics.*write_recordings in scu_t"):
+            prepared(name, tmp_path / "cache")
+
+
+def test_channels_that_float32_resolves_are_kept(folder, tmp_path):
+    values = numpy.random.default_rng(0).normal(101_325.0, 30.0, (40, 6))  # air pressure in Pa
+    values[:, 1] = 1.7e9  # does not change
+    change_arrays(folder / "000006.npz", kinematics=values)
+    assert not prepared(folder, tmp_path / "cache").statistics.dropped

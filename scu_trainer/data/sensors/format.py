@@ -56,7 +56,13 @@ from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import BRANCHES
 
 MANIFEST = "manifest.jsonl"
+HOW = (
+    "such as a float array kinematics of the shape (time, channels); write_recordings in "
+    "scu_trainer.data.sensors.format writes both, and help(scu_trainer.data.sensors.format) has the whole format"
+)
 ABSOLUTE_ZERO_CELSIUS = -273.15
+MOST_LOST = 0.1
+"""Of a channel's standard deviation, by rounding."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +193,24 @@ def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
         raise BadRecording(
             "wrong unit", f"{name} has {float(array.min()):g} °C, below absolute zero; floats are degrees Celsius"
         )
+    if name == "kinematics" and array.dtype.name == "float64":
+        _require_resolved(name, array, kept)
     return kept
+
+
+def _require_resolved(name: str, array: numpy.ndarray, kept: numpy.ndarray) -> None:
+    """Raise BadRecording for a channel of which rounding leaves little, such as seconds since 1970."""
+    spread, lost = array.std(axis=0), numpy.abs(array - kept).max(axis=0)
+    blurred = numpy.flatnonzero(lost > MOST_LOST * spread)
+    if len(blurred):
+        channel = int(blurred[0])
+        value, step = float(array[0, channel]), float(numpy.spacing(numpy.abs(kept[:, channel]).max()))
+        raise BadRecording(
+            "lost in rounding",
+            f"channel {channel} of {name} has {value:.10g} and its like, which {kept.dtype.name}, in which it is "
+            f"stored, keeps in steps of {step:g}, too coarse for how much it changes; subtract its first value, or "
+            "leave a time stamp out: the model has no clock",
+        )
 
 
 def _no_number(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Form) -> BadRecording:

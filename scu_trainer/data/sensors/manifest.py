@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.data.samples import SampleStatistics
-from scu_trainer.data.sensors.format import FORMS, MANIFEST, BadRecording
+from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST, BadRecording
 from scu_trainer.data.sensors.reports import MOST_LETTERS
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings.base import short
@@ -60,7 +60,7 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
     if path is None:
         raise DataError(
             f"{folder} has no {MANIFEST} or {CSV_MANIFEST}; give a folder of recordings with a manifest of the columns "
-            f"{', '.join(COLUMNS)}"
+            f"{', '.join(COLUMNS)}, and one .npz per recording, {HOW}"
         )
     entries: list[Entry] = []
     for line, row, problem in _rows(path):

@@ -12,6 +12,8 @@ import numpy
 
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import (
+    HOW,
+    MANIFEST,
     BadRecording,
     SharedShapes,
     array_names,
@@ -20,6 +22,7 @@ from scu_trainer.data.sensors.format import (
     with_time_first,
 )
 from scu_trainer.data.sensors.manifest import (
+    CSV_MANIFEST,
     Entry,
     Rejections,
     class_names,
@@ -33,7 +36,7 @@ from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
 
-STORE_VERSION = 2
+STORE_VERSION = 3
 
 WITHOUT_BRANCH = "without any branch in use"
 
@@ -142,8 +145,10 @@ def folder_source(
     """
     root = Path(name).expanduser()
     if not root.is_dir():
+        found = "is a file" if root.is_file() else "is not a folder here"
         raise DataError(
-            f"dataset {name!r} is not a folder; give a folder of recordings with a manifest, or {SYNTHETIC}"
+            f"dataset {name!r} {found}; give {SYNTHETIC}, or a folder with a {MANIFEST} or {CSV_MANIFEST} (columns "
+            f"file and label) and one .npz per recording, {HOW}"
         )
     statistics = SampleStatistics("recording")
     rejections = Rejections(statistics, skip_bad_rows)
