@@ -18,7 +18,23 @@ from datasets import Dataset
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from scu_trainer import SCUTrainer, with_loops
@@ -138,6 +154,49 @@ def test_without_loops_it_is_the_trainer_itself(tmp_path, stock, name):
     files = {str(path.relative_to(expected)) for path in expected.rglob("*") if path.is_file()}
     ours = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {path for path in ours - files if not path.endswith("manifest.json")} == set() and files <= ours
+
+
+def reward(completions, **_) -> list[float]:
+    return [float(len(set(text))) for text in completions]
+
+
+TURNS = [
+    [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    for prompt, answer in zip(PROMPTS["prompt"], PAIRS["chosen"], strict=True)
+]
+DRAWN = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}  # without a reference model from the Hub
+ALSO_OFF = {
+    "GRPO": (GRPOTrainer, GRPOConfig, DRAWN, PROMPTS),
+    "RLOO": (RLOOTrainer, RLOOConfig, DRAWN, PROMPTS),
+    "CPO": (CPOTrainer, CPOConfig, {"max_length": 32}, {**PROMPTS, **PAIRS}),
+    "OnlineDPO": (OnlineDPOTrainer, OnlineDPOConfig, {"max_length": 32, "max_new_tokens": 6}, PROMPTS),
+    "GKD": (GKDTrainer, GKDConfig, {"max_length": 32, "max_new_tokens": 6}, {"messages": TURNS}),
+}
+"""Trainers of which no more is claimed: class, configuration, its arguments, rows."""
+
+
+@pytest.mark.parametrize("name", ALSO_OFF)
+def test_others_are_themselves_without_loops_and_where_memory_never_acts(tmp_path, name):
+    kind, config, own, rows = ALSO_OFF[name]
+
+    def run(kind: type[Trainer], **loops: Any) -> Trainer:
+        common = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "bf16": False, "logging_steps": 1}
+        args = config(str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, **common, **own)
+        parts = {"GKD": lambda: {"teacher_model": tiny.llama(seed=3)}, "CPO": dict}
+        words = tokenizer()
+        words.chat_template = "{% for turn in messages %}{{ turn['content'] }}</s>{% endfor %}"
+        given = parts.get(name, lambda: {"reward_funcs": reward})()
+        rows_ = Dataset.from_dict(rows)
+        trainer = kind(model=tiny.llama(), args=args, train_dataset=rows_, processing_class=words, **given, **loops)
+        trainer.train()
+        return trainer
+
+    expected, off = run(kind), run(with_loops(kind))
+    assert off.is_stock and logs(off) == logs(expected)
+    on = run(with_loops(kind), memory=MemorySettings(), safety=SafetySettings())
+    for found in (off, on):
+        assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
+    assert not tiny.same(tiny.weights_of(off.model), tiny.weights_of(tiny.llama()))
 
 
 def test_one_class_for_one_trainer():
