@@ -414,9 +414,44 @@ def test_folder_without_classes(tmp_path):
     picture(tmp_path / "flat" / "0.png", seed=0)
     with pytest.raises(DataError, match=r"no class folder with images.*\.webp$"):
         prepared(tmp_path / "flat", tmp_path)
-    (tmp_path / "flat" / "metadata.csv").write_text("file_name,label\n0.png,cat\n")
-    with pytest.raises(DataError, match=r"metadata.csv is not read .*'imagefolder'.*--dataset .*flat_saved"):
+    (tmp_path / "flat" / "metadata.csv").write_text("file_name,breed\n0.png,cat\n")
+    with pytest.raises(DataError, match=r"metadata.csv has no columns file_name and label.*give label_column_name"):
         prepared(tmp_path / "flat", tmp_path)
+
+
+def with_metadata(folder: Path, column: str = "label", count: int = 12, inner: str = "") -> Path:
+    """Pictures in one folder, whose classes stand in a table beside them."""
+    rows = [f"file_name,{column}"]
+    for number in range(count):
+        picture(folder / inner / f"{number}.png", seed=number + zlib.crc32(folder.name.encode()))
+        rows.append(f"{inner}{number}.png,{('cat', 'dog')[number % 2]}")
+    (folder / "metadata.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(("column", "inner"), [("label", ""), ("label", "images/"), ("breed", "")])
+def test_a_folder_with_metadata_as_the_datasets_library_takes_it(tmp_path, column, inner):
+    own = ImageSettings() if column == "label" else ImageSettings(label_column_name=column)
+    folder = with_metadata(tmp_path / "pets", column, inner=inner)
+    data = prepared(folder.parent / "pets" / ".." / "pets", tmp_path, own=own)
+    assert data.label_names == ("cat", "dog") and data.statistics.per_class == {"cat": 5, "dog": 4}
+    row = data.train[0]
+    assert row["labels"] == 0 and not data.statistics.dropped
+    assert not any("not read" in note for note in data.statistics.notes)
+
+
+def test_splits_with_metadata_and_a_file_that_is_gone(tmp_path):
+    with_metadata(tmp_path / "pets" / "train"), with_metadata(tmp_path / "pets" / "test", count=4)
+    data = prepared(tmp_path / "pets", tmp_path)
+    assert (data.statistics.train, data.statistics.eval) == (12, 4)
+    (tmp_path / "pets" / "train" / "3.png").unlink()
+    with pytest.raises(DataError, match=r"metadata of .*train names .*3\.png, which is not there; .*skip_bad_rows"):
+        prepared(tmp_path / "pets", tmp_path)
+    data = prepared(tmp_path / "pets", tmp_path, skip_bad_rows=True)
+    assert data.statistics.dropped == {"file of the metadata that is not there": 1} and data.statistics.train == 11
+    (tmp_path / "pets" / "train" / "metadata.csv").write_text("file_name,label\n../x.png,cat\n")
+    with pytest.raises(DataError, match=r"row 1: it names no image inside .*train; fix its file_name"):
+        prepared(tmp_path / "pets", tmp_path)
 
 
 def test_held_out_class_that_training_lacks(pets, tmp_path):

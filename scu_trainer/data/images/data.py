@@ -17,7 +17,14 @@ import numpy
 from scu_trainer.data.images.decode import BadImage, open_image
 from scu_trainer.data.images.embedded import embedded_source
 from scu_trainer.data.images.folders import folder_source
-from scu_trainer.data.images.records import HELD_OUT_SPLITS, NO_LABEL, ImageSource, in_classes, refuse_hub_settings
+from scu_trainer.data.images.records import (
+    HELD_OUT_SPLITS,
+    LABEL_COLUMNS,
+    NO_LABEL,
+    ImageSource,
+    in_classes,
+    refuse_hub_settings,
+)
 from scu_trainer.data.images.store import Kind, StoredImages, stored_images
 from scu_trainer.data.images.tables import is_saved, table_source
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
@@ -78,7 +85,8 @@ def _find(
         refuse_hub_settings(name, None, config)
     if path.is_dir() and not is_saved(path):
         takes_held_out = is_training and data.eval_dataset is None
-        return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out)
+        labels = LABEL_COLUMNS if own.label_column_name is None else (own.label_column_name,)
+        return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out, labels=labels)
     if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         found = "is a file" if path.is_file() else f"does not exist{nearest(path.name, beside)}"

@@ -1,9 +1,11 @@
-"""A folder of images in the style of ImageNet: one folder per class, or one per split with the classes inside."""
+"""A folder of images in the style of ImageNet: one folder per class, or one per split with the classes inside. Or as
+imagefolder of the datasets library has it: a file metadata.csv beside the images says which is of which class."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,31 +13,39 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.images.records import NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
-from scu_trainer.data.readers import named_split, split_of
+from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.readers import named_split, read_file, split_of
 from scu_trainer.errors import DataError, nearest
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
 OF_ARCHIVES = "__MACOSX"
 """What macOS adds to a .zip: no picture is in it."""
 HELD_OUT = ("validation", "test")
+FILE_COLUMN, METADATA = "file_name", ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 MOST_KINDS = 10  # in a line for a person
 
 
 def folder_source(
-    folder: Path, wanted: Sequence[str], skip_bad: bool, classes: Sequence[str] = (), *, takes_held_out: bool = True
+    folder: Path,
+    wanted: Sequence[str],
+    skip_bad: bool,
+    classes: Sequence[str] = (),
+    *,
+    takes_held_out: bool = True,
+    labels: Sequence[str] = LABEL_COLUMNS,
 ) -> ImageSource:
     """The images of ``folder``, of its first ``wanted`` split where its folders are splits.
 
     ``classes``: names that are known from the training data; without them the folders with images are the classes.
     ``takes_held_out``: whether a split beside it becomes ``held_out``; one without folders of classes is left, noted.
+    ``labels``: columns of a metadata file, of which the first that is there has the classes.
     Raises DataError for a folder of a class without an image, unless ``skip_bad``, and for a missing split.
     """
     folder, descended = _only_folders(folder, classes)
     splits = _splits(folder)
     if not splits:
         refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None, None)
-        return _noted(_of_classes(folder, skip_bad, classes), descended)
+        return _noted(_of_classes(folder, skip_bad, classes, labels), descended)
     by_name = {**{path.name: path for path in splits.values()}, **splits}
     chosen = next((by_name[name] for word in wanted for name in (word, named_split(word)) if name in by_name), None)
     if chosen is None:
@@ -45,11 +55,11 @@ def folder_source(
             f"{nearest(wanted[0], by_name)}; choose one with dataset_split"
         )
     inner, more = _only_folders(chosen, classes)
-    source = _noted(_of_classes(inner, skip_bad, classes), (*descended, *more, *_not_read(folder, splits)))
+    source = _noted(_of_classes(inner, skip_bad, classes, labels), (*descended, *more, *_not_read(folder, splits)))
     if not takes_held_out:
         return source
     beside = [splits[name] for name in HELD_OUT if name in splits and splits[name] != chosen]
-    return _with_held_out(source, beside, skip_bad)
+    return _with_held_out(source, beside, skip_bad, labels)
 
 
 def _noted(source: ImageSource, notes: Sequence[str]) -> ImageSource:
@@ -69,15 +79,17 @@ def _only_folders(folder: Path, classes: Sequence[str]) -> tuple[Path, tuple[str
     return inner, () if inner == folder else (f"{inner} is the only folder in {folder}: read in its place",)
 
 
-def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool) -> ImageSource:
+def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool, labels: Sequence[str]) -> ImageSource:
     """From the first of ``folders`` that has folders of classes."""
     notes = [*source.notes]
     for path in folders:
         folder, _ = _only_folders(path, source.label_names)
-        found = _search(folder)
+        found = _search(folder, labels)
         if any(name is not None for _, name in found.files):
             notes.append(f"held-out images come from {folder}")
-            return replace(source, held_out=_of_classes(folder, skip_bad, source.label_names), notes=tuple(notes))
+            return replace(
+                source, held_out=_of_classes(folder, skip_bad, source.label_names, labels), notes=tuple(notes)
+            )
         notes.append(f"{folder} has no folders of classes: {len(found.files):,} images there were not read")
     return replace(source, notes=tuple(notes))
 
@@ -91,8 +103,13 @@ def _splits(folder: Path) -> dict[str, Path]:
         split = split_of(path, folder)
         if split is not None:
             found.setdefault(split, path)
-    is_split = _has_folders(found["train"]) if "train" in found else bool(found) and all(map(_has_folders, folders))
+    is_split = _has_rows(found["train"]) if "train" in found else bool(found) and all(map(_has_rows, folders))
     return found if is_split or (len(found) > 1 and len(found) == len(folders)) else {}
+
+
+def _has_rows(folder: Path) -> bool:
+    """Of classes inside, or of a table of them."""
+    return _has_folders(folder) or _metadata(folder) is not None
 
 
 def _has_folders(folder: Path) -> bool:
@@ -106,26 +123,34 @@ def _not_read(folder: Path, splits: dict[str, Path]) -> tuple[str, ...]:
 
 @dataclass
 class _Found:
-    """``files``: (path, name of its class or None). ``empty``: folders without an image."""
+    """``files``: (path, name of its class or None; "" for none in a table). ``empty``: folders without an image.
+    ``gone``: files that only a table names."""
 
     files: list[tuple[Path, Optional[str]]] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
     ignored: list[Path] = field(default_factory=list)
+    gone: list[Path] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
 
 
-def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str]) -> ImageSource:
-    found = _search(folder)
+def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]) -> ImageSource:
+    found = _search(folder, columns)
+    if found.gone and not skip_bad:
+        raise DataError(
+            f"the metadata of {folder} names {found.gone[0]}, which is not there; put it there, or set skip_bad_rows: "
+            "true to leave such rows out, counted"
+        )
     if found.empty and not skip_bad and not classes:
         raise DataError(
             f"the class folder {found.empty[0]} holds no image ({' '.join(sorted(SUFFIXES))}); put images there, "
             "remove it, or set skip_bad_rows: true to leave such classes out, counted"
         )
-    if not any(name is not None for _, name in found.files):
+    if not any(name for _, name in found.files):
         raise DataError(
             f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
             f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(folder)}"
         )
-    names = tuple(classes) or tuple(sorted({name for _, name in found.files if name is not None}))
+    names = tuple(classes) or _sorted({name for _, name in found.files if name})
     numbers = {name: number for number, name in enumerate(names)}
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
     kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in found.ignored})[:MOST_KINDS])
@@ -136,23 +161,63 @@ def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str]) -> ImageSo
         names,
         labels,
         partial(_read, found.files, labels),
-        notes=ignored,
-        dropped=tuple(("class folder without an image", str(path)) for path in found.empty),
+        notes=(*found.notes, *ignored),
+        dropped=(
+            *(("class folder without an image", str(path)) for path in found.empty),
+            *(("file of the metadata that is not there", str(path)) for path in found.gone),
+        ),
     )
+
+
+def _sorted(names: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
 
 
 def _advice_for_table(folder: Path) -> str:
-    """For folders whose classes stand in a table, as the datasets library takes them."""
-    table = next(folder.glob("metadata.*"), None)
+    """For a table that lacks what it would be read by."""
+    table = _metadata(folder)
     if table is None:
         return ""
     return (
-        f". {table.name} is not read from a folder: make a dataset of it with datasets.load_dataset('imagefolder', "
-        f"data_dir='{folder}').save_to_disk('{folder}_saved'), and give --dataset {folder}_saved"
+        f". {table.name} has no columns {FILE_COLUMN} and label, by which it would be read; if another column has the "
+        "classes, give label_column_name"
     )
 
 
-def _search(folder: Path) -> _Found:
+def _metadata(folder: Path) -> Optional[Path]:
+    return next((folder / name for name in METADATA if (folder / name).is_file()), None)
+
+
+def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
+    """What the metadata of ``folder`` say; None where there are none, or no classes in them."""
+    table = _metadata(folder)
+    rows = [] if table is None else list(read_file(table, "text"))
+    columns = {name for record in rows if record.value is not None for name in record.value}
+    label = next((name for name in labels if name in columns), None)
+    if label is None or FILE_COLUMN not in columns:
+        return None
+    found = _Found(notes=(f"classes are those of {label} in {table}",))
+    for record in rows:
+        name = None if record.value is None else record.value.get(FILE_COLUMN)
+        inside = Path(os.path.normpath(name)) if isinstance(name, str) else Path("..")
+        if inside.is_absolute() or inside.parts[:1] == ("..",):
+            problem = record.problem or f"it names no image inside {folder}"
+            raise DataError(f"{record.place}: {problem}; fix its {FILE_COLUMN}, or remove the row")
+        path, value = folder / inside, record.value.get(label)
+        if path.is_file():
+            found.files.append((path, "" if value is None else str(value)))
+        else:
+            found.gone.append(path)
+    named = {path for path, _ in found.files}
+    left = sum(path.suffix.lower() in SUFFIXES and path not in named for path in folder.rglob("*"))
+    found.notes += (f"{left:,} images of {folder} are not in {table.name} and were not read",) if left else ()
+    return found
+
+
+def _search(folder: Path, labels: Sequence[str]) -> _Found:
+    in_table = _in_table(folder, labels)
+    if in_table is not None:
+        return in_table
     found = _Found()
     for entry in _visible(folder):
         if entry.is_dir():
@@ -195,4 +260,6 @@ def _read(
 
 
 def _without_class(name: Optional[str]) -> str:
+    if name == "":
+        return "it has no label"
     return "it is not in a class folder" if name is None else f"training data have no class {name!r}"

@@ -13,6 +13,7 @@ import numpy
 from scu_trainer.errors import DataError
 
 NO_LABEL = -1
+LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 HELD_OUT_SPLITS = ("validation", "valid", "val", "test")
 
 Content = Union[bytes, Path, numpy.ndarray]

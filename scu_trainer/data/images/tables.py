@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy
 
-from scu_trainer.data.images.records import HELD_OUT_SPLITS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.images.records import (
+    HELD_OUT_SPLITS,
+    LABEL_COLUMNS,
+    NO_LABEL,
+    ImageRecord,
+    ImageSource,
+    refuse_hub_settings,
+)
 from scu_trainer.data.sources import load_saved
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
@@ -21,7 +28,6 @@ if TYPE_CHECKING:
 
 HUB_IDS = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 IMAGE_COLUMNS = ("image", "img", "jpg", "png")
-LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 ROWS_PER_READ = 256
 
 
