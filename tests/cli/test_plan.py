@@ -179,6 +179,8 @@ def test_an_adapter_folder_is_planned_as_it_is(tmp_path, capsys):
     report = planned(capsys, *words_of(tmp_path / "adapter", "--gpu", "3090", "--tuning", "lora"))
     ours = sum(weight.nbytes for weight in adapted.parameters() if weight.requires_grad)
     assert report["predicted"]["parts"]["regularization"] == ours
+    by_its_name = planned(capsys, "--adapter_name_or_path", tmp_path / "adapter", "--block_size", 128, "--gpu", "3090")
+    assert by_its_name["predicted"]["parts"] == report["predicted"]["parts"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -160,11 +161,13 @@ def limit_of(text: Optional[str], job: Job) -> Optional[int]:
 
 def source_of(job: Job, target: Target) -> Source:
     from scu_trainer.hardware.heap import keep_freed
+    from scu_trainer.models.loading.load import with_adapter_as_model
     from scu_trainer.train.memory_estimate.plan import FromConfiguration, FromParts
 
     if job.efficiency.keep_freed_memory and target.device == "cpu":
         keep_freed()  # as training will have it, and the heap that is looked at
     if job.kind.name == "text-generation":
+        job = replace(job, model=with_adapter_as_model(job.model))
         return FromConfiguration(job, _configuration(job), target.device)
     from rich.console import Console
 
