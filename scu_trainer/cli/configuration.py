@@ -572,6 +572,7 @@ def _content(config: str) -> dict[str, Any]:
                 f"{config}: configuration is a {type(content).__name__}; it must be a mapping of fields"
             )
         content["report_to"] = content.get("report_to") or "none"  # an empty list in a file means the default
+        content.pop("seeds", None)  # a run has one seed, and its file names both fields
     return content
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from huggingface_hub import ModelCard
 
-from scu_trainer.cli.configuration import read_job
+from scu_trainer.cli.configuration import check_early, read_job
 from scu_trainer.cli.main import main
 from scu_trainer.hub.card import CARD, base_license, card_of, is_ours, write_card
 from scu_trainer.hub.card_use import loading
@@ -30,7 +30,7 @@ def test_it_holds_the_figures_of_the_run(run):
         assert f"{metrics[f'held_out_bpt_{when}']['value']:.3f} (" in card.replace("+", "")
     statistics = read_json(run / "training_config.json")["data"]
     assert f"{statistics['rows_read']:,} read, {statistics['documents']:,} for training" in card
-    assert "- left out: nothing" in card and "| seed | 42 |" in card and "| learning_rate | 0.05 |" in card
+    assert "- left out: none" in card and "| seed | 42 |" in card and "| learning_rate | 0.05 |" in card
     assert metrics["regularization"]["verdict"] in card and f"{statistics['fingerprint']}" in card
     hardware = read_json(run / "training_config.json")["hardware"]
     assert f"- processor: {hardware['cpu']}, " in card
@@ -41,6 +41,7 @@ def test_it_holds_the_figures_of_the_run(run):
 
 def test_the_command_that_repeats_the_run_reads_its_configuration(run, tmp_path):
     stored = read_json(run / "training_config.json")["configuration"]
+    check_early(str(run / "training_config.json"), [])
     job = read_job(str(run / "training_config.json"), ["--output_dir", str(tmp_path / "again")])
     found = {**json.loads(json.dumps(job.as_dict(), default=str)), "output_dir": stored["output_dir"]}
     assert found == stored and stored["report_to"] == []
@@ -49,7 +50,7 @@ def test_the_command_that_repeats_the_run_reads_its_configuration(run, tmp_path)
 def test_what_was_not_measured_is_not_claimed(run):
     (run / "scu_metrics.json").write_text('{"held_out_documents": 0, "steps": 2, "train_s": 1.0}')
     card = card_of(read_facts(run, run), "me/x")
-    assert "Not measured: nothing was held out" in card and "How good it is was not measured" in card
+    assert "Not measured: nothing was held out" in card and "Its quality was not measured" in card
     assert "model-index" not in card and "nan" not in card.lower().replace("nancy", "")
     checkpoint = card_of(facts_of(run / "checkpoint-1")[0], "me/x")
     assert "weights of step 1" in checkpoint and "these weights were not scored" in checkpoint
@@ -70,7 +71,7 @@ def test_drops_are_counted(run):
     description["data"]["rows_dropped"] = {"empty text": 1234}
     write_json(run / "training_config.json", description)
     card = card_of(read_facts(run, run), "me/x")
-    assert "- left out: 1,234 (empty text)" in card and "left out: nothing" not in card
+    assert "- left out: 1,234 (empty text)" in card and "left out: none" not in card
 
 
 def test_licence_as_given_as_the_base_states_it_or_not_stated(run, tmp_path):
@@ -108,8 +109,8 @@ def test_a_model_that_started_from_nothing_has_no_base_to_ask(run):
 
 def test_the_dataset_that_was_scored_is_the_one_that_is_named(run):
     card = card_of(changed(run, eval_dataset="/data/other: docs.jsonl"), "me/x")
-    assert "documents of other: docs.jsonl, a dataset for scoring alone" in card
-    assert "on the held-out dataset alone (other: docs.jsonl)" in card and "- dataset: documents.jsonl" in card
+    assert "documents of other: docs.jsonl, a dataset used only for scoring" in card
+    assert "only on the held-out dataset (other: docs.jsonl)" in card and "- dataset: documents.jsonl" in card
     data = ModelCard(card).data
     assert data.eval_results[0].dataset_name == "other: docs.jsonl" and data.eval_results[0].dataset_split is None
 
