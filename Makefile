@@ -93,7 +93,7 @@ train-device-map: $(MAIN) ## adapters over weights that lie on GPU, main memory 
 train-resnet: $(STAMP) ## an image classifier (ResNet-18) on scikit-learn's digits
 	$(BIN)/python scripts/train.py --config recipes/resnet.yaml $(ARGS)
 
-train-efficientnet: $(STAMP) ## EfficientNet-B0 on the same pictures
+train-efficientnet: $(STAMP) ## EfficientNet-B0 on the same images
 	$(BIN)/python scripts/train.py --config recipes/efficientnet.yaml $(ARGS)
 
 train-gru: $(MAIN) ## CADENCE, a GRU language model over words and their category, on Python's documentation

@@ -12,7 +12,7 @@ from scu_trainer.cli.main import main
 # %% [markdown]
 # ## Training
 #
-# The recipe `resnet` is ResNet-18 on scikit-learn's digits (`scu-trainer recipes resnet` prints it). For your pictures,
+# The recipe `resnet` is ResNet-18 on scikit-learn's digits (`scu-trainer recipes resnet` prints it). For your images,
 # `--dataset` is a folder with a folder for each class, or a data set of the Hub. `--model_name_or_path` takes any
 # image classifier of transformers instead of weights that are drawn at random.
 

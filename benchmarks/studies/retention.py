@@ -83,7 +83,7 @@ FULL = ", full"
 RATE = 1e-3
 BATCH = 4
 EVERY = 10
-"""Optimizer steps between two measurements of ours. By default the clock chooses, 2 % of the time of training; of runs
+"""Optimizer steps between two measurements of ours. By default the clock chooses, 2 % of the training time; of runs
 as short as these that would be one or two after the first steps. Long runs have as many at that price."""
 
 FIXED: dict[str, dict[str, Any]] = {
@@ -290,7 +290,7 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, tuple[tuple[str, ...
 def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads = (
         *("size", "budget", "runs", "lost on unseen documents: mean, largest", "within the budget"),
-        *("within 1.2 of it", "update kept", "rows replayed", "measuring, % of the time of training: mean, largest"),
+        *("within 1.2 of it", "update kept", "rows replayed", "measuring, % of the training time: mean, largest"),
     )
     rows = []
     for size, budget in sorted({(cell["size"], cell["budget_bits"]) for cell in ours}, key=lambda k: (_order(k[0]), k)):

@@ -33,8 +33,8 @@ HEADERS = {
 }
 READING = ("GET", "HEAD")
 STRANGERS = {
-    FOREIGN_HOST: "this name is not the board's: open the address that it printed",
-    FOREIGN_ORIGIN: "another page asked for this",
+    FOREIGN_HOST: "the board has another host name: open the address that it printed",
+    FOREIGN_ORIGIN: "this request came from another web page",
 }
 
 
@@ -65,7 +65,7 @@ class Guard:
         if asked and scope["method"] in READING and self._is_ours(asked):
             return self._let_in()
         if not self._is_ours(cookie_parser(headers.get("cookie", "")).get(self.cookie, "")):
-            return _refused("the board opens with the address that it printed at its start, token included", 401)
+            return _refused("open the board with the address that it printed when it started, including the token", 401)
         if scope["method"] not in READING and "origin" not in headers:
             return _refused("a change needs the header Origin, or the token as Authorization: Bearer", 403)
         return None

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.report.files import BEGUN, METRICS_FILE, STATUS_FILE, SUSPECTS_FILE, RunFiles, points, read_run
+from scu_trainer.report.files import (
+    BEGUN,
+    CONFIG_FILE,
+    METRICS_FILE,
+    STATUS_FILE,
+    SUSPECTS_FILE,
+    RunFiles,
+    points,
+    read_run,
+)
 from scu_trainer.report.page import Drawing, Page, Section, Table, Text, drawing
-from scu_trainer.report.pages import page_of, plots_of
+from scu_trainer.report.pages import NOTICES, page_of, plots_of
 from scu_trainer.run_files import readable
 from scu_trainer.runs.monitor import log_of
 from scu_trainer.runs.progress import last_lines
@@ -23,7 +32,7 @@ LOG_LINES = 40
 HEAD_BYTES = 65_536
 KEPT_PAGES = 16
 FILES = (*BEGUN, METRICS_FILE, STATUS_FILE, SUSPECTS_FILE)
-PLANNED = "memory: "
+PREDICTED = "memory: "
 
 
 @dataclass
@@ -40,7 +49,7 @@ class Pages:
         self._one_at_a_time = threading.Lock()  # matplotlib's settings belong to the whole process
 
     def page(self, found: Report) -> Page:
-        """The page of ``scu-trainer report``, curves first, with the plan of memory beside the measured."""
+        """The page of ``scu-trainer report``, curves first, with predicted and measured memory."""
         signs = (found.state, *map(_sign, (found.run.path / name for name in FILES)))
         with self._one_at_a_time:
             kept = self._kept.pop(found.run.path, None)
@@ -65,14 +74,12 @@ def _page(found: Report) -> Page:
     try:
         files = read_run(run.path, run.name, found.state.status, found.state.detail, found.state.is_alive)
         drawings: Sequence[Drawing] = [drawing(plot) for plot in plots_of([files])]
-        page = page_of([files], drawings, _written(), [run.path / "repeat.yaml"])
-        figures, plots, rest = (
-            page.sections[0],
-            page.sections[1 : 1 + len(drawings)],
-            page.sections[1 + len(drawings) :],
-        )
-        memory = Section("Memory: planned and measured", _memory(run, files))
-        sections = [*plots, memory, rest[0], figures, *rest[1:]]
+        page = page_of([files], drawings, _written(), [run.path / CONFIG_FILE])
+        plots = [section for section in page.sections if isinstance(section.blocks[0], Drawing)]
+        figures, *rest = (section for section in page.sections if section not in plots)
+        memory = Section("Memory: predicted and measured", _memory(run, files))
+        notices = next(section for section in rest if section.title == NOTICES)
+        sections = [*plots, memory, notices, figures, *(section for section in rest if section is not notices)]
     except Exception as error:  # half of a file, or what another program wrote: the rest of the page stands
         said = f"Its files cannot be drawn: {type(error).__name__}: {error}"
         return Page(run.name, "", [], [Section("Report", [Text(said)])], _written())
@@ -80,18 +87,18 @@ def _page(found: Report) -> Page:
 
 
 def _written() -> str:
-    return f"Read at {time.strftime('%H:%M:%S')} from the files of the run."
+    return f"Read from the files of the run at {time.strftime('%H:%M:%S')}."
 
 
 def _memory(run: Run, files: RunFiles) -> list[Table | Text]:
     told = files.metrics.get("memory_estimate") or {}
-    planned, measured = told.get("predicted_peak_bytes"), told.get("measured_peak_bytes")
-    if planned and measured:
-        figures = [readable(planned), readable(measured), f"{planned / measured - 1:+.1%}"]
-        return [Table(["planned peak", "measured peak", "difference"], [figures])]
+    predicted, measured = told.get("predicted_peak_bytes"), told.get("measured_peak_bytes")
+    if predicted and measured:
+        figures = [readable(predicted), readable(measured), f"{predicted / measured - 1:+.1%}"]
+        return [Table(["predicted peak", "measured peak", "difference"], [figures])]
     peaks = points(files.logs, "memory/peak_bytes")[1]
     seen = f"Highest so far: {readable(max(peaks))} (all that counts toward the limit)." if peaks else ""
-    why = f"Not planned: {told['reason']}." if told.get("reason") else "Its files hold no plan of memory."
+    why = f"Not predicted: {told['reason']}." if told.get("reason") else "Its files have no memory prediction."
     return [Text(_said_plan(run) or why), *([Text(seen)] if seen else [])]
 
 
@@ -102,11 +109,11 @@ def _said_plan(run: Run) -> str:
             lines = file.read(HEAD_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line[line.index(PLANNED) :] for line in lines if PLANNED in line), "")
+    return next((line[line.index(PREDICTED) :] for line in lines if PREDICTED in line), "")
 
 
 def log_lines(run: Run) -> list[str]:
-    """The last lines that it printed; none where there is no log."""
+    """Last lines of its output; none where there is no log."""
     try:
         return last_lines(log_of(run), LOG_LINES)
     except OSError:

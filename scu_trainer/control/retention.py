@@ -43,7 +43,7 @@ PATIENCE = 4
 """A level that comes down to the budget within so many measurements is on its way back, not lost."""
 
 COST = 0.016
-"""Share of the time of training that measuring is planned to take: 2 % are promised, and a few steps on a clock are a
+"""Share of the training time that measuring is planned to take: 2 % are promised, and a few steps on a clock are a
 guess."""
 
 MEASUREMENTS = 16

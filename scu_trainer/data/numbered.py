@@ -80,7 +80,7 @@ class NumberedCollator:
 
 
 def lengths_of(rows: Any, length_column: str = "length") -> numpy.ndarray:
-    """Tokens of every row, int32 of shape (rows,): the length column, else ``input_ids``, else 1 (pictures)."""
+    """Tokens of every row, int32 of shape (rows,): the length column, else ``input_ids``, else 1 (images)."""
     if len(rows) == 0:
         return numpy.zeros(0, dtype=numpy.int32)
     columns = getattr(rows, "column_names", None)
@@ -116,7 +116,7 @@ def _bytes_of(value: Any) -> bytes:
     """The same in every process; nothing for objects that do not say what they hold."""
     if torch.is_tensor(value):
         return value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-    if hasattr(value, "__array_interface__"):  # arrays and pictures
+    if hasattr(value, "__array_interface__"):  # arrays and images
         array = numpy.asarray(value)
         return array.tobytes() if array.dtype != object else _bytes_of(array.tolist())
     try:

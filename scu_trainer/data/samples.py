@@ -1,4 +1,4 @@
-"""Labelled samples (pictures, recordings) that are ready for a Trainer, and the statistics of what was left out."""
+"""Labelled samples (images, recordings) that are ready for a Trainer, and the statistics of what was left out."""
 
 from __future__ import annotations
 

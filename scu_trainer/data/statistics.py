@@ -104,7 +104,7 @@ class DataStatistics:
         lines = [f"read as: {name} ({count:,} rows)" for name, count in self.formats.items()]
         if self.columns_not_used:
             named = (f"{name} ({count:,} rows)" for name, count in self.columns_not_used.items())
-            lines.append(f"columns not used: {', '.join(named)}")
+            lines.append(f"unused columns: {', '.join(named)}")
         return lines
 
     def _lines_of_losses(self, so_far: str) -> list[str]:

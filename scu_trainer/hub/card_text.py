@@ -60,7 +60,7 @@ def _what(facts: Facts, base_id: Optional[str]) -> str:
     if facts.merge:
         form = f"{kind}, its {TUNING.get(tuning, 'LoRA')} adapter merged into the weights. Trained with scu-trainer."
     elif facts.is_adapter:
-        form = f"{TUNING.get(tuning, 'LoRA')} adapter of this kind of model: {kind}. Trained with scu-trainer."
+        form = f"{TUNING.get(tuning, 'LoRA')} adapter ({kind}), trained with scu-trainer."
     else:
         form = f"{kind}, all weights trained with scu-trainer."
     lines = [form[0].upper() + form[1:], f"- base: {_base(facts, base_id)}"]
@@ -96,7 +96,7 @@ def _load(facts: Facts, name: str, base_id: Optional[str]) -> str:
     code = loading(facts, name)
     if code is None:
         return "## Use\n\nThis adapter needs a base with other classes; `scu-trainer merge` makes a model of both."
-    notes = ["Its base, which is not on the Hub, has to be there."] if facts.is_adapter and not base_id else []
+    notes = ["The base is not on the Hub, and is needed too."] if facts.is_adapter and not base_id else []
     if facts.is_adapter and facts.settings.get("tuning") == "qlora":
         bits = 8 if facts.settings.get("load_in_8bit") else 4
         notes.append(
@@ -114,7 +114,7 @@ def _results(facts: Facts) -> str:
     unit, item = metrics.get("unit", "token"), metrics.get("item", "document")
     rows = [f"| {' | '.join(row)} |" for row in before_and_after(metrics)]
     level = metrics["held_out_bpt_after"].get("confidence", 0.95)
-    which = "a dataset for scoring alone" if facts.settings.get("eval_dataset") else "held out from training"
+    which = "a dataset used only for scoring" if facts.settings.get("eval_dataset") else "held out from training"
     lines = [
         "## Results",
         "",
@@ -129,7 +129,7 @@ def _results(facts: Facts) -> str:
         lines += ["", "Measured on the adapter, before it was merged."]
     best = metrics.get("best_held_out")
     if best:
-        lines += ["", f"Best evaluation on the way: {best['bpt']:.3f} bits per {unit} at step {best['step']}."]
+        lines += ["", f"Best evaluation during training: {best['bpt']:.3f} bits per {unit} at step {best['step']}."]
     return "\n".join(lines)
 
 
@@ -137,7 +137,7 @@ def _samples(facts: Facts) -> str:
     """The answers after training, as the run noted them."""
     if not facts.samples:
         return ""
-    parts = ["## Samples\n\nHeld-out prompts, answered greedily after training, and what follows there in the data:"]
+    parts = ["## Samples\n\nHeld-out prompts, greedy answers after training, and how the data goes on (reference):"]
     for sample in facts.samples:
         parts += [f"{title}:\n\n{_block(sample.get(title.lower(), ''))}" for title in ("Prompt", "Answer", "Reference")]
     return "\n\n".join(parts)
@@ -145,6 +145,8 @@ def _samples(facts: Facts) -> str:
 
 def _block(text: str) -> str:
     """``text`` as it stands, whatever Markdown is in it."""
+    if not text.strip():
+        return "(blank)"
     text = text if len(text) <= SAMPLE_CHARACTERS else f"... {text[-SAMPLE_CHARACTERS:]}"
     fence = "`" * (1 + max([2, *(len(run) for run in re.findall("`+", text))]))
     return f"{fence}text\n{text}\n{fence}"
@@ -154,7 +156,7 @@ def _license(facts: Facts, license: str) -> str:
     if license == "not stated" and not facts.base:
         return "Not stated: none was given."
     if license == "not stated":
-        return "Not stated: none was given, and the files of the base name none. Ask the publisher of the base."
+        return "Not stated: none was given, and the base model's files state none. Ask its publisher."
     return license
 
 
@@ -162,13 +164,13 @@ def _limits(facts: Facts) -> str:
     names = dataset_names(facts.settings.get("dataset"))
     whose = "the same dataset" if not facts.settings.get("eval_dataset") else "the held-out dataset"
     lines = [
-        f"- Measured on {whose} alone ({held_out_name(facts)}): what the model does on other data was not measured."
+        f"- Measured only on {whose} ({held_out_name(facts)}): what the model does on other data was not measured."
         if facts.metrics.get("held_out_documents")
-        else "- How good it is was not measured.",
+        else "- Its quality was not measured.",
         "- No benchmark was run, and its output was not looked at for errors, bias or harm.",
         f"- One run with seed {facts.description['seed']}: how much another seed changes was not measured."
         if "seed" in facts.description
-        else "- Nothing is known about its training: there were no run files with it.",
+        else "- Nothing is known about its training: there are no run files with it.",
     ]
     if names and {*names} <= {*EMBEDDED_DATASETS}:
         lines.append("- A small model on a small dataset that comes with Python: an example, not a tool.")

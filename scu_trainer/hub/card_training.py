@@ -37,9 +37,9 @@ def data(facts: Facts, name: str) -> str:
     dropped = statistics.get("rows_dropped") or statistics.get("dropped") or {}
     lines += [f"- left out: {count:,} ({reason})" for reason, count in sorted(dropped.items())]
     if not dropped:
-        lines.append("- left out: nothing")
+        lines.append("- left out: none")
     if statistics.get("heldout_duplicates"):
-        lines.append(f"- held out and also in training, word for word: {statistics['heldout_duplicates']:,}")
+        lines.append(f"- held out, and word for word in the training data: {statistics['heldout_duplicates']:,}")
     return "\n".join([*lines, f"- fingerprint: {statistics.get('fingerprint')}"])
 
 
@@ -102,7 +102,7 @@ def _regularization(facts: Facts) -> list[str]:
     if found.get("final_lambda") is not None:
         lines.append(f"- lambda at the end: {found['final_lambda']:.4g}")
     if found.get("overhead_fraction") is not None:
-        lines.append(f"- cost of this loop: {found['overhead_fraction']:.2%} of the time of training")
+        lines.append(f"- cost of this loop: {found['overhead_fraction']:.2%} of the training time")
     return lines
 
 
@@ -111,7 +111,7 @@ def _measured(found: dict[str, Any], against: str) -> list[str]:
     said = f"{against}, {found['verdict']}" if found.get("final_s") is not None else "S was not measured"
     return [
         f"- regularization: none; {said}",
-        *([] if cost is None else [f"- cost of measuring S: {cost:.2%} of the time of training"]),
+        *([] if cost is None else [f"- cost of measuring S: {cost:.2%} of the training time"]),
     ]
 
 
@@ -120,7 +120,7 @@ def _memory(found: Optional[dict[str, Any]]) -> list[str]:
         return []
     return [
         f"- memory: {found['chunks']:,} micro-batches in {found['windows']:,} steps, {found['changes']:,} changes of "
-        f"their size, out of memory and recovered {found['out_of_memory']:,} times"
+        f"their size, recovered from running out of memory {found['out_of_memory']:,} times"
     ]
 
 
@@ -137,8 +137,8 @@ def _nonfinite(found: Optional[dict[str, Any]]) -> list[str]:
     if not found:
         return []
     spikes = (found.get("spikes") or {}).get("skipped_steps", 0)
-    lines = [f"- steps without a finite loss, skipped: {found['skipped_steps'] - spikes:,}"]
-    return [*lines, f"- steps taken back as spikes: {spikes:,}"] if spikes else lines
+    lines = [f"- steps skipped because the loss was not finite: {found['skipped_steps'] - spikes:,}"]
+    return [*lines, f"- steps undone because the loss spiked: {spikes:,}"] if spikes else lines
 
 
 def machine(facts: Facts) -> str:
@@ -173,7 +173,7 @@ def again(facts: Facts) -> str:
     if not facts.settings or facts.step is not None:
         return ""
     return (
-        "## Again\n\n```\nscu-trainer train --config training_config.json --output_dir runs/again\n```\n\n"
-        "with the training_config.json that is next to this card. A name that starts with `[local]/` was a path of "
-        "the machine that trained it; give yours."
+        "## Train it again\n\n```\nscu-trainer train --config training_config.json --output_dir runs/again\n```\n\n"
+        "with the training_config.json that is next to this card. A name that starts with `[local]/` was a path on "
+        "the machine that trained it; put your own there."
     )

@@ -1,1 +1,1 @@
-"""Run directories and comparisons -> figures, tables, pictures, pages. Reads files only."""
+"""Run directories and comparisons -> figures, tables, images, pages. Reads files only."""

@@ -164,7 +164,7 @@ def _curves(found: Comparison) -> Plot:
     lines, without = _means(found, "logs", "eval_bpt")
     notes = [f"{', '.join(without)}: no evaluation was logged"] if without else []
     title = "Held-out bits per token, mean of the seeds"
-    return _curve_plot("curves", "Held-out bits on the way", title, "bits per token", lines, notes)
+    return _curve_plot("curves", "Held-out bits during training", title, "bits per token", lines, notes)
 
 
 def _curve_plot(

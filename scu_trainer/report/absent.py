@@ -10,7 +10,7 @@ def why_no_row(run: RunFiles) -> str:
     if not run.logs or newest(run.logs, "loss") is not None:
         return ""
     every = run.settings.get("logging_steps")
-    return "no step of training was logged" + (f" (logging_steps: {every:g})" if every else "")
+    return "no training step was logged" + (f" (logging_steps: {every:g})" if every else "")
 
 
 def why_half_a_loss(run: RunFiles) -> str:
@@ -27,9 +27,9 @@ def why_half_a_loss(run: RunFiles) -> str:
 
 def why_no_loss(run: RunFiles) -> str:
     if run.logs:
-        return why_no_row(run) or "its rows of logs hold none of these figures"
+        return why_no_row(run) or "its logs have none of these figures"
     return (
-        "nothing is logged yet"
+        "nothing has been logged yet"
         if run.is_alive or run.state in ("queued", "starting")
         else "it ended before its first log"
     )
@@ -39,9 +39,9 @@ def why_no_s(run: RunFiles) -> str:
     if run.settings.get("scu") is False:
         return "regularization was off (scu: false)"
     if (run.metrics.get("regularization") or {}).get("verdict") == "not measured":
-        return "S could not be measured, see the notices"
+        return "S could not be measured (see the notices)"
     return (
-        "no control step was taken yet"
+        "no control step has been taken yet"
         if run.is_alive
         else "it has no scu_history.json with rows: no control step was taken, or regularization was off"
     )
@@ -51,17 +51,17 @@ def why_no_memory(run: RunFiles) -> str:
     if run.settings.get("memory_control") is False:
         return "the memory loop was off (memory_control: false)"
     if run.is_alive:
-        return "nothing is logged yet"
-    return why_no_row(run) or "its files hold no rows of memory: nothing changed the micro-batch, and none was logged"
+        return "nothing has been logged yet"
+    return why_no_row(run) or "its files have no memory rows: the micro-batch never changed, and no memory was logged"
 
 
 def why_no_throughput(run: RunFiles) -> str:
     if run.is_alive and not run.logs:
-        return "nothing is logged yet"
-    return why_no_row(run) or "its logs hold no rows or tokens per second"
+        return "nothing has been logged yet"
+    return why_no_row(run) or "its logs have no rows or tokens per second"
 
 
 def why_no_curriculum(run: RunFiles) -> str:
     if run.is_alive or run.state in ("queued", "starting"):
-        return "no epoch is recorded yet"
+        return "no epoch has been recorded yet"
     return "it has no curriculum.json with rows: no epoch was recorded, or no statistics were kept"

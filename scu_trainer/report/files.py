@@ -113,7 +113,7 @@ class _Reader:
         content = self._read(name, read_json, {})
         if isinstance(content, dict):
             return content
-        self.faults.append(f"{name} holds no object")
+        self.faults.append(f"{name} is not a JSON object")
         return {}
 
     def rows(self, name: str) -> Sequence[Row]:

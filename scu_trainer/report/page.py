@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing but itself: what is on it as data, and the template that lays it out."""
+"""One self-contained HTML page: what is on it as data, and the template that lays it out."""
 
 from __future__ import annotations
 

@@ -28,6 +28,8 @@ MOODS = {
 }
 """Every other state is a bad end."""
 
+NOTICES = "Warnings and notices"
+
 
 def plots_of(subject: Sequence[RunFiles] | Comparison) -> list[Plot]:
     return comparison_plots(subject) if isinstance(subject, Comparison) else run_plots(subject)
@@ -47,7 +49,7 @@ def page_of(
         Section("Key figures", [*_changes(subject), Table(*_figures(subject))]),
         *samples.sections(subject),
         *(Section(item.plot.title, [item]) for item in drawings),
-        Section("Warnings and notices", _warnings(subject)),
+        Section(NOTICES, _warnings(subject)),
         Section("Settings", _settings(subject)),
         Section("Hardware and versions", _hardware(subject)),
         Section("Repeat it", _repeat(subject, files)),
@@ -57,7 +59,7 @@ def page_of(
 
 def _lead(runs: Sequence[RunFiles]) -> str:
     if len(runs) > 1:
-        return "Lines of one colour and dash are one run in all plots."
+        return "A run has the same colour and line style in all plots."
     return runs[0].detail
 
 
@@ -86,9 +88,9 @@ def _warnings(runs: Sequence[RunFiles]) -> list[Table | Text]:
     if rows:
         blocks.append(Table([*(["run"] if many else []), "where", "what"], rows))
     else:
-        blocks.append(Text("None: no notice, no error, no change of the micro-batch, nothing found by preflight."))
+        blocks.append(Text("None: no errors, no notices, no micro-batch changes, and preflight found nothing."))
     said = [f"{run.name}: {text}" if many else text for run in runs for text in notes(run)]
-    return [*blocks, Text("\n".join(said), True, "notes of preflight")] if said else blocks
+    return [*blocks, Text("\n".join(said), True, "preflight notes")] if said else blocks
 
 
 def _settings(runs: Sequence[RunFiles]) -> list[Table | Text]:
@@ -105,14 +107,14 @@ def _settings(runs: Sequence[RunFiles]) -> list[Table | Text]:
     everything = Text("\n".join(f"{name}: {show(value)}" for name, value in run.settings.items()), True, "all settings")
     rows = [list(row) for row in changed(run)]
     if not rows:
-        return [Text("Its files do not say what the defaults of its version were."), everything]
+        return [Text("Its files do not say which defaults its version had."), everything]
     return [Table(["setting", "value", "default"], rows, "what differs from the defaults"), everything]
 
 
 def _hardware(runs: Sequence[RunFiles]) -> list[Table | Text]:
     rows = as_rows([dict(hardware(run)) for run in runs])
     if not rows:
-        return [Text("The files do not say on what it ran.")]
+        return [Text("The files do not say what it ran on.")]
     return [Table(_head(runs, "part"), [[name, *values] for name, values in rows])]
 
 
@@ -121,7 +123,7 @@ def _repeat(runs: Sequence[RunFiles], files: Sequence[Path]) -> list[Table | Tex
     for run, path in zip(runs, files, strict=True):
         text = repeat_yaml(run)
         if not text:
-            blocks.append(Text(f"{run.name} has no training_config.json, so nothing says how to repeat it."))
+            blocks.append(Text(f"{run.name} has no training_config.json, so it is not known how to repeat it."))
             continue
         blocks += [
             Text(repeat_command(run, path), is_code=True),

@@ -83,7 +83,7 @@ def in_theme(text: str, theme: str, plot: Plot) -> str:
 
 
 def png(plot: Plot, theme: str) -> bytes:
-    """The drawing as a picture, with its title."""
+    """The drawing as an image, with its title."""
     import matplotlib
 
     buffer = io.BytesIO()

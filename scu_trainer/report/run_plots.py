@@ -121,7 +121,7 @@ def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
 
 def _held_out_title(runs: Sequence[RunFiles]) -> str:
     names = dict.fromkeys("documents" if run.unit in ("token", "word") else "samples" for run in runs)
-    return f"Held-out {' and '.join(names)}: a dot for each score, the last of the model that was kept"
+    return f"Held-out {' and '.join(names)}: a dot for each score; the last one is of the model that was kept"
 
 
 def _training_lines(runs: Sequence[RunFiles], style: Style, factor: float, is_bits: bool) -> Iterator[Line]:

@@ -36,7 +36,7 @@ def _of_one(run: RunFiles) -> list[Table | Text]:
         return [table]
     lines = [f"step {row.get('step')}, {prompt!r}\n{_answer(_by_prompt(row), prompt)}\n"
              for prompt in _by_prompt(last) for row in on_the_way]  # fmt: skip
-    return [table, Text("\n".join(lines), True, "on the way")]
+    return [table, Text("\n".join(lines), True, "during training")]
 
 
 def _of_many(runs: Sequence[RunFiles]) -> Table:
@@ -55,7 +55,10 @@ def _by_prompt(row: dict[str, Any]) -> dict[str, Sample]:
 
 
 def _answer(found: dict[str, Sample], prompt: str) -> str:
-    return _shown(found[prompt].get("answer")) if prompt in found else "-"
+    if prompt not in found:
+        return "-"
+    text = _shown(found[prompt].get("answer"))
+    return text if text.strip() else "(blank)"
 
 
 def _shown(text: Any) -> str:

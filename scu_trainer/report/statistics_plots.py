@@ -41,7 +41,7 @@ def _of_one(epochs: Sequence[Row]) -> list[Panel]:
     return [
         _panel(f"Rows of each epoch{_in_part(epochs)}", "rows", lines, from_zero=True, height=0.9),
         _difficulty(rows),
-        _panel("Processed tokens per real one", "ratio", [Line("", *points(rows, "padding", "epoch"), marker="o")],
+        _panel("Processed tokens per real token", "ratio", [Line("", *points(rows, "padding", "epoch"), marker="o")],
                height=0.8),
     ]  # fmt: skip
 
@@ -65,7 +65,7 @@ def _difficulty(rows: Sequence[Row]) -> Panel:
 def _of_several(runs: Sequence[RunFiles]) -> list[Panel]:
     part = _in_part(*(run.epochs for run in runs))
     shown = (("rows", f"Rows of each epoch{part}", "rows"), ("p50", "Difficulty: median loss of rows", "nats"),
-             ("padding", "Processed tokens per real one", "ratio"))  # fmt: skip
+             ("padding", "Processed tokens per real token", "ratio"))  # fmt: skip
     return [
         _panel(
             title,

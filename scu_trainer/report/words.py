@@ -28,7 +28,7 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("tokens per second, mean", number(_mean(points(run.logs, "throughput/tokens_per_second")[1]))),
         ("peak memory", _peak(run)),
         ("out of memory, recovered", _ooms(run)),
-        ("time of training", duration(figures.get("train_s") or newest(run.logs, "train_runtime"))),
+        ("training time", duration(figures.get("train_s") or newest(run.logs, "train_runtime"))),
         ("seed", str(run.config.get("seed", NONE))),
         ("model", str(run.settings.get("model_name_or_path") or _without_model(run))),
         ("data", _data(run)),
@@ -48,7 +48,7 @@ def _lambda(run: RunFiles, control: Mapping[str, Any]) -> str:
 
 
 def _without_model(run: RunFiles) -> str:
-    return "the embedded one" if run.settings else NONE
+    return "the embedded base model" if run.settings else NONE
 
 
 def _steps(run: RunFiles) -> str:
@@ -69,7 +69,7 @@ def _held_out(run: RunFiles) -> list[tuple[str, str]]:
         return [(f"held-out bits per {run.unit}", said)]
     best = run.metrics.get("best_held_out")
     if best and best.get("bpt") is not None:
-        found.append(("best on the way", f"{best['bpt']:.3f} bits per {run.unit} at step {best['step']}"))
+        found.append(("best during training", f"{best['bpt']:.3f} bits per {run.unit} at step {best['step']}"))
     return found
 
 
@@ -113,7 +113,7 @@ def _mean(values: list[float]) -> Optional[float]:
 
 
 def _percent(share: Optional[float]) -> str:
-    return NONE if share is None else f"{share:.2%} of the time of training"
+    return NONE if share is None else f"{share:.2%} of the training time"
 
 
 def duration(seconds: Optional[float]) -> str:

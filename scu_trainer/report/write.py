@@ -50,7 +50,7 @@ def forget_old(folder: Path, names: Iterable[str]) -> None:
     write_json(folder / LIST, {"format": FORMAT, "files": kept})
 
 
-def pictures(folder: Path) -> list[str]:
+def plot_files(folder: Path) -> list[str]:
     """Names of the files of plots that the report has there."""
     return [name for name in _listed(folder) if name.endswith((".png", ".svg"))]
 

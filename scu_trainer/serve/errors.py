@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from scu_trainer.errors import UserError
 from scu_trainer.secrets import redact
 
-FAILED = "the server failed at this; what it printed says why"
+FAILED = "the server failed to answer; its output says why"
 
 
 class BadRequest(UserError):

@@ -49,9 +49,9 @@ class Guard:
             self._check_key(headers.get("authorization", ""))
         route = MODELS if scope["path"].startswith(f"{MODELS}/") else scope["path"]  # of one model by its name
         if route not in ROUTES:
-            raise BadRequest(f"{scope['path']} is not served; there are {', '.join(ROUTES)}", status=404)
+            raise BadRequest(f"{scope['path']} is not served; available: {', '.join(ROUTES)}", status=404)
         if scope["method"] != ROUTES[route]:
-            raise BadRequest(f"{scope['path']} takes {ROUTES[route]} alone", status=405)
+            raise BadRequest(f"{scope['path']} takes only {ROUTES[route]}", status=405)
 
     def _check_stranger(self, hosts: Collection[str], headers: Headers) -> None:
         status = stranger(hosts, headers, len(headers.getlist("host")))

@@ -58,7 +58,7 @@ class Asker:
     def check_model(self, model: Any) -> None:
         """Raises BadRequest for another one."""
         if not isinstance(model, str) or not model:
-            raise BadRequest(f"model is missing; this server has {self.name}", "model")
+            raise BadRequest(f"model is missing; give {self.name}", "model")
         if model != self.name:
             message = f"there is no model {model!r} here, but {self.name}{nearest(model, [self.name])}"
             raise BadRequest(message, "model", "model_not_found", 404)
@@ -95,7 +95,7 @@ def _left(talker: Talker, prompt_tokens: int) -> Optional[int]:
     if talker.positions is None:
         return None
     if prompt_tokens >= talker.positions:
-        message = f"a prompt of {prompt_tokens:,} tokens leaves none of the {talker.positions:,} positions of the model"
+        message = f"a prompt of {prompt_tokens:,} tokens leaves no room to answer within {talker.positions:,} positions"
         raise BadRequest(message, "messages", "context_length_exceeded")
     return talker.positions - prompt_tokens
 
@@ -140,20 +140,20 @@ def _switch(body: Mapping[str, Any]) -> bool:
 def _stop(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise BadRequest("stop must be a text, or a list of texts", "stop")
+        raise BadRequest("stop must be a string or a list of strings", "stop")
     return texts
 
 
 def _prompt(value: Any) -> str:
     text = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(text, str):
-        raise BadRequest("prompt must be one text", "prompt")
+        raise BadRequest("prompt must be one string", "prompt")
     return text
 
 
 def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise BadRequest("messages must be a list with one message or more", "messages")
+        raise BadRequest("messages must be a list of one or more messages", "messages")
     return [_message(place, message) for place, message in enumerate(value)]
 
 
@@ -170,7 +170,7 @@ def _message(place: int, message: Any) -> Message:
 def _text(where: str, content: Any) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(map(_is_text, parts)):
-        raise BadRequest(f"{where}.content must be a text, or a list of parts of type text", where)
+        raise BadRequest(f"{where}.content must be a string or a list of parts of type text", where)
     return "\n".join(part["text"] for part in parts)
 
 

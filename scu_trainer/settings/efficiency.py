@@ -31,10 +31,10 @@ class EfficiencySettings:
         "Muon for the matrices inside the model, AdamW for embeddings, output layer, norms and biases, at one "
         "learning rate",
     )
-    channels_last: bool = option(False, "store pictures and convolution filters with their channels last in memory")
+    channels_last: bool = option(False, "store images and convolution filters with their channels last in memory")
     cudnn_benchmark: bool = option(
         False,
-        "on CUDA, let cuDNN time its convolutions for each new picture size and keep the fastest; use it if "
+        "on CUDA, let cuDNN time its convolutions for each new image size and keep the fastest; use it if "
         "sizes do not change; results may differ between runs in the last bits",
     )
     keep_freed_memory: bool = option(

@@ -1,4 +1,4 @@
-"""Image classifiers: which one, the size of its pictures, and what is done to them in training."""
+"""Image classifiers: which one, the size of its images, and what is done to them in training."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "channels_last": True,
     },
 }
-"""gpu: compiled, pictures fetched ahead. cpu: compiling and other memory layouts gain nothing there, reading from the
+"""gpu: compiled, images fetched ahead. cpu: compiling and other memory layouts gain nothing there, reading from the
 cache costs less than a second process. memory_efficient: few activations and a small optimizer state, paid in time; the
 batch stays, for a loss that is a mean over its rows adds up to too much over accumulated ones."""
 
@@ -107,4 +107,4 @@ MODES: dict[str, dict[str, object]] = {
     "extended": {"dataset_size": None, "num_train_epochs": 40.0, "max_steps": -1},
 }
 """Groups of values under one name; ``max_steps`` of -1 lets the epochs count, ``dataset_size`` None is everything that
-there is. The architecture and its pictures stay: they are which model it is, not how long it learns."""
+there is. The architecture and its images stay: they are which model it is, not how long it learns."""

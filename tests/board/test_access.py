@@ -31,7 +31,7 @@ def one(root):
 @pytest.mark.parametrize("cookie", [None, f"{COOKIE}=wrong", f"other={TOKEN}", f"{COOKIE}="])
 def test_nothing_is_shown_without_the_token(site, one, path, cookie):
     answer = site.bare(path, headers={"Host": HOST, **({"Cookie": cookie} if cookie else {})})
-    assert answer.status_code == 401 and answer.text.startswith("the board opens with the address")
+    assert answer.status_code == 401 and answer.text.startswith("open the board with the address")
 
 
 def test_the_token_in_the_address_becomes_a_cookie_that_scripts_and_other_sites_cannot_use(site):

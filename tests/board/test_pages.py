@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from scu_trainer.board import one
 from scu_trainer.board.listing import Listing
 from scu_trainer.errors import ModelError
 from scu_trainer.report.page import Drawing
+from scu_trainer.report.pages import NOTICES
 from scu_trainer.run_files import write_json
 from scu_trainer.runs import progress
 from scu_trainer.runs.store import Run
@@ -50,7 +52,7 @@ def test_a_filter_by_name_and_state(site, root):
     assert [row.name for row in site.board.listing.choose("LORA", "failed").rows] == ["lora-b"]
     text = site.ask("/?name=lora&state=failed").text
     assert "lora-b" in text and "lora-a" not in text and "failed (1)" in text
-    assert "No run is like this" in site.ask("/?name=nothing").text
+    assert "No run matches the filter" in site.ask("/?name=nothing").text
 
 
 def test_pages_of_the_list(root, monkeypatch):
@@ -104,11 +106,15 @@ def test_the_page_of_a_run_has_its_curves_memory_and_notices(site, root):
     metrics = json.loads((folder / "scu_metrics.json").read_text())
     planned = {"predicted_peak_bytes": 11 * 2**28, "measured_peak_bytes": 10 * 2**28}
     write_json(folder / "scu_metrics.json", {**metrics, "memory_estimate": planned})
+    write_json(folder / "samples.json", [{"step": 0, "samples": [{"prompt": "How?", "answer": "\n\n"}]}])
     text = site.ask("/run/one").text
+    parts = re.findall(r'<h2 id="head-\d+">([^<]+)', text)
+    assert parts[5:9] == ["Learning rate and gradient", "Memory: predicted and measured", NOTICES, "Key figures"]
+    assert f"scu-trainer train --config {folder}/training_config.json" in text, "a file that is there"
     for plot in ("loss", "s", "memory", "throughput"):
         assert f'id="plot-{plot}"' in text, plot
     assert text.count("<svg") == 12 and "S was measured late" in text
-    assert "planned peak" in text and "+10.0%" in text
+    assert "predicted peak" in text and "+10.0%" in text
     assert '/run/one/report"' in text and '/run/one/rows"' in text
     assert "<h1>one</h1>" in site.ask("/run/one/report").text
 

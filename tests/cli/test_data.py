@@ -49,7 +49,7 @@ def test_the_screen_names_formats_columns_and_rows_with_what_is_learned(look):
     assert "rows.jsonl row 1: " in printed and "rows.jsonl row 2: " not in printed.partition("all 43")[0]
     assert "assistant\n⟦After 0 comes 1.<|im_end|><|eos|>⟧" in printed
     assert "read as: question and answer (question, answer) by the chat template (43 rows)" in printed
-    assert "columns not used: score (41 rows)" in printed
+    assert "unused columns: score (41 rows)" in printed
     assert "longer than block_size 128: 1 (2.3%)" in printed and "<- block_size" in printed
     assert (
         "documents that repeat an earlier one, token by token: 1" in printed

@@ -1,4 +1,4 @@
-"""Recipes for CIFAR and ImageNet on generated pictures of the same layout: columns, splits, folders, sizes."""
+"""Recipes for CIFAR and ImageNet on generated images of the same layout: columns, splits, folders, sizes."""
 
 from __future__ import annotations
 

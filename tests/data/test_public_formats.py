@@ -373,7 +373,7 @@ def test_columns_of_a_saved_dataset_that_are_not_read_are_named(prepared, tmp_pa
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     statistics = prepared(tmp_path / "saved", packing=False, validation_split_percentage=0.0).statistics
     assert statistics.columns_not_used == {"source": 2, "embedding": 2}
-    assert any(line == "columns not used: source (2 rows), embedding (2 rows)" for line in statistics.lines())
+    assert any(line == "unused columns: source (2 rows), embedding (2 rows)" for line in statistics.lines())
 
 
 def test_what_is_missing_is_named(prepared, jsonl):

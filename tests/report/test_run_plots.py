@@ -101,7 +101,7 @@ def test_runs_too_short_to_log_a_step_say_so(tmp_path):
     (run / "log_history.json").write_text('[{"step": 60, "train_runtime": 3.0}]')
     found = plots(run)
     for key in ("loss", "memory", "throughput", "rate"):
-        assert found[key].notes == ["no step of training was logged (logging_steps: 100)"], key
+        assert found[key].notes == ["no training step was logged (logging_steps: 100)"], key
 
 
 def test_a_run_that_was_never_evaluated_says_so(made, tmp_path):
@@ -112,7 +112,7 @@ def test_a_run_that_was_never_evaluated_says_so(made, tmp_path):
     assert plots(made / "one", run)["loss"].notes == ["run: no evaluation was logged (eval_strategy: no)"]
     (run / "scu_history.json").unlink()
     (run / "log_history.json").write_text('[{"step": 20, "eval_bpt": 7.0}]')
-    assert plots(run)["loss"].notes == ["no step of training was logged"]
+    assert plots(run)["loss"].notes == ["no training step was logged"]
 
 
 def test_units_of_different_tasks_are_all_named(made, tmp_path):
@@ -265,7 +265,7 @@ def test_figures_and_warnings_of_a_run(made):
     assert found["held-out bits per token"].startswith("6.800")
     assert found["held-out perplexity"] == "111.4" and found["training loss, last logged"].endswith("bits per token")
     assert found["S"] == "0.0993 against 0.1: on target" and found["out of memory, recovered"] == "2"
-    assert found["peak memory"] == "3.0 GiB (this process)" and found["time of training"] == "1 min 10 s"
+    assert found["peak memory"] == "3.0 GiB (this process)" and found["training time"] == "1 min 10 s"
     said = [text for _, text in warnings(run)]
     for words in ("S was measured late", "1 step was skipped", "few-steps: only 60 steps; raise max_steps",
                   "rows that look wrong, worst first: 2", "step 7: out of memory at 8 rows x 256"):  # fmt: skip

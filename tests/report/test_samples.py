@@ -27,12 +27,14 @@ def test_before_and_after_and_the_reference_stand_side_by_side():
     table, fold = section.blocks
     assert table.head == ["prompt", "before", "after, step 9", "reference"] and table.keeps_lines
     assert table.rows == [["p", "a", "e", "ref p"], ["q", "b", "f", "ref q"]]
-    assert fold.fold == "on the way" and "step 5, 'p'\nc" in fold.text
+    assert fold.fold == "during training" and "step 5, 'p'\nc" in fold.text
 
 
 def test_while_it_goes_on_and_of_several_runs():
     (section,) = sections([run(step(3, p="a"), is_alive=True)])
     assert section.blocks[0].head == ["prompt", "step 3", "step 3", "reference"]
+    (section,) = sections([run(step(3, p=" \n\n"))])
+    assert section.blocks[0].rows == [["p", "(blank)", "(blank)", "ref p"]]
     (section,) = sections([run(step(3, p="a", q="b")), run(step(4, p="c"), name="two"), run(name="three")])
     assert section.blocks[0].head == ["prompt", "one", "two", "reference"]
     assert section.blocks[0].rows == [["p", "a", "c", "ref p"], ["q", "b", "-", "ref q"]]

@@ -153,7 +153,7 @@ WRONG = {
     "no model": ({"model": None}, 400, "model", "model is missing"),
     "another model": ({"model": "Tiny"}, 404, "model", "there is no model 'Tiny' here, but tiny"),
     "a model of the Hub": ({"model": "gpt2@main"}, 404, "model", "there is no model"),
-    "no messages": ({"messages": []}, 400, "messages", "one message or more"),
+    "no messages": ({"messages": []}, 400, "messages", "one or more messages"),
     "a message without a role": ({"messages": [{"content": "x"}]}, 400, "messages[0]", "role and content"),
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
@@ -175,7 +175,7 @@ WRONG = {
     "a share above one": ({"top_p": 2}, 400, None, "top_p is 2"),
     "a seed too large": ({"seed": 2**64}, 400, "seed", "64 bits"),
     "a word for a switch": ({"stream": "yes"}, 400, "stream", "true or false"),
-    "stops that are none": ({"stop": ["a", 1]}, 400, "stop", "a text, or a list of texts"),
+    "stops that are none": ({"stop": ["a", 1]}, 400, "stop", "a string or a list of strings"),
     "too long": ({"messages": [{"role": "user", "content": "x " * 200}]}, 400, "messages", "128 positions"),
 }  # fmt: skip
 

@@ -634,7 +634,7 @@ MISTAKES = (
     Mistake(
         "black-pictures",
         "common",
-        "pictures scaled to 0..1 and then cast to whole numbers",
+        "images scaled to 0..1 and then cast to whole numbers",
         lambda b: b.pictures(lambda i: noise(i) // 128, lambda i: "ab"[i % 2]),
         "inputs-constant",
     ),

@@ -82,7 +82,7 @@ ROWS: tuple[tuple[str, str, Rows, dict[str, Any], str, bool], ...] = (
     ),
     (
         "pictures-of-chats",
-        "conversations about pictures",
+        "conversations about images",
         _chat(images=["a.png"]),
         {},
         "its column 'images' shows",
@@ -90,7 +90,7 @@ ROWS: tuple[tuple[str, str, Rows, dict[str, Any], str, bool], ...] = (
     ),
     (
         "picture-parts",
-        "messages with a picture inside",
+        "messages with an image inside",
         _chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}),
         {},
         "'image_url'",
@@ -98,7 +98,7 @@ ROWS: tuple[tuple[str, str, Rows, dict[str, Any], str, bool], ...] = (
     ),
     (
         "pictures-beside-captions",
-        "captions, with the pictures beside them",
+        "captions, with the images beside them",
         lambda i: {"caption": f"A shelf with {i} books.", "image": "a.png"},
         {"text_column": "caption"},
         "media-not-read",

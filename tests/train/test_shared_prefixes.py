@@ -341,5 +341,5 @@ def test_the_summary_shows_what_was_spared(tmp_path):
     loop = trainer.loop("memory")
     figures = loop.figures()
     assert figures["memory"]["processed_per_real"] < 1
-    shown = dict(loop.lines(figures))["tokens processed per real one"]
+    shown = dict(loop.lines(figures))["tokens processed per real token"]
     assert shown.startswith(f"{figures['memory']['processed_per_real']:.2f}")

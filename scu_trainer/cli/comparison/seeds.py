@@ -69,7 +69,7 @@ class Seeds(Start):
 
 def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for title in ("seed", "held-out bits before", "after", "best on the way", "steps", "run"):
+    for title in ("seed", "held-out bits before", "after", "best during training", "steps", "run"):
         table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
     for run in runs:
         found = run["metrics"]

@@ -283,7 +283,7 @@ TABLE: Table = {
     "dataset": _datasets,
     "eval_dataset": _held_out_set,
     "dataset_dir": Nothing("read with dataset"),
-    "media_dir": Nothing("this task does not support pictures in text"),
+    "media_dir": Nothing("this task does not support images in text"),
     "cutoff_len": Same("block_size"),
     "train_on_prompt": _prompt,
     "mask_history": "all answers of a conversation are learned",

@@ -70,11 +70,11 @@ def _head(report: dict[str, Any]) -> str:
     cut = report["choices"][0]
     is_cut = cut["rows_per_chunk"] < asked["rows_per_chunk"]
     verdict = "fits" if cut["fits"] and not is_cut else "does not fit"
+    smaller = f" Micro-batches of {in_words(cut)} fit: {readable(cut['peak_bytes'])}." if cut["fits"] and is_cut else ""
     return (
-        f"As asked, in micro-batches of {in_words(asked)}: a peak of {readable(asked['peak_bytes'])}, which {verdict} "
-        f"in the {readable(report['limit_bytes'])} of {report['machine']} ({report['margin']:.0%} are kept free for "
-        "what a prediction does not know)"
-        + (f"; in micro-batches of {in_words(cut)} {readable(cut['peak_bytes'])} do" if cut["fits"] and is_cut else "")
+        f"As asked: {readable(asked['peak_bytes'])} at the peak, in micro-batches of {in_words(asked)}. That {verdict}."
+        f"{smaller}\nLimit: {readable(report['limit_bytes'])} of {report['machine']}, with {report['margin']:.0%} "
+        "kept free because predictions are not exact."
     )
 
 

@@ -50,8 +50,8 @@ def _text(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], pre
     asked, changed = report["predicted"], report["recommended"]
     best = next(choice for choice in report["choices"] if choice["fits"])
     head = [
-        f"For {report['machine']}, of whose memory {readable(report['limit_bytes'])} may be used.",
-        f"Read back: {shlex.join(['scu-trainer', 'train', '--config', str(path)])}",
+        f"For {report['machine']}; it may use {readable(report['limit_bytes'])} of memory.",
+        f"Read it with: {shlex.join(['scu-trainer', 'train', '--config', str(path)])}",
         f"As asked it would take {readable(asked['peak_bytes'])} in micro-batches of {in_words(asked)}.",
     ]
     if best["peak_bytes"] != asked["peak_bytes"]:

@@ -339,7 +339,7 @@ class _Exporting:
         self.facts["next"] = f"onnxruntime.InferenceSession({str(Path(self._shown(), 'model.onnx'))!r})"
 
     def _floats(self) -> dict[str, Any]:
-        """Pictures are bytes in training; a stock model takes what its processor makes of them."""
+        """Images are bytes in training; a stock model takes what its processor makes of them."""
         if self.subject.task == TEXT:
             return self.inputs
         from scu_trainer.models.vision.inputs import pixel_inputs

@@ -17,7 +17,7 @@ from scu_trainer.report.page import Drawing, drawing, html
 from scu_trainer.report.pages import page_of, plots_of
 from scu_trainer.report.render import THEMES, boxed_letters, in_theme, png, require_matplotlib
 from scu_trainer.report.settings_table import repeat_yaml
-from scu_trainer.report.write import PAGE, check_folder, forget_old, pictures, repeat_file, write_files
+from scu_trainer.report.write import PAGE, check_folder, forget_old, plot_files, repeat_file, write_files
 from scu_trainer.run_files import readable
 from scu_trainer.runs.store import ROOT
 
@@ -102,7 +102,7 @@ def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
     drawings = [drawing(plot) for plot in plots]
     files: dict[str, str | bytes] = dict(repeats)
     for item in drawings:
-        files |= _pictures(item)
+        files |= _plot_files(item)
     files[PAGE] = html(page_of(subject, drawings, _written(), [folder / name for name in repeats]))
     write_files(folder, files)
     forget_old(folder, names)
@@ -113,7 +113,7 @@ def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
     return [f"{plot.key}: {note}" for plot in plots for note in plot.notes] + boxes
 
 
-def _pictures(item: Drawing) -> dict[str, str | bytes]:
+def _plot_files(item: Drawing) -> dict[str, str | bytes]:
     """One plot as files; none where nothing is drawn."""
     found: dict[str, str | bytes] = {}
     for theme in THEMES if item.wide else ():
@@ -146,8 +146,8 @@ def _written() -> str:
 
 def _say(folder: Path, notes: Sequence[str]) -> None:
     page = folder / PAGE
-    print(f"report: {page} ({readable(page.stat().st_size)}, needs nothing but itself)")
-    print(f"        {len(pictures(folder))} plot files next to it: PNG and SVG, light and dark")
+    print(f"report: {page} ({readable(page.stat().st_size)}, self-contained)")
+    print(f"        {len(plot_files(folder))} plot files next to it: PNG and SVG, light and dark")
     for note in notes:
         print(f"not drawn: {note}")
 

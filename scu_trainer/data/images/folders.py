@@ -19,7 +19,7 @@ from scu_trainer.errors import DataError, nearest
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
 OF_ARCHIVES = "__MACOSX"
-"""What macOS adds to a .zip: no picture is in it."""
+"""What macOS adds to a .zip: no image is in it."""
 HELD_OUT = ("validation", "test")
 FILE_COLUMN, METADATA = "file_name", ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 MOST_KINDS = 10  # in a line for a person

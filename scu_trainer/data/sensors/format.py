@@ -27,7 +27,7 @@ have to be there (``settings.sensors.BRANCHES``).
     kinematics  kinematics     (time, channels)            float          any, the same in all files  100 per second
     geometry    geometry       (numbers,)                  float          any, the same in all files  once
 
-``plume`` is a crop of the infrared picture around the plume, in the camera's full resolution. Numbers of geometry are
+``plume`` is a crop of the infrared image around the plume, in the camera's full resolution. Numbers of geometry are
 by convention range in m, azimuth and elevation in rad, and speed in m/s. The visible and the infrared camera film the
 same span of time: ``dual_vision`` sets each infrared frame beside the visible one in the same place of the recording.
 

@@ -170,7 +170,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> t
 
 def grow_embeddings(model: nn.Module, rows: int) -> None:
     """Rows for new tokens, by transformers' default around the mean of the others; nothing where there are enough."""
-    if rows > 0 and rows > model.get_input_embeddings().weight.shape[0]:  # a classifier of pictures has no embedding
+    if rows > 0 and rows > model.get_input_embeddings().weight.shape[0]:  # a classifier of images has no embedding
         model.resize_token_embeddings(rows)
 
 

@@ -3,7 +3,7 @@
 Batches carry uint8, a quarter of the bytes; the rest is done where the model is, by a forward pre-hook. It is no
 module: a saved model is a stock one, and a batch that is float already passes as it is. In training the random numbers
 are torch's, which the training step seeds for every micro-batch: one that runs again after running out of memory, or
-in a resumed run, sees the same pictures.
+in a resumed run, sees the same images.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def attached(model: nn.Module) -> Optional[PixelInputs]:
 
 
 def as_seen_by(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """``inputs`` with the pictures that ``model`` would make of their bytes, drawn once: for several models alike."""
+    """``inputs`` with the images that ``model`` would make of their bytes, drawn once: for several models alike."""
     hook = attached(model)
     made = None if hook is None else hook(model, (), dict(inputs))
     return dict(inputs) if made is None else made[1]
@@ -129,7 +129,7 @@ def attach(model: nn.Module, inputs: PixelInputs) -> None:
 
 
 def augmentation(name: str, size: tuple[int, int]) -> Optional[nn.Module]:
-    """Random changes of float pictures (rows, channels, height, width) of ``size``, by kornia; None for "none".
+    """Random changes of float images (rows, channels, height, width) of ``size``, by kornia; None for "none".
 
     Each row draws its own. ``light`` never mirrors: a mirrored 2 is no digit.
     """

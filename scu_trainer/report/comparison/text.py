@@ -55,8 +55,8 @@ def with_half_width(interval: Optional[Mapping[str, Any]], style: str) -> str:
 def legend(record: Record) -> str:
     return (
         f"± is half of the {percent(record['confidence'])} t interval over seeds; minus {record['reference']}: the "
-        "paired difference, below 0 is better; lowest: the best evaluation on the way; S error: mean of |S - target| / "
-        "target after S has settled; settled: at this step, mean over seeds"
+        "paired difference, below 0 is better; lowest: the best evaluation during training; S error: mean of |S - "
+        "target| / target after S has settled; settled: at this step, mean over seeds"
     )
 
 
@@ -70,10 +70,10 @@ def verdicts(record: Record) -> list[tuple[str, str]]:
 
 
 def cost_line(record: Record) -> Optional[str]:
-    """What measuring and decaying took of the time of training: a figure that differs from one run to the next."""
+    """What measuring and decaying took of the training time: a figure that differs from one run to the next."""
     costs = [(row["arm"], row["overhead_fraction"]) for row in record["table"]]
     known = [f"{arm} {cost:.1%}" for arm, cost in costs if cost is not None]
-    return f"cost of the loop, share of the time of training: {', '.join(known)}" if known else None
+    return f"cost of the loop, share of the training time: {', '.join(known)}" if known else None
 
 
 def budget_line(record: Record) -> str:

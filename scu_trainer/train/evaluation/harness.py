@@ -174,7 +174,7 @@ def _require_runnable(task: Any) -> None:
     if getattr(task, "UNSAFE_CODE", False):
         raise SettingsError(f"task {task.task_name} runs code that the model writes; run it with lm_eval, in a sandbox")
     if getattr(task, "MULTIMODAL", False):
-        raise SettingsError(f"task {task.task_name} shows pictures, and a language model reads text; drop it")
+        raise SettingsError(f"task {task.task_name} shows images, and a language model reads text; drop it")
 
 
 def _name_of(aggregation: Any) -> str:

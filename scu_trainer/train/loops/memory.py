@@ -118,7 +118,7 @@ class MemoryLoop(Loop):
         memory, lines = figures[self.name], []
         if memory["stock_per_real"] > memory["processed_per_real"] + 0.005:
             processed, delivered = memory["processed_per_real"], memory["stock_per_real"]
-            lines.append(("tokens processed per real one", f"{processed:.2f} (as delivered: {delivered:.2f})"))
+            lines.append(("tokens processed per real token", f"{processed:.2f} (as delivered: {delivered:.2f})"))
         if memory["out_of_memory"] or memory["changes"]:
             cap = memory["final_cap_tokens"]
             at_the_end = "unrestricted" if cap is None else f"{cap:,} tokens"

@@ -238,7 +238,7 @@ class RegularizationLoop(Loop):
             lines.append(("tracking", detail))
         lines.append(("lambda at the end", f"{control.get('final_lambda') or 0:.4g}"))
         if control["overhead_fraction"] is not None:
-            lines.append(("cost of the loop", f"{control['overhead_fraction']:.2%} of the time of training"))
+            lines.append(("cost of the loop", f"{control['overhead_fraction']:.2%} of the training time"))
         return lines + [("note", text) for text in control["notices"]]
 
 
@@ -267,7 +267,7 @@ def _measured_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     s = found.get("final_s")
     lines = [("S", found["verdict"] if s is None else f"{s:.4f}, {found['verdict']}")]
     if found["overhead_fraction"] is not None:
-        lines.append(("cost of measuring S", f"{found['overhead_fraction']:.2%} of the time of training"))
+        lines.append(("cost of measuring S", f"{found['overhead_fraction']:.2%} of the training time"))
     return lines + [("note", text) for text in found["notices"]]
 
 

@@ -33,15 +33,15 @@ ONE_OF_A_KIND = Check(
 CONSTANT_INPUTS = Check(
     "inputs-constant",
     "warning",
-    "nearly all inputs of a kind hold one value (black pictures, dead sensors), so there is nothing to learn from",
-    "look at the files; pictures that were scaled to 0..1 before they were saved as whole numbers are black",
+    "nearly all inputs of a kind hold one value (black images, dead sensors), so there is nothing to learn from",
+    "look at the files; images that were scaled to 0..1 before they were saved as whole numbers are black",
 )
 
 LARGEST_SHARE, UNIQUE_SHARE, CONSTANT_SHARE = 0.9, 0.5, 0.9
 FEWEST_SAMPLES = 20
 SAMPLES_LOOKED_AT = 64
 DARKEST = 2
-"""Of 255: what a picture that was scaled to 0..1 and cast to whole numbers holds at most."""
+"""Of 255: what an image that was scaled to 0..1 and cast to whole numbers holds at most."""
 
 
 def before_training(job: Job, parts: TrainingComponents) -> Iterator[Finding]:

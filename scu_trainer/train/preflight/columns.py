@@ -57,7 +57,7 @@ PREFERENCE_NOT_READ = Check(
 MEDIA_NOT_READ = Check(
     "media-not-read",
     "warning",
-    "a column of pictures, recordings or films is not read: the words are learned without what they are about",
+    "a column of images, recordings or films is not read: the words are learned without what they are about",
     "make sure that the words alone are worth learning, or remove the column from the data",
 )
 RENDERED_AWAY = Check(

@@ -142,5 +142,5 @@ def verdict_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     if found["replayed_rows"]:
         lines.append(("replayed", f"{found['replayed_rows']:,} rows of {found['anchor']}, beside those of the data"))
     if found["overhead_fraction"] is not None:
-        lines.append(("cost of measuring", f"{found['overhead_fraction']:.2%} of the time of training"))
+        lines.append(("cost of measuring", f"{found['overhead_fraction']:.2%} of the training time"))
     return lines + [("note", text) for text in found["notices"]]

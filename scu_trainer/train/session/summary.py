@@ -141,7 +141,7 @@ def _best_line(figures: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     """Where an evaluation on the way was better than the end."""
     best, accuracy = figures.get("best_held_out"), figures.get("held_out_accuracy_after")
     if best and accuracy and best["accuracy"] > accuracy["value"] + 1e-9:
-        return [("best on the way", f"{best['accuracy']:.1%} at step {best['step']}")]
+        return [("best during training", f"{best['accuracy']:.1%} at step {best['step']}")]
     if best and not accuracy and best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4:
-        return [("best on the way", f"{best['bpt']:.3f} bits per {unit} at step {best['step']}")]
+        return [("best during training", f"{best['bpt']:.3f} bits per {unit} at step {best['step']}")]
     return []

@@ -1,4 +1,4 @@
-"""Image classifiers: pictures, labels, accuracy and bits per label."""
+"""Image classifiers: images, labels, accuracy and bits per label."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ def _prepared(
 
 
 def _require_same_view(teacher: ModelSettings, own: ImageSettings, view: View) -> None:
-    """The teacher is shown the very pictures of the student: of its size, scaled alike."""
+    """The teacher is shown the very images of the student: of its size, scaled alike."""
     its = view_of(teacher, replace(own, image_size=None, image_channels=None), lambda: max(view.size))
     name = teacher.model_name_or_path
-    require_same(name, (its.channels, its.size), (view.channels, view.size), "sizes or channels of pictures")
+    require_same(name, (its.channels, its.size), (view.channels, view.size), "sizes or channels of images")
     pixels = [pixel_inputs(one.processor, one.channels) for one in (its, view)]
     require_same(name, *([*p.mean, *p.deviation, p.scale] for p in pixels), "mean and deviation of pixels")
 

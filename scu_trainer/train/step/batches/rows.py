@@ -107,7 +107,7 @@ def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_deco
 def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Batch:
     """``read_layout`` with what ``model`` says of itself.
 
-    ``not_by_rows``: inputs that in some earlier batch had another number of entries than rows (pictures of a
+    ``not_by_rows``: inputs that in some earlier batch had another number of entries than rows (images of a
     conversation); that the numbers agree in this batch is chance.
     """
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

@@ -90,7 +90,7 @@ class AccumulationWindow:
 
     @property
     def most_rows(self) -> Optional[int]:
-        """A bound on pooling: rows that carry more than tokens (a picture each) must not exceed those of a batch."""
+        """A bound on pooling: rows that carry more than tokens (an image each) must not exceed those of a batch."""
         carries = any(
             has_time(name, value) and not follows_time(name, value, batch)
             for batch in self.batches
