@@ -55,13 +55,13 @@ def _require_our_name(name: str, allowed: re.Pattern) -> None:
         )
 
 
-def require_own_folder(path: AnyPath, setting: str = "output_dir") -> None:
+def require_own_folder(path: AnyPath) -> None:
     """Raise StorageError for a ``path`` that is no folder of a run: without a name of its own, a folder of the system,
     a home. A run deletes its old checkpoints there, and gives the next run a name beside it."""
     name = Path(path).name
     if name in ("", "..") or _is_of_the_system(_real(path)):
         where = f"{str(path)!r} is the folder {_real(path)}" if str(path) else "it is empty"
-        raise StorageError(f"{setting}: {where}; give a run a folder of its own, such as {setting}: runs/mine")
+        raise StorageError(f"output_dir: {where}; give a run a folder of its own, such as output_dir: runs/mine")
 
 
 def _real(path: AnyPath) -> Path:

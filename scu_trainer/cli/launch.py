@@ -22,7 +22,7 @@ LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _main(argv: list[str]) -> NoReturn:

@@ -8,7 +8,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Optional
 
 from scu_trainer import __version__
@@ -77,7 +77,7 @@ MODULES = {
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -94,15 +94,16 @@ def _run_command(arguments: Sequence[str]) -> int:
     return importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}").main(arguments[1:])
 
 
-def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command; what the user can fix becomes one message on stderr and exit code 2."""
+def guarded(command: Callable[[list[str]], int], arguments: Optional[Sequence[str]]) -> int:
+    """Run a command on ``arguments``, None for those of this program; what the user can fix becomes one message on
+    stderr and exit code 2."""
     remember_environment()
     hide_in_tracebacks()
     _let_segments_grow(os.environ)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
     try:
-        return command(arguments)
+        return command(list(sys.argv[1:] if arguments is None else arguments))
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -124,6 +125,16 @@ def _say(text: str) -> None:
     """Where the terminal is gone nobody can read it; the exit code tells it all the same."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Standard output is for the result alone."""
+    with contextlib.redirect_stdout(sys.stderr):
+        from scu_trainer.train.run_directory.logs import run_log
+
+        with run_log():
+            yield
 
 
 def _let_segments_grow(environment: MutableMapping[str, str]) -> None:

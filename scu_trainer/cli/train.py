@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import sys
 from collections.abc import Sequence
 from typing import Optional
 
@@ -30,7 +29,7 @@ MODES = {
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     end_with_launcher()  # before anything that takes long: a launcher may die while its ranks wait for each other
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _main(argv: list[str]) -> int:

@@ -37,7 +37,7 @@ PARTS = ("weights", "gradients", "optimizer", "regularization", "activations", "
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ as many that judge scatter as much again: the difference has sqrt(2) times the s
 keep the budget where the margin is 1.28 x sqrt(2) = 1.81 standard errors."""
 
 
-def largest_share(cost: Callable[[float], float], budget: float, halvings: int = HALVINGS) -> float:
+def largest_share(cost: Callable[[float], float], budget: float) -> float:
     """The largest of the shares in [0, 1] that were tried with ``cost(share) <= budget``; 0 where none was.
 
     Raises ValueError for a budget below 0: share 0 costs nothing.
@@ -28,7 +28,7 @@ def largest_share(cost: Callable[[float], float], budget: float, halvings: int =
     if cost(1.0) <= budget:
         return 1.0
     low, high = 0.0, 1.0
-    for _ in range(halvings):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if cost(middle) <= budget else (low, middle)
     return low

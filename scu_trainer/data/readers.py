@@ -227,6 +227,10 @@ def split_of(path: Path, folder: Path) -> Optional[str]:
     return found[-1] if found else None
 
 
+def is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
 def named_split(name: str) -> str:
     """``train``, ``validation`` or ``test`` for their other words, in any case; other names as they are."""
     return _SPLITS.get(name.lower(), name.lower())

@@ -24,6 +24,7 @@ from scu_trainer.data.readers import (
     SUFFIXES,
     files_of_splits,
     has_several_sections,
+    is_hidden,
     kind_of,
     read_file,
     read_sections,
@@ -186,11 +187,7 @@ def visible_files(folder: Path) -> list[Path]:
         ) from error
     if len(found) > MOST_FILES:
         raise DataError(f"{folder} holds more than {MOST_FILES:,} files; give the one folder that holds the data")
-    return sorted(path for path in found if not _is_hidden(path, folder))
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return sorted(path for path in found if not is_hidden(path, folder))
 
 
 def _from_files(name: str, files: list[Path], settings: DataSettings, will_split: bool) -> Source:

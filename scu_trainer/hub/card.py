@@ -37,13 +37,13 @@ def card_of(facts: Facts, name: str, license: Optional[str] = None, base_id: Opt
     return f"---\n{redact(header)}\n---\n\n{body}\n\n{MARK.format(digest=_digest(body))}\n"
 
 
-def write_card(run: Path, name: Optional[str] = None) -> bool:
+def write_card(run: Path) -> bool:
     """README.md of a finished run; False where one that was edited is kept. Raises StorageError."""
     path = run / CARD
     if not is_ours(path):
         return False
     facts = read_facts(run, run)
-    write_text(path, card_of(facts, name or str(run), base_license(facts.base)))
+    write_text(path, card_of(facts, str(run), base_license(facts.base)))
     return True
 
 

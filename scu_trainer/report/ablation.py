@@ -77,11 +77,11 @@ def comparison_plots(found: Comparison) -> list[Plot]:
     return [_arms(found), _differences(found), _s(found), _curves(found)]
 
 
-def _metric(found: Comparison, arm: str, name: str) -> list[tuple[int, float]]:
+def _held_out(found: Comparison, arm: str) -> list[tuple[int, float]]:
     """(seed, value) of the finished runs of an arm that count: one with an error was left out of the table too."""
     runs = [run for run in found.content["runs"] if run["arm"] == arm and run["status"] == "finished"]
     runs = [run for run in runs if not run.get("error")]
-    values = [(run["seed"], (run.get("metrics") or {}).get(name)) for run in runs]
+    values = [(run["seed"], (run.get("metrics") or {}).get("held_out_bpt")) for run in runs]
     return [(seed, value) for seed, value in values if value is not None]
 
 
@@ -101,7 +101,7 @@ def _rows(found: Comparison, figure: str, seeds: dict[str, list[float]]) -> list
 
 
 def _arms(found: Comparison) -> Plot:
-    seeds = {arm: [value for _, value in _metric(found, arm, "held_out_bpt")] for arm in found.arms}
+    seeds = {arm: [value for _, value in _held_out(found, arm)] for arm in found.arms}
     rows = _rows(found, "held_out_bpt", seeds)
     title = f"Mean, {_confidence(found)} interval; dots: seeds"
     return _interval_plot("arms", "Held-out bits per arm", title, "held-out bits per token", rows, False)
@@ -109,11 +109,8 @@ def _arms(found: Comparison) -> Plot:
 
 def _differences(found: Comparison) -> Plot:
     reference = str(found.content.get("reference"))
-    base = dict(_metric(found, reference, "held_out_bpt"))
-    paired = {
-        arm: [value - base[seed] for seed, value in _metric(found, arm, "held_out_bpt") if seed in base]
-        for arm in found.arms
-    }
+    base = dict(_held_out(found, reference))
+    paired = {arm: [value - base[seed] for seed, value in _held_out(found, arm) if seed in base] for arm in found.arms}
     rows = [row for row in _rows(found, "difference", paired) if row.label != reference]
     title = f"Difference from {reference}, paired by seed: mean and {_confidence(found)} interval"
     label = "bits per token, below 0: lower loss"

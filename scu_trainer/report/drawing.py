@@ -98,11 +98,11 @@ class Plot:
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """At most ``most`` of the points, with the lowest and highest of every stretch: no peak is lost."""
-    if len(x) <= most:
+def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most MOST_POINTS of them, with the lowest and highest of every stretch: no peak is lost."""
+    if len(x) <= MOST_POINTS:
         return list(x), list(y)
-    stretches = max(1, (most - 2) // 2)
+    stretches = max(1, (MOST_POINTS - 2) // 2)
     kept = {0, len(x) - 1}
     for number in range(stretches):
         indices = range(number * len(x) // stretches, (number + 1) * len(x) // stretches)

@@ -156,6 +156,11 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} letters)"
 
 
+def plain(value: Any) -> str:
+    """As it is typed."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def check_text(name: str, text: str, *, is_name: bool) -> None:
     """Reject a text that holds what neither files nor libraries take; ``is_name``: also one too long for a path."""
     require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which names cannot contain; take it out")

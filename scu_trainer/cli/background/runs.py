@@ -38,8 +38,7 @@ Exit codes: 0 done, 2 you can fix it."""
 
 
 def main(argv: Optional[Sequence[str]] = None, hands: Optional[Hands] = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda words: _main(words, hands or Hands()), words)
+    return guarded(lambda words: _main(words, hands or Hands()), argv)
 
 
 def _main(argv: list[str], hands: Hands) -> int:

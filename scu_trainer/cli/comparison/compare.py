@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -35,8 +34,7 @@ Exit codes: 0 all runs are done, 1 a run failed (the table says which and why),
 
 
 def main(argv: Optional[Sequence[str]] = None, hands: Optional[comparison.Hands] = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda words: _main(words, hands or comparison.Hands()), words)
+    return guarded(lambda words: _main(words, hands or comparison.Hands()), argv)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import ArmState, Key, progress_line
 from scu_trainer.runs.words import duration
+from scu_trainer.settings.base import plain
 
 
 class Screen:
@@ -50,7 +51,7 @@ def print_arms(console: Console, arms: Sequence[Arm]) -> None:
     for title in ("arm", "what it is", "sets"):
         table.add_column(title, overflow="fold")
     for arm in arms:
-        settings = [f"{key} {words.plain(value)}" for key, value in arm.settings.items()]
+        settings = [f"{key} {plain(value)}" for key, value in arm.settings.items()]
         table.add_row(arm.name, arm.what, "\n".join(settings))
     console.print(table)
 

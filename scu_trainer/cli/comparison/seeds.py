@@ -27,7 +27,7 @@ JOB = Arm("job", "job", "the job as it is configured", {})
 CONFIDENCE = 0.95
 
 
-def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int], hands: Any = None) -> int:
+def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int]) -> int:
     """Trains the job of a file and flags with each seed. Returns 1 where a run has failed."""
     words = ["--seed", str(seeds[0]), "--resume_from_checkpoint", "auto"]
     settings, text = resolved_settings(config, [*flags, *words])
@@ -40,7 +40,7 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
     plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
     plan, devices = shared_out(plan, 1)
     options = argparse.Namespace(retry_failed=True, confidence=CONFIDENCE)
-    return Seeds(plan, JOB.name, options, devices, Console(highlight=False), hands or comparison.Hands()).run()
+    return Seeds(plan, JOB.name, options, devices, Console(highlight=False), comparison.Hands()).run()
 
 
 class Seeds(Start):

@@ -51,8 +51,7 @@ CONFIDENCE = 0.95
 
 
 def main(argv: Optional[Sequence[str]] = None, hands: Optional[comparison.Hands] = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda words: _main(words, hands or comparison.Hands()), words)
+    return guarded(lambda words: _main(words, hands or comparison.Hands()), argv)
 
 
 def _parser() -> argparse.ArgumentParser:

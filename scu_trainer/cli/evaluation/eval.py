@@ -7,11 +7,9 @@ documents is drawn for all alike: what makes a document hard cancels in the diff
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli import configuration
 from scu_trainer.cli.evaluation.options import BATCH_SIZE, BATCH_TOKENS, EvalOptions, HarnessOptions
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.subjects import (
     BASE,
     MERGED,
@@ -52,7 +50,7 @@ data settings of a run."""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _main(argv: list[str]) -> int:
@@ -130,16 +128,6 @@ def _require_no_slip(name: str) -> None:
     slip = get_close_matches(name, (BASE, MERGED), n=1, cutoff=ALMOST)
     if slip and name not in (BASE, MERGED) and not Path(name).exists():
         raise ModelError(f"--against {name} is not a folder here; did you mean the keyword {slip[0]}?")
-
-
-@contextlib.contextmanager
-def quiet_stdout() -> Iterator[None]:
-    """Standard output is for the result alone."""
-    with contextlib.redirect_stdout(sys.stderr):
-        from scu_trainer.train.run_directory.logs import run_log
-
-        with run_log():
-            yield
 
 
 # -- asking ------------------------------------------------------------------------------------------------------------

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.cli.evaluation.eval import evaluation_request, quiet_stdout
+from scu_trainer.cli.evaluation.eval import evaluation_request
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
 from scu_trainer.control.budget import SOLVED_AT, largest_share
@@ -35,7 +34,7 @@ other half only measure what it costs. Writes the model, or the adapter, with th
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _parser() -> Parser:

@@ -30,9 +30,7 @@ Serve = Callable[[Any, socket.socket], None]
 
 
 def main(argv: Optional[Sequence[str]] = None, serve: Optional[Serve] = None, hands: Optional[Hands] = None) -> int:
-    return guarded(
-        lambda words: _main(words, serve or _serve, hands or Hands()), list(sys.argv[1:] if argv is None else argv)
-    )
+    return guarded(lambda words: _main(words, serve or _serve, hands or Hands()), argv)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
-from scu_trainer.cli.names.common import checkpointing, held_out, mixed, several, targets
+from scu_trainer.cli.names.common import (
+    checkpointing,
+    held_out,
+    isolated_packing,
+    mixed,
+    several,
+    targets,
+    with_prompts,
+)
 from scu_trainer.cli.names.meaning import (
     Meaning,
     Nothing,
@@ -292,10 +300,6 @@ def _held_out_sets(value: Any, source: Source) -> Meaning:
     return Meaning({"eval_dataset": found})
 
 
-def _packing(value: Any, source: Source) -> Meaning:
-    return Meaning({"packing": True, "isolate_documents": True} if is_on(value) else {"packing": False})
-
-
 def _special_tokens(value: Any, source: Source) -> Meaning:
     """Only padding may be another: it is masked."""
     odd = sorted(key for key, one in (value or {}).items() if one and key != "pad_token")
@@ -309,12 +313,6 @@ def _plugins(value: Any, source: Source) -> Meaning:
     if odd:
         return Meaning(said=f"{', '.join(odd)}: no plugin of another program runs here", is_lost=True)
     return Meaning({"use_liger_kernel": True})
-
-
-def _inputs(value: Any, source: Source) -> Meaning:
-    if not is_on(value):
-        return Meaning(said="only answers are learned here too")
-    return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
 
 
 PROGRAM = Nothing("it is about how Axolotl itself works")
@@ -389,7 +387,7 @@ TABLE: Table = {
     "eval_sequence_len": "held-out documents are scored in windows of block_size",
     "excess_length_strategy": Nothing("nothing is truncated or dropped: a longer document continues in further rows"),
     "min_sample_len": "short rows are kept",
-    "sample_packing": _packing,
+    "sample_packing": isolated_packing,
     "eval_sample_packing": Nothing("held-out documents are scored one by one, in windows"),
     "sample_packing_sequentially": Nothing("whole documents fill a row, best fit first"),
     "pad_to_sequence_len": Nothing("rows are padded to the longest of their micro-batch, which changes no result"),
@@ -397,7 +395,7 @@ TABLE: Table = {
     "batch_flattening": Nothing("rows of uneven length are cut into micro-batches without padding"),
     "curriculum_sampling": "curriculum: length_warmup begins with short rows",
     "group_by_length": Switch({"train_sampling_strategy": "group_by_length"}),
-    "train_on_inputs": _inputs,
+    "train_on_inputs": with_prompts,
     "roles_to_train": "the assistant's turns are learned",
     "chat_template": _chat_template,
     "chat_template_jinja": _jinja,

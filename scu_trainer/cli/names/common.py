@@ -61,6 +61,17 @@ PATHS = {"resume": "resume_from_checkpoint"}
 """Switches of ours that take a path elsewhere."""
 
 
+def with_prompts(value: Any, source: Source) -> Meaning:
+    """Prompts are learned, too."""
+    if not is_on(value):
+        return Meaning(said="only answers are learned here too")
+    return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
+
+
+def isolated_packing(value: Any, source: Source) -> Meaning:
+    return Meaning({"packing": True, "isolate_documents": True} if is_on(value) else {"packing": False})
+
+
 def targets(value: Any, source: Source) -> Meaning:
     """Modules to adapt: a list, a text with commas, or a word for all."""
     found = words(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scu_trainer.cli.names.common import held_out, mixed, several, targets
+from scu_trainer.cli.names.common import held_out, mixed, several, targets, with_prompts
 from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Switch, Table, is_on, read, tuning, words
 from scu_trainer.cli.names.trl import WITH_LOOPS
 from scu_trainer.errors import SettingsError, nearest
@@ -198,12 +198,6 @@ def _packing(value: Any, source: Source) -> Meaning:
     return Meaning({"packing": True, "isolate_documents": source.has("neat_packing")})
 
 
-def _prompt(value: Any, source: Source) -> Meaning:
-    if not is_on(value):
-        return Meaning(said="only answers are learned here too")
-    return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
-
-
 def _gradient_checkpointing(value: Any, source: Source) -> Meaning:
     return Meaning({"checkpoint_every_layer": not is_on(value)})
 
@@ -285,7 +279,7 @@ TABLE: Table = {
     "dataset_dir": Nothing("read with dataset"),
     "media_dir": Nothing("this task does not support images in text"),
     "cutoff_len": Same("block_size"),
-    "train_on_prompt": _prompt,
+    "train_on_prompt": with_prompts,
     "mask_history": "all answers of a conversation are learned",
     "buffer_size": Nothing("a stream is shuffled by the buffer of datasets"),
     "mix_strategy": _mix,

@@ -12,6 +12,7 @@ from scu_trainer.cli.names.common import NAMES, NEEDED, PATHS, WORDS
 from scu_trainer.cli.names.known import own_names
 from scu_trainer.cli.names.meaning import FALSE, TRUE, Meaning, Source, Table, read
 from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.settings.base import plain
 
 
 @dataclass(frozen=True)
@@ -249,4 +250,4 @@ def _twice(first: Key, second: Key, field: str) -> str:
 def as_word(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(map(as_word, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return plain(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from scu_trainer.cli.names.common import checkpointing, mixed, targets
+from scu_trainer.cli.names.common import checkpointing, isolated_packing, mixed, targets
 from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, in_8_bits, is_on, tuning
 from scu_trainer.errors import SettingsError
 
@@ -45,10 +45,6 @@ def _completions(value: Any, source: Source) -> Meaning:
     return Meaning({"completion_only_loss": is_on(value), "assistant_only_loss": is_on(value)})
 
 
-def _packing(value: Any, source: Source) -> Meaning:
-    return Meaning({"packing": True, "isolate_documents": True} if is_on(value) else {"packing": False})
-
-
 def _report(name: str) -> Any:
     return lambda value, source: Meaning({"report_to": name}) if is_on(value) else Meaning(said="off here too")
 
@@ -83,7 +79,7 @@ TABLE: Table = {
     "max_steps": _zero_is_not_given("max_steps"),
     "num_epochs": _zero_is_not_given("num_train_epochs"),
     "save_steps": _save_steps,
-    "packing": _packing,
+    "packing": isolated_packing,
     "train_on_completions": _completions,
     "gradient_checkpointing": checkpointing,
     "use_gradient_checkpointing": checkpointing,

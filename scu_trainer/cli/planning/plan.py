@@ -44,7 +44,7 @@ CLEARLY_FASTER = 0.9
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scu_trainer.hardware.recommend import CHANGES
 from scu_trainer.run_files import readable
+from scu_trainer.settings.base import plain
 
 if TYPE_CHECKING:
     from scu_trainer.hardware.estimate import MemoryEstimate
@@ -106,7 +107,7 @@ def _choices(report: dict[str, Any]):
     table.add_column("changes", overflow="fold")
     for choice in report["choices"]:
         table.add_row(
-            ", ".join(f"{name}: {_plain(value)}" for name, value in choice["settings"].items()) or "as asked",
+            ", ".join(f"{name}: {plain(value)}" for name, value in choice["settings"].items()) or "as asked",
             readable(choice["peak_bytes"]),
             in_words(choice).removesuffix(" tokens"),
             "yes" if choice["fits"] else "no",
@@ -122,7 +123,7 @@ def _advice(report: dict[str, Any], words: Sequence[str]) -> str:
         return "\nNone of these fits. Take a smaller model, device_map, or a machine with more memory."
     if not settings:
         return "\nNothing has to be changed." + _cut(report)
-    flags = [word for name, value in settings.items() for word in (f"--{name}", _plain(value))]
+    flags = [word for name, value in settings.items() for word in (f"--{name}", plain(value))]
     command = shlex.join(["scu-trainer", "train", *without(words, settings), *flags])
     return f"\nThe fastest that fits and changes the result least:\n{command}{_cut(report)}"
 
@@ -143,7 +144,3 @@ def _cut(report: dict[str, Any]) -> str:
     if best["rows_per_chunk"] >= report["predicted"]["rows_per_chunk"]:
         return ""
     return f"\nMemory control makes micro-batches of about {in_words(best)}; the optimizer sees the same rows per step."
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

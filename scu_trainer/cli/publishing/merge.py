@@ -55,7 +55,7 @@ class MergeOptions:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def add_merge_options(parser: argparse.ArgumentParser) -> None:

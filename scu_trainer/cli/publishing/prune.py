@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,7 +46,7 @@ class PruneOptions:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _parser() -> Parser:

@@ -38,7 +38,7 @@ LEAST_S = 0.5
 
 
 def main(argv: Optional[Sequence[str]] = None, sleep: Callable[[float], None] = time.sleep) -> int:
-    return guarded(lambda words: _main(words, sleep), list(sys.argv[1:] if argv is None else argv))
+    return guarded(lambda words: _main(words, sleep), argv)
 
 
 def _main(argv: list[str], sleep: Callable[[float], None]) -> int:

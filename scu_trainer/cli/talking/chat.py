@@ -8,11 +8,11 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional, TextIO
 
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.data.json_files import TO_UTF_8
@@ -42,7 +42,7 @@ are generated; Ctrl-C stops an answer. From a pipe every line is a question, and
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _parser() -> Parser:
@@ -61,7 +61,7 @@ def _main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     first = subject(options.run, options)
     other = None if options.against is None else subject(options.against, options, first)
-    with quiet():
+    with quiet_stdout():
         settings = answer_settings(options)
         talkers = [talker(first)]
         if other is not None:
@@ -77,16 +77,6 @@ def _second(first: Talker, other, is_base: bool) -> Talker:
 
     name = other.word or other.name
     return base_beside(first, name) if is_base and hasattr(first.model, "disable_adapter") else talker(other)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Standard output is for the answers."""
-    with contextlib.redirect_stdout(sys.stderr):
-        from scu_trainer.train.run_directory.logs import run_log
-
-        with run_log():
-            yield
 
 
 class Chat:

@@ -11,9 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.talking.chat import quiet
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import read_json, require_writable, write_json
@@ -30,7 +29,7 @@ again: it continues after the last complete line. Rows: a column messages, or pr
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _parser() -> Parser:
@@ -56,7 +55,7 @@ def _main(argv: list[str]) -> int:
         raise SettingsError(f"--output is the file of the prompts, {options.prompts}; give another --output")
     require_writable(options.output.parent, "--output")
     who = subject(options.run, options)
-    with quiet():
+    with quiet_stdout():
         from scu_trainer.talk.answers import Batches
         from scu_trainer.talk.prompts import read_prompts
 

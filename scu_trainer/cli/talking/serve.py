@@ -13,11 +13,10 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Optional
 
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import MERGE_FILE, MergeOptions, adapter_hash, default_output, merge
 from scu_trainer.cli.subjects import Subject
-from scu_trainer.cli.talking.chat import quiet
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.errors import RequirementError, SettingsError, StorageError
 from scu_trainer.listening import HOST, bound, check_address, in_address, is_loopback, own_names
@@ -43,7 +42,7 @@ The flags of an answer apply if a request does not set them: temperature 0 in a 
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return guarded(_main, argv)
 
 
 def _parser() -> Parser:
@@ -134,7 +133,7 @@ def _require_packages() -> None:
 def _with_transformers(
     who: Subject, name: str, options: argparse.Namespace, listening: socket.socket, key: Optional[str]
 ) -> int:
-    with quiet():
+    with quiet_stdout():
         from scu_trainer.serve.guard import Guard
         from scu_trainer.serve.questions import Asker
         from scu_trainer.serve.running import run

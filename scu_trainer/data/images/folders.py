@@ -14,7 +14,7 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
-from scu_trainer.data.readers import named_split, read_file, split_of
+from scu_trainer.data.readers import is_hidden, named_split, read_file, split_of
 from scu_trainer.errors import DataError, nearest
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
@@ -221,7 +221,7 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
     found = _Found()
     for entry in _visible(folder):
         if entry.is_dir():
-            files = sorted(path for path in entry.rglob("*") if path.is_file() and not _is_hidden(path, entry))
+            files = sorted(path for path in entry.rglob("*") if path.is_file() and not is_hidden(path, entry))
             images = [path for path in files if path.suffix.lower() in SUFFIXES]
             found.ignored += [path for path in files if path.suffix.lower() not in SUFFIXES]
             found.files += [(path, entry.name) for path in images]
@@ -235,10 +235,6 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
 
 def _visible(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.name != OF_ARCHIVES)
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _digest(files: Sequence[tuple[Path, Optional[str]]]) -> str:

@@ -490,7 +490,7 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
     return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved
 
 
-def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool, allow_pickle: bool = False) -> nn.Module:
+def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool, allow_pickle: bool) -> nn.Module:
     from peft import PeftModel
 
     require_safe_adapter(adapter, allow_pickle)

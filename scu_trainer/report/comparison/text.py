@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from scu_trainer.report.comparison.statistics import percent
+from scu_trainer.settings.base import plain
 
 Record = Mapping[str, Any]
 NOTHING = "-"
@@ -122,7 +123,3 @@ def document(record: Record) -> str:
 
 def _settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}: {plain(value)}`" for name, value in settings.items())
-
-
-def plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,6 +10,7 @@ from typing import Any, Optional
 import yaml
 
 from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.settings.base import plain
 
 DEFAULT_ARMS = ("none", "fixed", "weight_decay", "schedule", "original", "model")
 FORMS = "none, fixed[:LAMBDA], weight_decay[:VALUE], schedule[:linear|cosine], original, model[:TARGET]"
@@ -48,11 +49,7 @@ class Arm:
 
     @property
     def flags(self) -> list[str]:
-        return [f"--{name}={_word(value)}" for name, value in self.settings.items()]
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        return [f"--{name}={plain(value)}" for name, value in self.settings.items()]
 
 
 def chosen_arms(words: Sequence[str], own: Sequence[str], rate_times_steps: Callable[[], Optional[float]]) -> list[Arm]:

@@ -55,7 +55,7 @@ def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
     return newest, skipped
 
 
-def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, hashes: bool = True) -> Any:
+def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, hashes: bool) -> Any:
     """The checkpoint of ``train(resume_from_checkpoint=wanted)``; True: the newest whole one in ``output_dir``.
 
     What is not there at all, or no path, is returned as it is: the stock Trainer says what is wrong with it.
@@ -79,11 +79,9 @@ def _warn(checkpoint: Path, found: Findings) -> None:
         logger.warning("%s was changed since it was written, but the run resumes from it: %s", checkpoint, differing)
 
 
-def fault_of(
-    checkpoint: Path, world_size: Optional[int], weights_only: bool = False, hashes: bool = True
-) -> Optional[str]:
+def fault_of(checkpoint: Path, world_size: Optional[int], weights_only: bool = False) -> Optional[str]:
     """What keeps ``checkpoint`` from being a whole one for ``world_size`` ranks (None: any number of them)."""
-    return examine(checkpoint, world_size, weights_only, hashes).fault
+    return examine(checkpoint, world_size, weights_only).fault
 
 
 def _past_the_run(checkpoint: Path) -> Optional[str]:

@@ -252,7 +252,7 @@ def _words(model: torch.nn.Module) -> int:
     return min(head_of(model).out_features, len(model.get_input_embeddings().weight))
 
 
-def _two_rows(words: int, device: torch.device, alike: int = 0) -> dict[str, torch.Tensor]:
+def _two_rows(words: int, device: torch.device, alike: int) -> dict[str, torch.Tensor]:
     """Of invented tokens, the first of them ``alike``, the second padded to the length of the first."""
     shape = len(LENGTHS), max(LENGTHS)
     ids = (torch.arange(shape[0] * shape[1]) * 7 + 1).reshape(shape) % words
@@ -262,7 +262,7 @@ def _two_rows(words: int, device: torch.device, alike: int = 0) -> dict[str, tor
     return placed({"input_ids": ids, "attention_mask": mask, "labels": labels}, device)
 
 
-def _with_another_first(two: Mapping[str, torch.Tensor], alike: int = 0) -> Any:
+def _with_another_first(two: Mapping[str, torch.Tensor], alike: int) -> Any:
     changed = type(two)({**two, "input_ids": two["input_ids"].clone()})
     changed["input_ids"][0, alike:] = changed["input_ids"][0, alike:].flip(0)
     return changed

@@ -82,9 +82,9 @@ def _show_as_asked(job: Job, log: RunLog) -> None:
         log.show(job.training.get_process_log_level())
 
 
-def look_only(job: Job, console: Optional[Console] = None) -> None:
+def look_only(job: Job) -> None:
     """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
-    console = console or Console(highlight=False, markup=False, quiet=not is_main_process())
+    console = Console(highlight=False, markup=False, quiet=not is_main_process())
     early = _begin(job, console)
     parts = job.kind.load(job, console)
     _look(job, parts, early, Path(job.training.output_dir), console)

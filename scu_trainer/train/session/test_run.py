@@ -65,19 +65,19 @@ class Estimate:
         return self.load_s + train_s + self.evaluations * self.evaluation_s
 
 
-def try_out(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> Estimate:
+def try_out(job: Job, log: RunLog) -> Estimate:
     """Load, train STEPS steps, evaluate, save, resume from the checkpoint, and print an estimate of the full run.
 
     Nothing is left behind but caches. Where weights are handed to DeepSpeed or FSDP nothing is resumed, and the line
     says so.
     """
-    console = console or Console(highlight=False, markup=False, quiet=not is_main_process())
+    console = Console(highlight=False, markup=False, quiet=not is_main_process())
     begun_s = time.perf_counter()
     job.check()
     parts = job.kind.load(job, console)
     load_s = time.perf_counter() - begun_s
     with _shared_scratch() as scratch:
-        if log is not None and is_main_process():
+        if is_main_process():
             log.open(Path(scratch))
         trainer = build_trainer(replace_training(job, scratch), parts, None, console)
         # The model will be DeepSpeed's or FSDP's, and both start once in a process.

@@ -111,17 +111,17 @@ class WithoutNoise(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         for name in ("dropout_p", "dropout"):
             if name in names:
-                args, kwargs = _replaced(names, args, kwargs, name, 0.0)
+                args, kwargs = _zeroed(names, args, kwargs, name)
         if packet is aten.native_dropout:
-            args, kwargs = _replaced(names, args, kwargs, "p", 0.0)
+            args, kwargs = _zeroed(names, args, kwargs, "p")
         return func(*args, **kwargs)
 
 
-def _replaced(names: list[str], args: tuple, kwargs: dict[str, Any], name: str, value: float) -> tuple[tuple, dict]:
+def _zeroed(names: list[str], args: tuple, kwargs: dict[str, Any], name: str) -> tuple[tuple, dict]:
     position = names.index(name)
     if position < len(args):
-        return (*args[:position], value, *args[position + 1 :]), kwargs
-    return args, {**kwargs, name: value} if name in kwargs else kwargs
+        return (*args[:position], 0.0, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: 0.0} if name in kwargs else kwargs
 
 
 def _of(schema_name: str, func, args: tuple, kwargs: dict[str, Any], default: float) -> float:
