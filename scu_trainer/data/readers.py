@@ -191,6 +191,7 @@ ALLOWED_SUFFIXES = f"{' '.join(SUFFIXES)}; all but the last three also with .gz 
 
 # Splits of a folder
 
+HELD_OUT_SPLITS = ("validation", "test")
 MOST_NAMES = 5  # in a line for a person
 
 _WORD = re.compile(r"(?<![^\W_])(training|train|validation|valid|val|dev|eval|testing|test)(?![^\W\d_])")
@@ -234,6 +235,16 @@ def is_hidden(path: Path, folder: Path) -> bool:
 def named_split(name: str) -> str:
     """``train``, ``validation`` or ``test`` for their other words, in any case; other names as they are."""
     return _SPLITS.get(name.lower(), name.lower())
+
+
+def split_among(splits: Iterable[str], wanted: Sequence[str]) -> Optional[str]:
+    """The first of the ``wanted`` splits that there is, by its own name or else by another word for it."""
+    there = list(splits)
+    for word in wanted:
+        same = [split for split in there if named_split(split) == named_split(word)]
+        if same:
+            return next((name for name in (word, named_split(word)) if name in same), same[0])
+    return None
 
 
 def files_of_splits(files: Sequence[Path], folder: Path) -> FilesOfSplits:

@@ -21,6 +21,7 @@ from scu_trainer.data.formats import KNOWN_COLUMNS
 from scu_trainer.data.readers import (
     BLANK_ONCE,
     BLANK_TWICE,
+    HELD_OUT_SPLITS,
     SUFFIXES,
     files_of_splits,
     has_several_sections,
@@ -30,12 +31,12 @@ from scu_trainer.data.readers import (
     read_sections,
     require_kind,
     shown_name,
+    split_among,
 )
 from scu_trainer.data.records import Record, without_padding
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
 
-HELD_OUT_SPLITS = ("validation", "test")
 MOST_FILES = 1_000_000  # in a folder; more is a whole disk, given by mistake
 WHOLE_HASH_BYTES = 2**20  # files up to this size are known by content, larger ones by size and time of change
 
@@ -309,14 +310,14 @@ def _read_rows(name: str, rows) -> Iterator[Record]:
 
 def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: DataSettings, build) -> Source:
     """The first wanted split, and the first held-out split beside it."""
-    chosen = next((split for split in wanted if split in splits), None)
+    chosen = split_among(splits, wanted)
     if chosen is None:
         raise DataError(
             f"{name} has the splits {', '.join(splits)}, none of the requested: {', '.join(wanted)}"
             f"{nearest(wanted[-1], splits)}. Choose one with --dataset_split"
         )
     source = build(f"{name} ({chosen})", splits[chosen])
-    beside = next((split for split in HELD_OUT_SPLITS if split in splits and split != chosen), None)
+    beside = split_among((split for split in splits if split != chosen), HELD_OUT_SPLITS)
     if beside is None or settings.eval_dataset is not None:
         return source
     note = f"held-out documents come from the split {beside!r} of {name}"

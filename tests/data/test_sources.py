@@ -121,6 +121,18 @@ def test_eval_dataset_prefers_its_held_out_split(tmp_path):
     assert held_out.held_out is None
 
 
+@pytest.mark.parametrize("word", ["dev", "val", "valid", "eval", "Validation"])
+def test_a_held_out_split_by_another_word(source, tmp_path, word):
+    rows = datasets.Dataset.from_list(ROWS)
+    saved = tmp_path / "dict"
+    datasets.DatasetDict(
+        {"train": rows.select(range(4)), "test": rows.select([4]), word: rows.select([5])}
+    ).save_to_disk(saved)
+    assert texts(source(saved).held_out) == TEXTS[5:]
+    scored = held_out_source(DataSettings(dataset="python_docs", eval_dataset=str(saved)), tmp_path)
+    assert texts(scored) == TEXTS[5:], "and not the rows to train on"
+
+
 @pytest.mark.parametrize("change", ["content", "name"])
 def test_identity_follows_the_files(source, jsonl, change):
     before = source(jsonl(ROWS)).identity

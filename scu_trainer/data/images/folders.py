@@ -14,13 +14,12 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
-from scu_trainer.data.readers import is_hidden, named_split, read_file, split_of
+from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, named_split, read_file, split_among, split_of
 from scu_trainer.errors import DataError, nearest
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
 OF_ARCHIVES = "__MACOSX"
 """What macOS adds to a .zip: no image is in it."""
-HELD_OUT = ("validation", "test")
 FILE_COLUMN, METADATA = "file_name", ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 MOST_KINDS = 10  # in a line for a person
 
@@ -47,7 +46,7 @@ def folder_source(
         refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None, None)
         return _noted(_of_classes(folder, skip_bad, classes, labels), descended)
     by_name = {**{path.name: path for path in splits.values()}, **splits}
-    chosen = next((by_name[name] for word in wanted for name in (word, named_split(word)) if name in by_name), None)
+    chosen = by_name.get(split_among(by_name, wanted))
     if chosen is None:
         found = ", ".join(path.name for path in splits.values())
         raise DataError(
@@ -58,7 +57,7 @@ def folder_source(
     source = _noted(_of_classes(inner, skip_bad, classes, labels), (*descended, *more, *_not_read(folder, splits)))
     if not takes_held_out:
         return source
-    beside = [splits[name] for name in HELD_OUT if name in splits and splits[name] != chosen]
+    beside = [splits[name] for name in HELD_OUT_SPLITS if name in splits and splits[name] != chosen]
     return _with_held_out(source, beside, skip_bad, labels)
 
 

@@ -14,7 +14,6 @@ from scu_trainer.errors import DataError
 
 NO_LABEL = -1
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
-HELD_OUT_SPLITS = ("validation", "valid", "val", "test")
 
 Content = Union[bytes, Path, numpy.ndarray]
 """A file as bytes or by its path, or pixels: uint8 of shape (height, width) or (height, width, channels)."""

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy
 
-from scu_trainer.data.images.records import (
-    HELD_OUT_SPLITS,
-    LABEL_COLUMNS,
-    NO_LABEL,
-    ImageRecord,
-    ImageSource,
-    refuse_hub_settings,
-)
+from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.readers import HELD_OUT_SPLITS, split_among
 from scu_trainer.data.sources import load_saved
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
@@ -52,14 +46,14 @@ def table_source(
         is_slice = "[" in wanted[0] and not Path(name).expanduser().is_dir()
         refuse_hub_settings(name, wanted[0] if len(wanted) == 1 and not is_slice else None, None)
         return _of_table(name, loaded, own, classes)
-    chosen = next((split for split in wanted if split in loaded), None)
+    chosen = split_among(loaded, wanted)
     if chosen is None:
         raise DataError(
             f"{name} has the splits {', '.join(loaded)}, none of the requested: {', '.join(wanted)}"
             f"{nearest(wanted[0], loaded)}; choose one with dataset_split"
         )
     source = _of_table(f"{name} ({chosen})", loaded[chosen], own, classes)
-    beside = next((split for split in HELD_OUT_SPLITS if split in loaded and split != chosen), None)
+    beside = split_among((split for split in loaded if split != chosen), HELD_OUT_SPLITS)
     if beside is None or data.eval_dataset is not None or classes:
         return source
     held_out = _of_table(f"{name} ({beside})", loaded[beside], own, source.label_names)

@@ -14,8 +14,9 @@ from typing import Optional
 
 import numpy
 
+from scu_trainer.data.readers import HELD_OUT_SPLITS, split_among
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
-from scu_trainer.data.sensors.manifest import ALSO_HELD_OUT, HELD_OUT
+from scu_trainer.data.sensors.manifest import HELD_OUT
 from scu_trainer.data.sensors.reports import UNKNOWN_NUMBER, encoded, learned_words
 from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source
 from scu_trainer.data.sensors.store import Recordings
@@ -110,8 +111,8 @@ def _divided(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recor
     """
     offered, own_name = source.offered, data.dataset_split.strip().casefold()
     is_train = (offered.splits == own_name) | (offered.splits == "")
-    marks = [name for name in (HELD_OUT, *ALSO_HELD_OUT) if name != own_name and name in offered.splits]
-    mark = marks[0] if marks else HELD_OUT
+    others = [name for name in numpy.unique(offered.splits) if name != own_name]
+    mark = split_among(others, (HELD_OUT, *HELD_OUT_SPLITS)) or HELD_OUT
     is_marked = (offered.splits == mark) & ~is_train
     has_other = data.eval_dataset is not None
     _count_unused(source, ~is_train & (~is_marked | has_other), own_name, mark)

@@ -20,8 +20,6 @@ from scu_trainer.settings.base import short
 CSV_MANIFEST = "manifest.csv"
 COLUMNS = ("file", "label", "split", "missing", "report")
 HELD_OUT = "eval"
-ALSO_HELD_OUT = ("validation", "valid", "val", "dev", "test")
-"""Where no row is marked by ``HELD_OUT``: the first of these that one has."""
 ALMOST_A_NUMBER = r"[-+]*[0-9]*\.?[0-9]*"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # no name of a file holds one
 MOST_UNSAID_CLASSES = 1000
