@@ -239,6 +239,17 @@ def test_measuring_its_time_changes_no_loss(tmp_path):
     times.start()
     assert own_loss_above(trainer) is None
     times.stop()
+    assert "compute_loss" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
+
+
+def test_a_loss_that_was_set_on_the_trainer_outlives_the_measuring_of_its_time(tmp_path):
+    trainer = SCUTrainer(tiny.llama(), arguments(tmp_path), train_dataset=Templates(), memory=MemorySettings())
+    trainer.compute_loss = own = functools.partial(trainer.compute_loss)
+    times = PartTimes(trainer)
+    times.start()
+    assert own_loss_above(trainer) == "this trainer"
+    times.stop()
+    assert trainer.compute_loss is own
 
 
 def test_it_is_tried_before_it_is_done(tmp_path, caplog, monkeypatch):

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from scu_trainer.train.loss.rows.model_loss import Measured
+from scu_trainer.train.step.recovery.snapshot import replaced
+
 PARTS = ("data", "forward", "backward", "optimizer")
 
 
@@ -22,18 +25,19 @@ class PartTimes:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.is_running = False
+        self.is_running, self._timers = False, contextlib.ExitStack()
 
     def start(self) -> None:
         self.is_running, self._begun_s = True, self._now()
-        accelerator = self.trainer.accelerator
-        self.trainer.compute_loss = self._timed("forward", self.trainer.compute_loss)
-        accelerator.backward = self._timed("backward", accelerator.backward)
+        accelerator, compute_loss = self.trainer.accelerator, self.trainer.compute_loss
+        timed = Measured(compute_loss, self._timed("forward", compute_loss))
+        self._timers.enter_context(replaced(self.trainer, "compute_loss", timed))
+        self._timers.enter_context(replaced(accelerator, "backward", self._timed("backward", accelerator.backward)))
 
     def stop(self) -> None:
         if self.is_running:
             self.is_running, self.total_s = False, self._now() - self._begun_s
-            del self.trainer.compute_loss, self.trainer.accelerator.backward  # the classes' own are under them
+            self._timers.close()
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:

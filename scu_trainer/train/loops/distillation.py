@@ -21,7 +21,7 @@ from scu_trainer.errors import ControlError
 from scu_trainer.models.vision.inputs import as_seen_by
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loss.analysis import mixing_modules
-from scu_trainer.train.loss.rows.model_loss import inner_model
+from scu_trainer.train.loss.rows.model_loss import comes_from, inner_model
 from scu_trainer.train.loss.rows.row_readings import logits_of, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
@@ -186,4 +186,4 @@ def _require_plain_loss(trainer: Trainer) -> None:
 
 
 def _has_own_loss(kind: type) -> bool:
-    return "compute_loss" in vars(kind) and kind.__module__.partition(".")[0] not in ("transformers", "scu_trainer")
+    return "compute_loss" in vars(kind) and not comes_from(kind, "transformers", "scu_trainer")

@@ -23,7 +23,7 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
-from scu_trainer.train.loss.rows.padding_free import NEEDED, replaced
+from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -37,7 +37,7 @@ from scu_trainer.train.step.recovery.memory import Gauge, forget_traceback, free
 from scu_trainer.train.step.recovery.memory_limit import limited_gauge
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, replaced
 
 logger = logging.getLogger("scu_trainer")
 

@@ -18,7 +18,7 @@ from scu_trainer.train.loss.analysis.audit import Audited, Auditor, is_part
 from scu_trainer.train.loss.analysis.measuring import tolerance
 from scu_trainer.train.loss.analysis.own_step import OwnStep
 from scu_trainer.train.loss.analysis.trials import analyze
-from scu_trainer.train.loss.rows.model_loss import NOISE_BY_LENGTH, inner_model
+from scu_trainer.train.loss.rows.model_loss import NOISE_BY_LENGTH, comes_from, inner_model
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
@@ -237,8 +237,8 @@ class LossAnalysis:
     @property
     def _is_public(self) -> bool:
         """Whether model and the way from it to the loss are public code."""
-        model = type(inner_model(self.trainer.model)).__module__
-        return model.startswith(("transformers.models.", "scu_trainer.models.")) and not self.trainer.changes_loss
+        model = type(inner_model(self.trainer.model))
+        return comes_from(model, "transformers.models", "scu_trainer.models") and not self.trainer.changes_loss
 
     @property
     def _step(self) -> int:

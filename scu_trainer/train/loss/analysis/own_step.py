@@ -13,9 +13,8 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
-from scu_trainer.train.loss.rows.model_loss import has_sharded_weights, own_between
-from scu_trainer.train.loss.rows.padding_free import replaced
-from scu_trainer.train.step.recovery.snapshot import gradient_versions
+from scu_trainer.train.loss.rows.model_loss import Measured, has_sharded_weights, own_between
+from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 
 
 class OwnStep:
@@ -99,7 +98,7 @@ class _Watch:
             self._asked.append((seen, num_items_in_batch, loss.grad_fn))
             return found
 
-        return asked
+        return Measured(compute_loss, asked)
 
     def going_back(self, backward):
         def back(loss, **kwargs):

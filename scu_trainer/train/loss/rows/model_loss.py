@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, Optional
 
 import torch
@@ -22,9 +23,10 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.loss.rows.gradient_sums import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy
-from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, on_rows, replaced
+from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, on_rows
 from scu_trainer.train.loss.rows.row_readings import RowLosses, row_losses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 Seen = Callable[[RowLosses], None]
 
@@ -69,13 +71,23 @@ def own_loss_between(trainer: Trainer) -> Optional[str]:
     return None if owner is None else owner.__name__
 
 
+class Measured:
+    """``function`` in the place of which ``measured`` calls it and returns what it does: whose code it is stays."""
+
+    def __init__(self, function: Callable, measured: Callable) -> None:
+        self.function, self._measured = function, measured
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._measured(*given, **named)
+
+
 def own_loss_above(trainer: Trainer) -> Optional[str]:
     """Whose ``compute_loss`` gets the loss from ours: a class, or one set on this trainer; None where there is none."""
-    one = vars(trainer).get("compute_loss")
-    is_ours = getattr(one, "__globals__", {}).get("__name__", "").startswith("scu_trainer.")  # that measures its time
-    if one is not None and not is_ours:
+    one, kinds = vars(trainer).get("compute_loss"), type(trainer).__mro__
+    while isinstance(one, Measured):
+        one = one.function
+    if one not in (None, MethodType(type(trainer).compute_loss, trainer)):
         return "this trainer"
-    kinds = type(trainer).__mro__
     above = kinds[: kinds.index(_ours(trainer))]
     return next((kind.__name__ for kind in above if "compute_loss" in vars(kind)), None)
 
@@ -83,8 +95,7 @@ def own_loss_above(trainer: Trainer) -> Optional[str]:
 def own_forward_of(model: torch.nn.Module) -> Optional[str]:
     """The forward that is neither transformers' nor ours: it may look at the logits beside the loss."""
     kind = next(kind for kind in type(inner_model(model)).__mro__ if "forward" in vars(kind))
-    is_known = kind.__module__.startswith(("transformers.", "scu_trainer."))
-    return None if is_known else f"forward of {kind.__name__}"
+    return None if comes_from(kind, "transformers", "scu_trainer") else f"forward of {kind.__name__}"
 
 
 def own_between(trainer: Trainer, method: str) -> Optional[str]:
@@ -102,7 +113,12 @@ def defined_between(trainer: Trainer, method: str) -> Optional[type]:
 
 def is_public(kind: type) -> bool:
     """Whether it is code of transformers or TRL, which is the same for everybody."""
-    return kind.__module__.partition(".")[0] in ("transformers", "trl")
+    return comes_from(kind, "transformers", "trl")
+
+
+def comes_from(kind: type, *packages: str) -> bool:
+    """Whether it is code of one of ``packages``, or of rooms in them ("transformers.models")."""
+    return f"{kind.__module__}.".startswith(tuple(f"{package}." for package in packages))
 
 
 def is_read_by_stock_alone(trainer: Trainer) -> bool:

@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host, on_its_way
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 ROWS = "rows_end_to_end"
 
@@ -243,18 +244,3 @@ def _of_every_head(grouped: Tensor, heads: int) -> Tensor:
     """(1, fewer heads, tokens, size) -> (1, heads, tokens, size)"""
     times = heads // grouped.size(1)
     return grouped if times == 1 else grouped.repeat_interleave(times, dim=1)
-
-
-@contextlib.contextmanager
-def replaced(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
-    """``module.name`` is ``value`` inside, and afterwards what it was, be it the class's own."""
-    own = vars(module)
-    before, had_one = own.get(name), name in own
-    object.__setattr__(module, name, value)
-    try:
-        yield
-    finally:
-        if had_one:
-            object.__setattr__(module, name, before)
-        else:
-            object.__delattr__(module, name)

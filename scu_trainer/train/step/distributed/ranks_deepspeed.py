@@ -7,7 +7,7 @@ Full local gradients stay until the window ends, so ZeRO-2 needs the gradient me
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from scu_trainer.errors import ControlError
 from scu_trainer.train.step.distributed.ranks import OFF, Ranks, ShardedRanks, fill_unused
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 
 class ZeroRanks(Ranks):
@@ -45,24 +46,15 @@ class ZeroRanks(Ranks):
             self._engine.optimizer.exit_backward()
             raise
 
-    @contextmanager
-    def _without_a_step(self) -> Iterator[None]:
+    def _without_a_step(self) -> AbstractContextManager[None]:
         """Inside, accelerate's backward does not take the engine's step, as it would in the last one of a window."""
-        accelerator = self._accelerator
-        own, backward = vars(accelerator).get("backward"), accelerator.backward
+        backward = self._accelerator.backward
 
         def going_back(loss: torch.Tensor, **kwargs: Any) -> None:
             with self._sync_gradients(False):
                 backward(loss, **kwargs)
 
-        accelerator.backward = going_back
-        try:
-            yield
-        finally:
-            if own is None:
-                del accelerator.backward
-            else:
-                accelerator.backward = own
+        return replaced(self._accelerator, "backward", going_back)
 
     def drop_gradients(self) -> None:
         super().drop_gradients()

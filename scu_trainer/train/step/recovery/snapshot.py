@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -255,3 +256,18 @@ def _device_rng(device: torch.device) -> tuple[Callable[[Any], None], Any]:
 def gradient_versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     """Of each parameter, what changes when its gradient does. No gradient is read, nothing waits for a device."""
     return [(0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside, and afterwards what it was, be it the class's own."""
+    own = vars(owner)
+    before, had_one = own.get(name), name in own
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        if had_one:
+            object.__setattr__(owner, name, before)
+        else:
+            object.__delattr__(owner, name)
