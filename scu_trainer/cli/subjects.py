@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
-from scu_trainer.models.loading.load import base_of, check_source, downloaded_adapter, found_base, is_adapter
+from scu_trainer.models.loading.names import base_of, check_source, downloaded_adapter, found_base, is_adapter
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.run_files import found_above, read_json
 from scu_trainer.settings import DataSettings, ModelSettings

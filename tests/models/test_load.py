@@ -15,15 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel, ViTConfig
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import adapter_targets
-from scu_trainer.models.loading.load import (
-    base_of,
-    check_source,
-    is_adapter,
-    load_for_evaluation,
-    load_model,
-    load_tokenizer,
-    prepare_for_tuning,
-)
+from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning
+from scu_trainer.models.loading.names import base_of, check_source, is_adapter
 from scu_trainer.settings import ModelSettings
 from tests import tiny
 

@@ -15,7 +15,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
 from scu_trainer.control.budget import SOLVED_AT, largest_share
 from scu_trainer.errors import DataError, ModelError, SettingsError
-from scu_trainer.models.loading.load import is_adapter
+from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.run_files import require_room, require_writable, write_json
 from scu_trainer.settings.tasks import TEXT
 

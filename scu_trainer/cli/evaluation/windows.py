@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.evaluation.options import EvalOptions
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.errors import SettingsError
-from scu_trainer.models.loading.load import as_model_error, base_of, check_source, located
+from scu_trainer.models.loading.names import as_model_error, base_of, check_source, located
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.base import require
 from scu_trainer.settings.tasks import TEXT

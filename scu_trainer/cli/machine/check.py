@@ -60,7 +60,7 @@ def findings_of(values: dict[str, Any]) -> list[RequirementStatus]:
 
 
 def _model(name: str) -> RequirementStatus:
-    from scu_trainer.models.loading.load import check_source
+    from scu_trainer.models.loading.names import check_source
 
     try:
         check_source(name)

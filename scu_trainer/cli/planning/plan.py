@@ -180,14 +180,8 @@ def _configuration(job: Job) -> Any:
 
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.loading.causal import require_causal
-    from scu_trainer.models.loading.load import (
-        as_model_error,
-        base_of,
-        check_source,
-        check_weights,
-        load_tokenizer,
-        located,
-    )
+    from scu_trainer.models.loading.load import check_weights, load_tokenizer
+    from scu_trainer.models.loading.names import as_model_error, base_of, check_source, located
     from scu_trainer.models.quantize import is_stored_quantized
 
     model = job.model

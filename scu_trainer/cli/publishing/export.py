@@ -29,7 +29,8 @@ from scu_trainer.cli.publishing.merge import screen as merged_screen
 from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError, StorageError
 from scu_trainer.models.exports.gguf import OUTTYPES
-from scu_trainer.models.loading.load import base_of, causal_config, is_adapter
+from scu_trainer.models.loading.load import causal_config
+from scu_trainer.models.loading.names import base_of, is_adapter
 from scu_trainer.run_files import read_json, readable, require_writable, write_json, write_text
 from scu_trainer.settings.tasks import TEXT
 

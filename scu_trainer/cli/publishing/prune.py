@@ -15,7 +15,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import default_output, shown
 from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError, StorageError
-from scu_trainer.models.loading.load import is_adapter
+from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.run_files import readable, require_writable, write_json
 from scu_trainer.settings.tasks import TEXT
 

@@ -13,7 +13,7 @@ from scu_trainer.hub.facts import facts_of
 from scu_trainer.hub.files import upload_of
 from scu_trainer.hub.local_paths import is_local
 from scu_trainer.hub.push import CARD_KEPT, push, require_open, token_for
-from scu_trainer.models.loading.load import base_of, located
+from scu_trainer.models.loading.names import base_of, located
 from scu_trainer.run_files import read_json
 from scu_trainer.settings.tasks import TEXT
 

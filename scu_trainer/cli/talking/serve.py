@@ -20,7 +20,7 @@ from scu_trainer.cli.subjects import Subject
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.errors import RequirementError, SettingsError, StorageError
 from scu_trainer.listening import HOST, bound, check_address, in_address, is_loopback, own_names
-from scu_trainer.models.loading.load import is_adapter
+from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.run_files import read_json
 from scu_trainer.secrets import remember
 

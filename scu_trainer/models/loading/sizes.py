@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from scu_trainer.models.loading.load import as_model_error, base_of, check_source, located
+from scu_trainer.models.loading.names import as_model_error, base_of, check_source, located
 from scu_trainer.models.quantize import quantizable_layers, skeleton_of
 
 

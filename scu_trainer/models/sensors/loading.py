@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import AdapterPlan
 from scu_trainer.models.loading.dispatch import Free, Placement, place
-from scu_trainer.models.loading.load import (
-    as_model_error,
-    base_of,
-    check_source,
-    is_adapter,
-    located,
-    with_adapter,
-)
+from scu_trainer.models.loading.load import with_adapter
+from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter, located
 from scu_trainer.models.loading.safety import require_safe_weights, safetensors_only
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig

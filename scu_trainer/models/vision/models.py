@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.loading.load import as_model_error, base_of, is_adapter, located, with_adapter
+from scu_trainer.models.loading.load import with_adapter
+from scu_trainer.models.loading.names import as_model_error, base_of, is_adapter, located
 from scu_trainer.models.loading.safety import announce_code, require_safe_weights, safetensors_only
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs
 from scu_trainer.models.vision.view import View, classes_of, known_classes, load_config

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.loading.load import as_model_error, base_of, check_source, is_adapter, located
+from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter, located
 from scu_trainer.models.loading.safety import announce_code
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from scu_trainer.data.sources import require_there
 from scu_trainer.errors import nearest
 from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC, check_optimizer, keeps_small_steps
-from scu_trainer.models.loading.load import check_source
+from scu_trainer.models.loading.names import check_source
 from scu_trainer.settings import (
     CurriculumSettings,
     DataSettings,

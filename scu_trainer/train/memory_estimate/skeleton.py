@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.loading.adapters import adapter_config, choose_weights
-from scu_trainer.models.loading.load import as_model_error, is_adapter
+from scu_trainer.models.loading.names import as_model_error, is_adapter
 from scu_trainer.models.quantize import numbers_in, quantizable_layers, quantized_modules, stored_bits
 from scu_trainer.settings import ModelSettings
 

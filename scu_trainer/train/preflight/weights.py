@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from scu_trainer.hardware.optimizers import keeps_small_steps
-from scu_trainer.models.loading.load import is_adapter
+from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent

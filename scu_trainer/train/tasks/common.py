@@ -12,7 +12,8 @@ from transformers import set_seed
 from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.loading.adapters import CAUSAL, AdapterPlan
-from scu_trainer.models.loading.load import is_adapter, prepare_for_tuning
+from scu_trainer.models.loading.load import prepare_for_tuning
+from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.models.quantize import quantized_line
 from scu_trainer.run_files import require_room
 from scu_trainer.settings import ModelSettings

@@ -23,14 +23,12 @@ from scu_trainer.models.loading.adapters import CAUSAL, add_tokens, grow_embeddi
 from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
 from scu_trainer.models.loading.load import (
     causal_config,
-    is_adapter,
     load_for_evaluation,
     load_model,
     load_tokenizer,
     plan_placement,
-    rows_of_adapter,
-    with_adapter_as_model,
 )
+from scu_trainer.models.loading.names import is_adapter, rows_of_adapter, with_adapter_as_model
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.regularization import SAMPLED

@@ -16,7 +16,8 @@ from scu_trainer.data.words.data import PreparedWords, prepare_words
 from scu_trainer.errors import ModelError
 from scu_trainer.models.gru import CadenceConfig, CadenceForCausalLM
 from scu_trainer.models.loading.adapters import AdapterPlan
-from scu_trainer.models.loading.load import base_of, load_for_evaluation, load_model, load_tokenizer
+from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer
+from scu_trainer.models.loading.names import base_of
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.base import require
 from scu_trainer.settings.stock import seed_of_data

@@ -1,0 +1,232 @@
+"""What the name of a model stands for: a folder, an adapter with its base, an id of the Hub; and what is said where it
+cannot be used."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Optional
+
+from scu_trainer.errors import ModelError, UserError, nearest
+from scu_trainer.models.loading.possible import require_sane_config
+from scu_trainer.models.loading.safety import code_refusal, needs_code, reason_of
+from scu_trainer.models.published import ADAPTER, PROCESSOR
+from scu_trainer.run_files import found_above, read_regular
+from scu_trainer.settings import ModelSettings
+
+
+def check_source(name_or_path: str, what: str = "model") -> None:
+    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass. ``what`` is wanted of
+    it, for the message."""
+    path = Path(name_or_path).expanduser()
+    looks_local = name_or_path.startswith((".", "/", "~")) or path.exists() or name_or_path.count("/") > 1
+    if not looks_local:
+        return
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise ModelError(f"model_name_or_path {name_or_path!r} {found}; give a folder with a config.json, or a Hub id")
+    if not (path / "config.json").is_file() and not is_adapter(path):
+        raise ModelError(
+            f"model_name_or_path {name_or_path!r} is a folder without config.json or adapter_config.json; give the "
+            f"folder that save_pretrained wrote{_adapter_below(path)}"
+        )
+    if (path / "config.json").is_file():
+        require_sane_config(path / "config.json", what)
+
+
+def _adapter_below(path: Path) -> str:
+    """peft saves an adapter that has a name of its own in a folder of that name."""
+    found = sorted(path.glob("*/adapter_config.json"))
+    return f", such as the adapter {found[0].parent}" if found else ""
+
+
+def is_adapter(path: Path) -> bool:
+    return (path / "adapter_config.json").is_file()
+
+
+def located(name: str) -> str:
+    """A folder with ``~`` written out, which the libraries take for part of a Hub id; Hub ids as they are."""
+    path = Path(name).expanduser()
+    return str(path) if path.is_dir() else name
+
+
+def base_of(adapter: Path) -> str:
+    """Name or path of the base model that an adapter folder was trained on; the folder itself when it is no adapter.
+
+    Raises ModelError if the adapter does not tell, or if its base is a folder that is gone.
+    """
+    if not is_adapter(adapter):
+        return str(adapter)
+    config_file = adapter / "adapter_config.json"
+    with as_model_error(str(adapter), "adapter"):
+        config = json.loads(read_regular(config_file))
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not base or not isinstance(base, str) or "\0" in base:
+        raise ModelError(f"{config_file} does not name the base model; set base_model_name_or_path in it")
+    base = found_base(base, adapter)
+    try:
+        check_source(base)
+    except ModelError as error:
+        raise ModelError(f"the adapter {adapter} needs its base model: {error}; {_names_base(adapter)}") from error
+    return base
+
+
+def _names_base(adapter: Path) -> str:
+    return f"{adapter / 'adapter_config.json'} names it: set its base_model_name_or_path to where it is"
+
+
+def found_base(name: str, folder: Path) -> str:
+    """See ``found_above``. Of a name alone, which can be a Hub id as well, a run is not the base of those beside it."""
+
+    def is_base(path: Path) -> bool:
+        is_run = (path / "run.json").is_file()
+        return (path / "config.json").is_file() and (len(Path(name).parts) > 1 or not is_run)
+
+    return found_above(name, folder, is_base)
+
+
+def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> Optional[Path]:
+    """The folder in the cache of the Hub with the adapter of this id; None for everything else: what lies here, a full
+    model, and what the Hub does not have, as who loads it says."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    if name is None or Path(name).expanduser().exists():
+        return None
+    try:
+        config_file = find_adapter_config_file(name, revision=revision)
+    except (OSError, ValueError):
+        return None
+    if config_file is None:
+        return None
+    from huggingface_hub import snapshot_download
+
+    with as_model_error(name, "adapter", revision):
+        patterns = [*ADAPTER, "adapter_model.bin", *PROCESSOR]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def rows_of_adapter(adapter: Path) -> int:
+    """Rows that the embedding needs for the tokens which an adapter has trained; 0 for one without."""
+    with as_model_error(str(adapter), "adapter"):
+        found = json.loads(read_regular(adapter / "adapter_config.json")).get("trainable_token_indices") or {}
+    rows = found.values() if isinstance(found, dict) else [found]
+    return 1 + max((row for some in rows for row in some), default=-1)
+
+
+def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
+    """``adapter_name_or_path`` as the model to go on with. Raises ModelError where it is none, or of another base."""
+    name, revision = settings.adapter_name_or_path or settings.model_name_or_path, settings.model_revision
+    found = downloaded_adapter(name, revision)
+    if found is not None:
+        settings = replace(settings, model_revision=None)  # which was that of the adapter
+    if settings.adapter_name_or_path is None:
+        return settings if found is None else replace(settings, model_name_or_path=str(found))
+    adapter = found or Path(settings.adapter_name_or_path).expanduser()
+    if not is_adapter(adapter):
+        raise ModelError(
+            f"adapter_name_or_path {settings.adapter_name_or_path!r} is neither a folder with an adapter_config.json "
+            "nor an adapter on the Hub; give the folder that a run wrote, or the id"
+        )
+    base, given = base_of(adapter), settings.model_name_or_path
+    if given is not None and not _is_same_place(base, given):
+        raise ModelError(
+            f"the adapter {adapter} was trained on {base}, and model_name_or_path is {given}; give that base, or leave "
+            "model_name_or_path out"
+        )
+    return replace(settings, model_name_or_path=str(adapter), adapter_name_or_path=None)
+
+
+def _is_same_place(first: str, second: str) -> bool:
+    if Path(located(first)).is_dir() and Path(located(second)).is_dir():
+        return Path(located(first)).resolve() == Path(located(second)).resolve()
+    return first == second
+
+
+STUMBLES = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeError, KeyError)
+"""What a library runs into that computes with files nobody has looked at: zero heads, text for a number."""
+
+
+class as_model_error:
+    """Context manager: what transformers raises for a name it cannot use becomes one ModelError. ``asked_for``: what a
+    person named; where it is an adapter, ``name`` is its base."""
+
+    def __init__(self, name: str, what: str, revision: Optional[str] = None, asked_for: Optional[str] = None) -> None:
+        self.name, self.what, self.revision, self.asked_for = name, what, revision, asked_for
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind, error, trace) -> bool:
+        if not _is_of_the_files(error) or _is_out_of_memory(error):
+            return False
+        if needs_code(error):
+            raise code_refusal(located(self.name), self.revision) from error
+        first, hint = _first_line(error), ""
+        if _is_torn(error):
+            hint = f"; {_torn_file(self.name)} is damaged or cut off: copy or download it again"
+        elif not Path(self.name).expanduser().exists():
+            hint = f"; {_not_here(self.name)}; if it is a Hub id, check its spelling and the connection"
+            adapter = Path(self.asked_for or "").expanduser()
+            if is_adapter(adapter):
+                hint += f"; {_names_base(adapter)}"
+        first = first.rstrip(".") if hint else first
+        raise ModelError(f"cannot load the {self.what} of {self.name!r}: {first}{hint}") from error
+
+
+def _is_of_the_files(error: Optional[BaseException]) -> bool:
+    # The tokenizers library, which is no Python, raises nothing more narrow than Exception itself.
+    return not isinstance(error, UserError) and (isinstance(error, loading_errors()) or type(error) is Exception)
+
+
+def _not_here(name: str) -> str:
+    """That no folder has this name, with the nearest of those beside it."""
+    path = Path(name)
+    beside = [str(other) for other in path.parent.glob("*") if other.is_dir()] if path.parent.name else []
+    return f"there is no folder {name} here{nearest(str(path), beside)}"
+
+
+def _is_torn(error: Exception) -> bool:
+    from safetensors import SafetensorError
+
+    return isinstance(error, SafetensorError)
+
+
+def _torn_file(name: str) -> str:
+    """The first weights file of a folder that cannot be opened."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(name).expanduser().glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return str(file)
+    return "its weights file"
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        return f"its pickle file is damaged or holds more than tensors, and was not read ({reason_of(error)})"
+    first = str(error).strip().splitlines()[0].strip() if str(error).strip() else type(error).__name__
+    if first.endswith(":"):  # a list follows
+        first = " ".join(str(error).split())[:300]
+    if isinstance(error, STUMBLES):
+        return f"its files do not hold what the library expects there ({type(error).__name__}: {first})"
+    return first
+
+
+def loading_errors() -> tuple[type[Exception], ...]:
+    """What the libraries raise for files that are torn, of another kind, or in need of a package."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    builtin = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, UserWarning, pickle.UnpicklingError)
+    return (*builtin, *STUMBLES, StrictDataclassError, SafetensorError)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
