@@ -186,6 +186,8 @@ def test_what_agrees_with_the_settings_passes(tmp_path):
         ({"fp16__los_scale": 1}, r"'los_scale' \(did you mean 'loss_scale'\?\)"),
         ({"zero_optimization__stage": 7}, "zero_optimization.stage is 7; allowed: 0, 1, 2, 3"),
         ({"zero_optimization__stage": None}, "zero_optimization.stage is missing"),
+        ({"comms_config": {}, "_comment": "mine"}, r"'comms_config' \(did you .*\), '_comment'.*; .* so remove it"),
+        ({"curriculum_learning": {"enabled": True}}, "'curriculum_learning' has been removed"),
     ],
 )
 def test_unknown_and_wrong_entries_are_errors(tmp_path, changes, expected):
@@ -202,6 +204,17 @@ def test_zero_3_that_would_save_no_model_is_refused(tmp_path):
     gather = "stage3_gather_16bit_weights_on_model_save"
     with pytest.raises(SettingsError, match=f"set zero_optimization.{gather} to true"):
         check(tmp_path, changed(tmp_path, "zero3", **{f"zero_optimization__{gather}": False}))
+
+
+def test_either_name_of_deepspeed_for_gathering_counts(tmp_path):
+    gather = "zero_optimization__stage3_gather_16bit_weights_on_model_save"
+    check(tmp_path, changed(tmp_path, "zero3", **{gather: None, gather.replace("stage3_", ""): True}))
+
+
+def test_what_a_launch_file_says_is_named_as_it_is_there(tmp_path):
+    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="3")
+    with pytest.raises(SettingsError, match=r"deepspeed_config of accelerate .*; set zero3_save_16bit_model to true"):
+        check(tmp_path, None)
 
 
 def test_fp16_on_a_cpu_is_refused(tmp_path):
@@ -258,6 +271,20 @@ def test_memory_control_needs_a_stage(tmp_path):
     file = changed(tmp_path, zero_optimization__stage=0)
     check(tmp_path, file)
     with pytest.raises(ControlError, match=r"this is stage 0; .* set memory_control: false"):
+        check(tmp_path, file, memory=MemorySettings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+    ],
+)
+def test_timers_are_refused_before_anything_is_loaded(tmp_path, changes, named):
+    file = changed(tmp_path, **changes)
+    check(tmp_path, file)
+    with pytest.raises(ControlError, match=f"disable {named} in .*changed.json, or set memory_control: false"):
         check(tmp_path, file, memory=MemorySettings())
 
 
@@ -319,6 +346,28 @@ def test_a_missing_file_is_one_message(by_launcher):
         os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE="ds_configs/zero9.json")
     with pytest.raises(SettingsError, match=r"ds_configs/zero9.json' was not found from .*; start in the folder"):
         deepspeed_start.prepare_environment(None if by_launcher else "ds_configs/zero9.json", use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"zero_optimization": {"stage": 2,},}', "is not the JSON of a DeepSpeed .*: line 1 column 35"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' is given twice"),
+        ('{"train_batch_size": "auto"}', "has no section zero_optimization; add"),
+        ("[1]", "has no section zero_optimization; add"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_message(tmp_path, content, expected):
+    without_launcher()
+    file = tmp_path / "mine.conf"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match=f"mine.conf.*{expected}"):
+        deepspeed_start.prepare_environment(str(file), use_cpu=True)
+
+
+def test_a_configuration_as_text_is_left_to_transformers():
+    without_launcher()
+    deepspeed_start.prepare_environment(json.dumps({"zero_optimization": {"stage": 2}, "x": "y" * 300}), use_cpu=True)
 
 
 def test_a_missing_deepspeed_is_one_message(monkeypatch):

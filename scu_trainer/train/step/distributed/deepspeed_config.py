@@ -23,12 +23,16 @@ SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "War
 OURS_ONLY = {"msamp"}
 """Keys that accelerate reads, not DeepSpeed."""
 
+BY_LAUNCHER = "deepspeed_config of accelerate launch"
+"""What a launch file or its flags say about DeepSpeed, where they name no JSON file."""
+
 
 def source_of(training: TrainingArguments) -> str:
     """What to call the configuration in a message: its file where it has one."""
-    if isinstance(training.deepspeed, str) and os.path.exists(training.deepspeed):
-        return training.deepspeed
-    return os.environ.get(FILE_VARIABLE) or "the DeepSpeed configuration"
+    if training.deepspeed:
+        is_file = isinstance(training.deepspeed, str) and os.path.exists(training.deepspeed)
+        return str(training.deepspeed) if is_file else "the DeepSpeed configuration"
+    return os.environ.get(FILE_VARIABLE) or BY_LAUNCHER
 
 
 def fill(training: TrainingArguments) -> dict[str, Any]:
@@ -97,7 +101,7 @@ def _check_lengths(params: dict[str, Any], training: TrainingArguments, source: 
 
 def check_keys(config: dict[str, Any], source: str) -> None:
     """Raise SettingsError for keys that DeepSpeed would drop or reject, and for values that it rejects."""
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError
 
     if config["zero_optimization"].get("stage") not in (0, 1, 2, 3):
@@ -110,11 +114,11 @@ def check_keys(config: dict[str, Any], source: str) -> None:
         DeepSpeedConfig(recorder)
     except ValidationError as error:
         raise SettingsError(f"{source}: {_first(error)}") from error
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, DeepSpeedConfigError) as error:
         raise SettingsError(f"{source}: {error}") from error
-    for name in config:
-        if name not in recorder.names | OURS_ONLY:
-            raise SettingsError(f"{source}: unknown key {name!r}{nearest(name, recorder.names)}; DeepSpeed ignores it")
+    unknown = [f"{name!r}{nearest(name, recorder.names)}" for name in config if name not in recorder.names | OURS_ONLY]
+    if unknown:
+        raise SettingsError(f"{source}: unknown key {', '.join(unknown)}; DeepSpeed would ignore it, so remove it")
 
 
 class Recorder(dict):
@@ -147,7 +151,7 @@ def _first(error) -> str:
     if found["type"] != "extra_forbidden":
         return f"{name} is {found['input']!r}: {found['msg'][0].lower()}{found['msg'][1:]}"
     *sections, last = found["loc"]
-    return f"unknown key {name!r}{nearest(str(last), _names_in(error.title, sections))}"
+    return f"unknown key {name!r}{nearest(str(last), _names_in(error.title, sections))}; remove it, or correct it"
 
 
 def _names_in(title: str, sections: list[str]) -> list[str]:

@@ -9,8 +9,9 @@ from transformers import TrainingArguments
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.regularization.zero import refuse_stage
-from scu_trainer.train.step.distributed.deepspeed_config import check_keys, check_schedule, fill, source_of
+from scu_trainer.train.step.distributed.deepspeed_config import BY_LAUNCHER, check_keys, check_schedule, fill, source_of
 from scu_trainer.train.step.distributed.deepspeed_start import share_process_group
+from scu_trainer.train.step.distributed.ranks_deepspeed import timed
 
 WANT_SHAPES = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw")
 GATHER = "stage3_gather_16bit_weights_on_model_save"
@@ -49,6 +50,16 @@ def check_deepspeed(
     _check_model(model, training)
     _check_optimizer(config, training)
     _check_loops(training, memory, regularization)
+    if memory.acts:
+        _check_timers(config, source)
+
+
+def _check_timers(config: dict[str, Any], source: str) -> None:
+    """Before a model is loaded; a script of one's own meets the same refusal when training begins."""
+    timers = {"flops_profiler": config.get("flops_profiler", {}).get("enabled")}
+    for name, enabled in {**timers, "wall_clock_breakdown": config.get("wall_clock_breakdown")}.items():
+        if enabled:
+            raise ControlError(timed(name, source))
 
 
 def _check_precision(config: dict[str, Any], training: TrainingArguments, source: str) -> None:
@@ -57,10 +68,12 @@ def _check_precision(config: dict[str, Any], training: TrainingArguments, source
 
 
 def _check_saving(config: dict[str, Any], training: TrainingArguments, source: str) -> None:
-    if zero_stage(training) == 3 and not config["zero_optimization"].get(GATHER):
+    zero = config["zero_optimization"]
+    gathers = zero.get(GATHER) or zero.get(GATHER.removeprefix("stage3_"))  # DeepSpeed reads both names
+    if zero_stage(training) == 3 and not gathers:
+        name = "zero3_save_16bit_model" if source == BY_LAUNCHER else f"zero_optimization.{GATHER}"
         raise SettingsError(
-            f"{source}: ZeRO-3 keeps a part of the weights on each rank and would save no model; set "
-            f"zero_optimization.{GATHER} to true"
+            f"{source}: ZeRO-3 keeps a part of the weights on each rank and would save no model; set {name} to true"
         )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from scu_trainer import shipped
 from scu_trainer.errors import RequirementError, SettingsError
@@ -29,7 +30,7 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
         return
     if find_spec("deepspeed") is None:
         raise RequirementError("DeepSpeed is requested but not installed; pip install 'scu-trainer[deepspeed]'")
-    _require_file(deepspeed or _found_by_accelerate())
+    _check_file(deepspeed or _found_by_accelerate())
     _stand_alone()
     _keep_builds_with_the_environment()
     if use_cpu:
@@ -49,13 +50,34 @@ def _found_by_accelerate() -> Optional[str]:
     return os.environ.get(FILE_VARIABLE)
 
 
-def _require_file(deepspeed: Optional[str]) -> None:
-    """A path that leads nowhere. What is no path (the JSON itself, or nothing) is left to transformers."""
-    if deepspeed and deepspeed.endswith(".json") and not Path(deepspeed).is_file():
+def _check_file(deepspeed: Optional[str]) -> None:
+    """A path that leads nowhere, or to no configuration. What is no path (the JSON itself, or nothing) is left to
+    transformers."""
+    if not deepspeed or not (deepspeed.endswith(".json") or os.path.isfile(deepspeed)):
+        return
+    if not os.path.isfile(deepspeed):
         raise SettingsError(
             f"the DeepSpeed configuration {deepspeed!r} was not found from {Path.cwd()}; start in the folder that "
             "holds ds_configs, or give a full path"
         )
+    try:
+        content = json.loads(Path(deepspeed).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+    except ValueError as error:
+        raise SettingsError(f"{deepspeed} is not the JSON of a DeepSpeed configuration: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("zero_optimization"), dict):
+        raise SettingsError(
+            f'{deepspeed} has no section zero_optimization; add "zero_optimization": {{"stage": 2}}, or take '
+            "ds_configs/zero2.json"
+        )
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """DeepSpeed refuses a key that is given twice, but gets the file from transformers, which keeps the last."""
+    names = [name for name, _ in pairs]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"{repeated!r} is given twice, keep one of them")
+    return dict(pairs)
 
 
 def _stand_alone() -> None:

@@ -88,14 +88,20 @@ def deepspeed_ranks(trainer) -> Ranks:
     return ZeroRanks(trainer)
 
 
+def timed(name: str, source: str) -> str:
+    """Why DeepSpeed's timer ``name`` and the memory loop do not go together."""
+    return (
+        f"DeepSpeed's {name} measures forward and backward in pairs, which a failed micro-batch breaks; disable {name} "
+        f"in {source}, or {OFF}"
+    )
+
+
 def _refuse_unusable(engine) -> None:
-    timers = {"wall_clock_breakdown": engine.wall_clock_breakdown(), "flops_profiler": engine.flops_profiler_enabled()}
+    # The profiler first: the engine then says wall_clock_breakdown, too, whatever its configuration says.
+    timers = {"flops_profiler": engine.flops_profiler_enabled(), "wall_clock_breakdown": engine.wall_clock_breakdown()}
     for name, enabled in timers.items():
         if enabled:
-            raise ControlError(
-                f"DeepSpeed's {name} measures forward and backward in pairs, which a failed micro-batch breaks; "
-                f"disable {name} in the DeepSpeed configuration, or {OFF}"
-            )
+            raise ControlError(timed(name, "the DeepSpeed configuration"))
     if engine.pipeline_parallelism or engine.has_moe_layers:
         kind = "pipeline parallelism" if engine.pipeline_parallelism else "expert layers (MoE)"
         raise ControlError(
