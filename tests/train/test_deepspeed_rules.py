@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from scu_trainer.errors import ControlError, RequirementError, SettingsError
-from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.train.job.job import Job
+from scu_trainer.train.preflight import pitfalls
 from scu_trainer.train.step.distributed import deepspeed_start
 from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed, zero_stage
 from scu_trainer.train.step.distributed.sharded import weight_count
@@ -215,6 +217,24 @@ def test_what_a_launch_file_says_is_named_as_it_is_there(tmp_path):
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="3")
     with pytest.raises(SettingsError, match=r"deepspeed_config of accelerate .*; set zero3_save_16bit_model to true"):
         check(tmp_path, None)
+
+
+@pytest.mark.parametrize("norm", [0.5, 0.0])
+def test_a_norm_that_deepspeed_does_not_hear_of_is_reported(tmp_path, norm):
+    """As in files of Axolotl and FastChat; the stock Trainer says nothing, and the engine clips at a default."""
+    file = changed(tmp_path, gradient_clipping=None)
+    (finding,) = clipping(check(tmp_path, file, max_grad_norm=norm))
+    assert finding.check == "setting-without-effect"
+    assert f"max_grad_norm is {norm:g}, and" in finding.what
+    assert finding.what.endswith("changed.json has no gradient_clipping: DeepSpeed takes 1")
+    assert not clipping(check(tmp_path, file, max_grad_norm=1.0))
+    assert not clipping(check(tmp_path, changed(tmp_path), max_grad_norm=norm))
+    assert not clipping(check(tmp_path, None, max_grad_norm=norm))
+
+
+def clipping(training) -> list:
+    job = Job(ModelSettings(), DataSettings(), None, training, OFF)
+    return [finding for finding in pitfalls.before_loading(job) if finding.where == "max_grad_norm"]
 
 
 def test_fp16_on_a_cpu_is_refused(tmp_path):

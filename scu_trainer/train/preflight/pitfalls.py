@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
+from scu_trainer.train.step.distributed.deepspeed_config import source_of
+from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
 
 FINDS_BATCH_SIZE = Check(
     "restarts-on-out-of-memory",
@@ -48,6 +50,7 @@ def before_loading(job: Job) -> Iterator[Finding]:
         yield NO_SHUFFLE.found("train_sampling_strategy: sequential", "train_sampling_strategy")
     yield from _idle_adapters(job)
     yield from _idle_numbers(job)
+    yield from _idle_clipping(job)
 
 
 def _idle_adapters(job: Job) -> Iterator[Finding]:
@@ -72,3 +75,16 @@ def _idle_numbers(job: Job) -> Iterator[Finding]:
     if training.save_total_limit is not None and training.save_total_limit <= 0:
         what = f"save_total_limit is {training.save_total_limit}, which limits nothing: every checkpoint is kept"
         yield WITHOUT_EFFECT.found(what, "save_total_limit", "give 1 or more, or save_strategy: no for no checkpoints")
+
+
+def _idle_clipping(job: Job) -> Iterator[Finding]:
+    """DeepSpeed clips by its own configuration alone, and the stock Trainer fills in only what is there as "auto"."""
+    training = job.training
+    if not uses_deepspeed(training) or "gradient_clipping" in training.hf_deepspeed_config.config:
+        return
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT as default
+
+    asked = training.max_grad_norm or 0
+    if asked != default:
+        what = f"max_grad_norm is {asked:g}, and {source_of(training)} has no gradient_clipping: DeepSpeed takes "
+        yield WITHOUT_EFFECT.found(f"{what}{default:g}", "max_grad_norm", 'add "gradient_clipping": "auto" there')
