@@ -14,7 +14,7 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
-from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, named_split, read_file, split_among, split_of
+from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, split_among, split_of
 from scu_trainer.errors import DataError, nearest
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
