@@ -22,6 +22,7 @@ from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.models.quantize import stored_bytes
 from scu_trainer.settings import CurriculumSettings, MemorySettings, ModelSettings
 from scu_trainer.train.job.components import TrainingComponents
+from scu_trainer.train.loss.rows import softmax
 from scu_trainer.train.memory_estimate import plan, predict, record
 from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import kinds_of, shallow, with_layers
@@ -155,6 +156,24 @@ def test_gradients_of_earlier_chunks_are_there_from_the_beginning():
     assert later.parts["gradients"] == trained and first.parts["gradients"] < trained
     assert first.events.highest(trained)["gradients"] == trained
     assert sum(first.events.highest(trained).values()) + first.parts["weights"] == sum(later.parts.values())
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("rows", [30, 32])
+def test_blocks_of_logits_without_content_hold_what_all_blocks_hold(rows, softcap, monkeypatch):
+    """The last one is whole, or shorter."""
+    monkeypatch.setattr(softmax, "BLOCK_BYTES", 4 * 500 * 3)  # three rows of each thread
+
+    def held(logits: torch.Tensor, targets: torch.Tensor) -> tuple[dict[str, int], int]:
+        live = LiveBytes(vocabulary=500)
+        with live:
+            losses, _ = softmax.kernel_for(CPU, torch.float32)(logits, targets, True, softcap)
+        return live.peak, len(losses)
+
+    given = torch.rand(rows, 500), torch.arange(rows)
+    with FakeTensorMode() as mode:
+        without_content = held(*map(mode.from_tensor, given))
+    assert without_content == held(*given)
 
 
 # -- deep models from shallow ones -------------------------------------------------------------------------------------
