@@ -9,6 +9,7 @@ import ast
 import platform
 import sysconfig
 import tokenize
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,8 +87,17 @@ def stdlib_modules() -> Iterator[tuple[str, str]]:
 def docstrings_of(source: str) -> Iterator[str]:
     """Docstrings of a module, its classes and functions, each under its name."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         text = ast.get_docstring(node) if isinstance(node, documented) else None
         if text:
             heading = "" if isinstance(node, ast.Module) else f"{node.name}\n"
             yield heading + text
+
+
+def _statements(module: ast.Module) -> Iterator[ast.AST]:
+    """In the order of ``ast.walk``, without the expressions, which define no classes and no functions."""
+    waiting = deque([module])
+    while waiting:
+        yield (node := waiting.popleft())
+        for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+            waiting.extend(getattr(node, field, ()))

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import ast
 import platform
 
 import pytest
 
 from scu_trainer.data import embedded
-from scu_trainer.data.embedded import LEFT_OUT, python_docs, read_embedded, stdlib_docstrings
+from scu_trainer.data.embedded import LEFT_OUT, docstrings_of, python_docs, read_embedded, stdlib_docstrings
 from scu_trainer.settings import EMBEDDED_DATASETS
 
 
@@ -31,6 +32,40 @@ def test_docstrings_come_without_code_and_tests(embedded_cache):
     assert "raise JSONDecodeError" not in documents["json/decoder.py"]
     assert all(LEFT_OUT.isdisjoint(name.split("/")) for name in documents)
     assert min(map(len, documents.values())) >= embedded.SMALLEST_DOCUMENT
+
+
+EVERYWHERE = """
+class Outer:
+    def method(self): "in a class"
+try:
+    def tried(): "in try"
+except ValueError:
+    def caught(): "in except"
+else:
+    if tried:
+        def passed(): "after try"
+finally:
+    def ended(): "in finally"
+if tried(lambda: [1 if x else 2 for x in ()]):
+    async def chosen():
+        "in if"
+        match ended():
+            case 1:
+                class Matched: "in a case"
+else:
+    for each in ():
+        def repeated(): "in for"
+    else:
+        with open("x") as file:
+            def within(): "in with"
+"""
+
+
+def test_docstrings_are_found_wherever_a_statement_can_stand():
+    documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    walked = [node for node in ast.walk(ast.parse(EVERYWHERE)) if isinstance(node, documented)]
+    expected = [f"{node.name}\n{text}" for node in walked if (text := ast.get_docstring(node))]
+    assert list(docstrings_of(EVERYWHERE)) == expected and len(expected) == 9
 
 
 def test_source_files_are_whole(embedded_cache):
