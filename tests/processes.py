@@ -84,10 +84,15 @@ class Started(psutil.Process):
     """``python WORDS`` as ``launch`` runs it, while the test goes on; what it says goes to ``log``.
 
     ``from_nothing``: what is started with a word that ends so is no fork, but known to the system by its own words and
-    environment."""
+    environment. ``keyboard``: a file or a terminal that it reads; a terminal may be its ``log``, too."""
 
     def __init__(
-        self, words: Sequence[object], log: Path, environment: Mapping[str, str], from_nothing: Optional[str] = None
+        self,
+        words: Sequence[object],
+        log: Path,
+        environment: Mapping[str, str],
+        from_nothing: Optional[str] = None,
+        keyboard: str = os.devnull,
     ) -> None:
         pid = _ask(
             "start",
@@ -95,6 +100,7 @@ class Started(psutil.Process):
             environment=dict(environment),
             output=(str(log), str(log)),
             from_nothing=from_nothing,
+            keyboard=keyboard,
         )
         super().__init__(pid)
         self._code: Optional[int] = None
@@ -236,8 +242,10 @@ def _kill(children: set[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def _serve_start(words: list[str], environment: dict[str, str], output: list[str], from_nothing: Optional[str]) -> int:
-    return _fork(words, environment, output, forks=True, from_nothing=from_nothing)
+def _serve_start(
+    words: list[str], environment: dict[str, str], output: list[str], from_nothing: Optional[str], keyboard: str
+) -> int:
+    return _fork(words, environment, output, forks=True, from_nothing=from_nothing, keyboard=keyboard)
 
 
 def _serve_poll(pid: int) -> Optional[int]:
@@ -246,14 +254,19 @@ def _serve_poll(pid: int) -> Optional[int]:
 
 
 def _fork(
-    words: list[str], environment: dict[str, str], output: list[str], forks: bool, from_nothing: Optional[str] = None
+    words: list[str],
+    environment: dict[str, str],
+    output: list[str],
+    forks: bool,
+    from_nothing: Optional[str] = None,
+    keyboard: str = os.devnull,
 ) -> int:
     global _from_nothing
     pid = os.fork()
     if pid == 0:
         _from_nothing = from_nothing
         files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for path in output]
-        _be(words, environment, str(ROOT), (os.open(os.devnull, os.O_RDONLY), *files), forks)
+        _be(words, environment, str(ROOT), (os.open(keyboard, os.O_RDONLY), *files), forks)
     return pid
 
 

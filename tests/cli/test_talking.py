@@ -22,7 +22,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.settings import ModelSettings
 from scu_trainer.talk.answers import AnswerSettings
 from scu_trainer.talk.model import loaded
-from tests import tiny
+from tests import processes, tiny
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +110,12 @@ def environment() -> dict[str, str]:
 
 
 def program(*words: object) -> list[str]:
-    return [sys.executable, "-m", "scu_trainer.cli.main", *map(str, words)]
+    return ["-m", "scu_trainer.cli.main", *map(str, words)]
 
 
 def test_from_a_pipe_only_the_answers_are_printed(folder):
-    words = program("chat", folder, "--max_new_tokens", "4", "--dtype", "float32")
+    """By a program that starts from nothing, as a user's does; the others here are forks."""
+    words = [sys.executable, *program("chat", folder, "--max_new_tokens", "4", "--dtype", "float32")]
     done = subprocess.run(words, input="hello\nhello\n", capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
     assert "greedy" not in done.stdout and "\033" not in done.stdout and done.stdout.endswith("\n")
@@ -130,7 +131,8 @@ def test_bytes_that_are_no_text_are_refused_by_their_line(folder):
 def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
     ours, theirs = pty.openpty()
     words = program("chat", folder, "--max_new_tokens", "4")
-    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment())
+    screen = os.ttyname(theirs)
+    process = processes.Started(words, Path(screen), environment(), keyboard=screen)
     os.close(theirs)
     seen = b""
 
@@ -151,8 +153,9 @@ def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
         os.write(ours, b"\x04")
         assert process.wait(60) == 0
     finally:
-        process.kill()
-        process.wait()
+        if process.poll() is None:
+            process.kill()
+            process.wait(60)
         os.close(ours)
 
 
@@ -181,14 +184,12 @@ def test_killed_it_goes_on_after_the_last_whole_line(folder, prompts, tmp_path, 
     rows = [json.loads(line) for line in whole.splitlines()]
     assert [row["index"] for row in rows] == list(range(12)) and {"answer", "tokens", "finish_reason"} <= rows[0].keys()
     output = tmp_path / "parts.jsonl"
-    process = subprocess.Popen(
-        program(*generate(folder, prompts, output)), env=environment(), stdout=subprocess.DEVNULL
-    )
+    process = processes.Started(program(*generate(folder, prompts, output)), tmp_path / "said.log", environment())
     while not output.exists() or output.stat().st_size == 0:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.wait(60)
     assert run(*generate(folder, prompts, output)) == 0
     assert output.read_bytes() == whole
 
