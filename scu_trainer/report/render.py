@@ -5,6 +5,7 @@ Text stays text: it can be searched and copied, and is as sharp as the page arou
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import re
@@ -132,11 +133,27 @@ def _escaped(text: str) -> str:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def figure(plot: Plot, width_in: float, colors: dict[str, str], with_title: bool) -> Figure:
+@functools.cache
+def _figure_class() -> type[Figure]:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    class DrawnOnce(Figure):
+        """To save a figure is to draw it twice, first into nothing, for its layout: here for that alone."""
+
+        def draw(self, renderer):
+            engine = self.get_layout_engine()
+            if isinstance(engine, ConstrainedLayoutEngine):
+                engine.execute(self)
+            else:
+                super().draw(renderer)
+
+    return DrawnOnce
+
+
+def figure(plot: Plot, width_in: float, colors: dict[str, str], with_title: bool) -> Figure:
     heights = [_height_in(panel, width_in) for panel in plot.panels]
-    drawn = Figure(figsize=(width_in, sum(heights) + 0.35 * with_title), layout="constrained")
+    drawn = _figure_class()(figsize=(width_in, sum(heights) + 0.35 * with_title), layout="constrained")
     drawn.get_layout_engine().set(h_pad=0.09, w_pad=0.03, hspace=0.02)
     axes = drawn.subplots(len(plot.panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for place, panel in zip(axes, plot.panels, strict=True):
