@@ -1,7 +1,8 @@
 """Programs of the tests in processes of their own, without the ten seconds in which each would import torch.
 
 A server process, one per test process, imports everything once and forks: every rank is a real process with a real
-process group, its own environment and its own output. A launcher is such a process too, and forks where it would start
+process group, its own environment and its own output. What must work where nobody has this project forks from a process
+that has imported the libraries alone. A launcher is such a process too, and forks where it would start
 Python: the processes that it starts are its children, as ever, and it waits for them, signals them and reads their exit
 codes by its own code. Each launcher is also started from nothing by one test.
 """
@@ -25,7 +26,7 @@ import time
 import traceback
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Optional
@@ -63,11 +64,18 @@ def launch(words: Sequence[object], *, environment: Optional[Mapping[str, str]] 
     return _run(words, [dict(os.environ if environment is None else environment)], timeout, forks=True)
 
 
-def _run(words: Sequence[object], environments: list[dict[str, str]], timeout: float, forks: bool) -> Done:
+def run_without_us(words: Sequence[object], timeout: float = 200.0) -> Done:
+    """``python WORDS`` from the root of the project, where nothing of it has been imported."""
+    return _run(words, [dict(os.environ)], timeout, forks=False, kind="run without us")
+
+
+def _run(
+    words: Sequence[object], environments: list[dict[str, str]], timeout: float, forks: bool, kind: str = "run"
+) -> Done:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [(f"{folder}/{rank}.out", f"{folder}/{rank}.err") for rank in range(len(environments))]
         code = _ask(
-            "run",
+            kind,
             words=list(map(str, words)),
             environments=environments,
             outputs=outputs,
@@ -175,26 +183,58 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print while they are imported is no answer
     sys.path[0] = str(ROOT)  # and not the folder of this file
+    gc.disable()  # what imports make is no garbage
+    _import_libraries()
+    kinds = {"run": _serve_run, "run without us": _without_us(), "start": _serve_start, "poll": _serve_poll}
     _import_everything()
-    kinds = {"run": _serve_run, "start": _serve_start, "poll": _serve_poll}
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(kinds[request.pop("kind")](**request)) + "\n")
         answers.flush()
 
 
+def _import_libraries() -> None:
+    import peft  # noqa: F401
+    import PIL.Image  # noqa: F401
+    import torch
+    import transformers.generation
+    import transformers.models.auto.image_processing_auto
+    import transformers.trainer  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def _without_us() -> Callable[..., Optional[int]]:
+    """``_serve_run`` of a fork of this process as it is now: what it is asked it does as this process would."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        gc.freeze()
+        gc.enable()
+        with theirs.makefile("rw") as asked:
+            for line in asked:
+                asked.write(json.dumps(_serve_run(**json.loads(line))) + "\n")
+                asked.flush()
+        os._exit(0)
+    theirs.close()
+    asked = ours.makefile("rw")
+
+    def run(**request: Any) -> Optional[int]:
+        asked.write(json.dumps(request) + "\n")
+        asked.flush()
+        return json.loads(asked.readline())
+
+    return run
+
+
 def _import_everything() -> None:
-    gc.disable()  # what imports make is no garbage
     import datasets  # noqa: F401
     import deepspeed
     import deepspeed.module_inject.auto_ep_layer
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    import peft  # noqa: F401
     import pytest  # noqa: F401
-    import torch
     import torch.utils.serialization
-    import torch.utils.tensorboard
-    import transformers.trainer  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
 
     import scu_trainer.cli.comparison.seeds
     import scu_trainer.cli.configuration
@@ -209,7 +249,6 @@ def _import_everything() -> None:
     import scu_trainer.train.tasks.words  # noqa: F401
     from tests import tiny  # noqa: F401 - and the models of transformers that it takes
 
-    torch.set_num_threads(1)
     gc.freeze()  # the collections of the children need not walk over what was imported
     gc.enable()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from scu_trainer.models.gru import CadenceConfig, CadenceForCausalLM, CadenceMod
 from scu_trainer.models.loading.adapters import AdapterPlan
 from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.settings import ModelSettings
+from tests import processes
 
 WORDS = 40
 
@@ -151,6 +150,7 @@ def test_saved_and_loaded_it_is_the_same(tied, tmp_path):
 
 ELSEWHERE = """
 import sys
+assert not [name for name in sys.modules if name.startswith("scu_trainer")]
 sys.modules["scu_trainer"] = None  # whoever imports it fails
 import torch
 from transformers import AutoModelForCausalLM
@@ -166,9 +166,7 @@ def test_a_copied_folder_loads_where_this_package_is_not(tmp_path):
     model.save_pretrained(tmp_path / "here")
     shutil.copytree(tmp_path / "here", tmp_path / "copied")
     shutil.rmtree(tmp_path / "here")
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(tmp_path / "copied")], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = processes.run_without_us(["-c", ELSEWHERE, tmp_path / "copied"])
     assert done.returncode == 0, done.stderr
     module, generated = done.stdout.strip().splitlines()
     ids = model.generate(torch.tensor([[5, 9, 11]]), category_ids=torch.tensor([2]), max_new_tokens=6, do_sample=False)

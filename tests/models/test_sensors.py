@@ -40,6 +40,7 @@ from scu_trainer.models.sensors.trident_branches import _of_the_same_moment
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, WITH_TRANSFORMER, SensorSettings
 from scu_trainer.train.fixtures.random_start import random_start
+from tests import processes
 from tests.recordings import SHAPES, TINY, rows_of, trident
 
 CPU = torch.device("cpu")
@@ -311,7 +312,9 @@ def test_loads_where_this_project_is_not_installed(tmp_path, batch):
     expected, reports = logits(model, batch), model.generate_report(**batch)
     torch.save({name: value for name, value in batch.items() if name != "labels"}, tmp_path / "batch.pt")
     code = f"""
-import sys; sys.modules["scu_trainer"] = None
+import sys
+assert not [name for name in sys.modules if name.startswith("scu_trainer")]
+sys.modules["scu_trainer"] = None
 import torch; from transformers import AutoModel
 model = AutoModel.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).eval()
 with torch.no_grad():
@@ -319,7 +322,7 @@ with torch.no_grad():
     torch.save(model(**batch).logits, {str(tmp_path / "logits.pt")!r})
     print("reports:", model.generate_report(**batch))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = processes.run_without_us(["-c", code])
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
     assert f"reports: {reports}" in done.stdout

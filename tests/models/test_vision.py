@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import subprocess
-import sys
 
 import numpy
 import PIL.Image
@@ -40,6 +38,7 @@ from scu_trainer.models.vision.norms import needs_several_rows, steady_norms
 from scu_trainer.models.vision.view import usual_size, view_of
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
+from tests import processes
 from tests.tiny import lora
 
 FULL = ModelSettings(tuning="full")
@@ -420,6 +419,7 @@ processor = AutoImageProcessor.from_pretrained(sys.argv[1], backend="pil")
 model = AutoModelForImageClassification.from_pretrained(sys.argv[1]).eval()
 with torch.no_grad():
     logits = model(**processor(PIL.Image.open(sys.argv[2]), return_tensors="pt")).logits
+assert not [name for name in sys.modules if name.startswith("scu_trainer")]
 print(logits[0].tolist(), model.config.id2label)
 """
 
@@ -434,8 +434,7 @@ def test_saved_model_gives_the_same_logits_in_a_fresh_process_with_stock_classes
     ours = model.eval()(pixel_values=torch.from_numpy(pixels)[None]).logits[0]
     for part in (model, view.processor):
         part.save_pretrained(tmp_path / "saved")
-    command = [sys.executable, "-c", STOCK, str(tmp_path / "saved"), str(tmp_path / "picture.png")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = processes.run_without_us(["-c", STOCK, tmp_path / "saved", tmp_path / "picture.png"])
     assert done.returncode == 0, done.stderr
     logits, names = done.stdout.strip().split("] ")
     torch.testing.assert_close(torch.tensor(json.loads(logits + "]")), ours, rtol=1e-5, atol=1e-6)
