@@ -133,7 +133,6 @@ def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
     words = program("chat", folder, "--max_new_tokens", "4")
     screen = os.ttyname(theirs)
     process = processes.Started(words, Path(screen), environment(), keyboard=screen)
-    os.close(theirs)
     seen = b""
 
     def until(text: bytes) -> None:
@@ -156,6 +155,7 @@ def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
         if process.poll() is None:
             process.kill()
             process.wait(60)
+        os.close(theirs)  # not before: a terminal that nobody has opened yet would hang up
         os.close(ours)
 
 
