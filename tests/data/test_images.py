@@ -440,6 +440,21 @@ def test_a_folder_with_metadata_as_the_datasets_library_takes_it(tmp_path, colum
     assert not any("not read" in note for note in data.statistics.notes)
 
 
+def test_classes_that_are_corrected_in_the_metadata_are_those_of_the_next_run(tmp_path):
+    """Its cache knows files by their names and times, which have not changed."""
+    folder = with_metadata(tmp_path / "pets" / "train").parent
+    with_metadata(folder / "test", count=4)
+    before = prepared(folder, tmp_path)
+    table = folder / "train" / "metadata.csv"
+    swapped = {"cat": "dog", "dog": "cat"}
+    head, *rows = table.read_text().splitlines()
+    rows = [f"{name},{swapped[kind]}" for name, kind in (row.split(",") for row in rows)]
+    table.write_text("\n".join([head, *rows]) + "\n")
+    after = prepared(folder, tmp_path)
+    labels = [[data.train[row]["labels"] for row in range(len(data.train))] for data in (before, after)]
+    assert labels[1] == [1 - label for label in labels[0]]
+
+
 def test_splits_with_metadata_and_a_file_that_is_gone(tmp_path):
     with_metadata(tmp_path / "pets" / "train"), with_metadata(tmp_path / "pets" / "test", count=4)
     data = prepared(tmp_path / "pets", tmp_path)

@@ -237,11 +237,11 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _digest(files: Sequence[tuple[Path, Optional[str]]]) -> str:
-    """Of names, sizes and times of change: a million files need not be read to know that they are the same."""
+    """Of names, classes, sizes and times of change: a million files need not be read to know that they are the same."""
     digest = hashlib.sha256()
-    for path, _ in files:
+    for path, name in files:
         state = path.stat()
-        digest.update(f"{path.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+        digest.update(f"{path.absolute()}\0{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
