@@ -407,3 +407,24 @@ def test_ranks_wait_for_each_other_only_after_success(monkeypatch, succeeded):
     assert waited == ([True] if succeeded else [])
     assert not dist.is_initialized()
     deepspeed_start.leave_process_group(succeeded)  # nothing to leave
+
+
+def test_what_deepspeed_compiles_or_waits_for_is_said(tmp_path, monkeypatch):
+    """Compiling takes minutes; the lines about it take none."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(OpBuilder, "jit_load", lambda builder, verbose=True: builder.name)
+    before, folder = OpBuilder.jit_load, tmp_path / "cpu_adam"
+    said: list[str] = []
+    with deepspeed_start.builds_are_said(said.append):
+        assert CPUAdamBuilder().jit_load(verbose=False) == "cpu_adam"
+        assert f"compiles cpu_adam into {folder}" in said.pop()
+        (folder / "lock").touch()
+        CPUAdamBuilder().jit_load()
+        assert said.pop().endswith(f"if there is none, because it was killed, delete {folder / 'lock'}")
+        (folder / "lock").unlink()
+        (folder / "cpu_adam.so").touch()
+        CPUAdamBuilder().jit_load()
+    assert not said and OpBuilder.jit_load is before

@@ -52,6 +52,7 @@ from scu_trainer.train.session.samples import Samples
 from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
 from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
+from scu_trainer.train.step.distributed.deepspeed_start import builds_are_said
 from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, training_precision
 from scu_trainer.train.trainer import SCUTrainer
@@ -331,8 +332,12 @@ def _train(
     before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
     if before.is_late and start.checkpoint is not None:
         console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
+    said = contextlib.nullcontext()
+    if trainer.is_deepspeed_enabled:
+        said = builds_are_said(lambda line: console.print(line, soft_wrap=True))
     try:
-        outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
+        with said:
+            outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
     except OutOfMemory as error:
         error.steps_done = trainer.state.global_step
         raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Optional
@@ -36,6 +38,34 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
     if use_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that there is none
         _build_nothing_for_communication()
+
+
+@contextlib.contextmanager
+def builds_are_said(say: Callable[[str], None]) -> Iterator[None]:
+    """What DeepSpeed compiles inside, which takes minutes, silently. Of a build that was killed torch leaves a
+    file, and waits for ever until it is gone."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    build = OpBuilder.jit_load
+
+    def said(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(_get_build_directory(builder.name, False))
+        lock = folder / "lock"
+        if lock.exists():
+            say(
+                f"DeepSpeed waits until another process has compiled {builder.name}; if there is none, because it was "
+                f"killed, delete {lock}"
+            )
+        elif not (folder / f"{builder.name}.so").is_file():
+            say(f"DeepSpeed compiles {builder.name} into {folder}: a matter of minutes, at the first start only")
+        return build(builder, *args, **kwargs)
+
+    OpBuilder.jit_load = said
+    try:
+        yield
+    finally:
+        OpBuilder.jit_load = build
 
 
 def _asked_by_accelerate() -> bool:
