@@ -161,7 +161,7 @@ def limit_of(text: Optional[str], job: Job) -> Optional[int]:
 
 def source_of(job: Job, target: Target) -> Source:
     from scu_trainer.hardware.heap import keep_freed
-    from scu_trainer.models.loading.load import with_adapter_as_model
+    from scu_trainer.models.loading.names import with_adapter_as_model
     from scu_trainer.train.memory_estimate.plan import FromConfiguration, FromParts
 
     if job.efficiency.keep_freed_memory and target.device == "cpu":
