@@ -500,6 +500,16 @@ def test_a_bad_file_is_named_or_counted(folder, tmp_path, kind):
     assert data.statistics.examples[reason] == ["manifest.jsonl line 7 (000006.npz)"]
 
 
+def test_a_channel_that_does_not_change_loses_nothing_in_rounding(folder, tmp_path):
+    """Of float64, where not even 0.1 is a number of float32: a setting, a sensor that is stuck, a sum of the two."""
+    still = numpy.arange(240.0).reshape(40, 6)
+    still[:, :4] = 0.1, 9.81, 0.1 + 0.2, 1.7e9 + 0.3
+    still[::2, 2] = 0.3  # a unit in the last place less
+    change_arrays(folder / "000006.npz", kinematics=still)
+    change_arrays(folder / "000007.npz", kinematics=still[:1])
+    assert not prepared(folder, tmp_path / "cache").statistics.dropped
+
+
 BAD_ROWS = {
     "negative": ({"label": -1}, "label out of range", "label -1 is none of the 4 classes"),
     "too high": ({"label": 4}, "label out of range", "label 4 is none of the 4 classes"),

@@ -201,7 +201,8 @@ def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
 def _require_resolved(name: str, array: numpy.ndarray, kept: numpy.ndarray) -> None:
     """Raise BadRecording for a channel of which rounding leaves little, such as seconds since 1970."""
     spread, lost = array.std(axis=0), numpy.abs(array - kept).max(axis=0)
-    blurred = numpy.flatnonzero(lost > MOST_LOST * spread)
+    is_constant = numpy.ptp(array, axis=0) <= 16 * numpy.spacing(numpy.abs(array).max(axis=0))  # what float64 rounds
+    blurred = numpy.flatnonzero((lost > MOST_LOST * spread) & ~is_constant)
     if len(blurred):
         channel = int(blurred[0])
         value, step = float(array[0, channel]), float(numpy.spacing(numpy.abs(kept[:, channel]).max()))
