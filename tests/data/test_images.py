@@ -415,7 +415,12 @@ def test_folder_without_classes(tmp_path):
     with pytest.raises(DataError, match=r"no class folder with images.*\.webp$"):
         prepared(tmp_path / "flat", tmp_path)
     (tmp_path / "flat" / "metadata.csv").write_text("file_name,breed\n0.png,cat\n")
-    with pytest.raises(DataError, match=r"metadata.csv has no columns file_name and label.*give label_column_name"):
+    with pytest.raises(
+        DataError, match=r"has the columns file_name, breed, .*by file_name and label .*give label_column_name"
+    ):
+        prepared(tmp_path / "flat", tmp_path)
+    (tmp_path / "flat" / "metadata.csv").write_text("file_name,label\n0.png,\n")
+    with pytest.raises(DataError, match=r"No row of metadata.csv has a label; fill in"):
         prepared(tmp_path / "flat", tmp_path)
 
 
@@ -467,6 +472,29 @@ def test_splits_with_metadata_and_a_file_that_is_gone(tmp_path):
     (tmp_path / "pets" / "train" / "metadata.csv").write_text("file_name,label\n../x.png,cat\n")
     with pytest.raises(DataError, match=r"row 1: it names no image inside .*train; fix its file_name"):
         prepared(tmp_path / "pets", tmp_path)
+
+
+def test_an_image_in_several_rows_of_the_metadata_is_read_once_and_has_one_class(tmp_path):
+    """One row per bounding box, or several labels: no image is of two classes, or both trained and held out."""
+    folder = with_metadata(tmp_path / "pets")
+    picture(folder / "__MACOSX" / "._0.png", seed=0)
+    table = folder / "metadata.csv"
+    whole = table.read_text()
+    table.write_text(whole + "0.png,cat\n./2.png,cat\n")
+    data = prepared(folder, tmp_path)
+    assert data.statistics.train + data.statistics.eval == 12
+    assert [note for note in data.statistics.notes if "read" in note] == [
+        "2 rows of metadata.csv repeat an image, which is read once"
+    ]
+    table.write_text(whole + "0.png,dog\n")
+    with pytest.raises(
+        DataError, match=r"metadata.csv row 13: label is 'dog', and 'cat' in another row; an image has one"
+    ):
+        prepared(folder, tmp_path)
+    table.unlink()
+    (folder / "metadata.jsonl").write_text('{"file_name": "0.png", "label": ["cat", "dog"]}\n')
+    with pytest.raises(DataError, match=r"metadata.jsonl row 1: label is \['cat', 'dog'\]; an image has one class"):
+        prepared(folder, tmp_path)
 
 
 def test_held_out_class_that_training_lacks(pets, tmp_path):

@@ -15,7 +15,9 @@ import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
 from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, split_among, split_of
+from scu_trainer.data.records import Record
 from scu_trainer.errors import DataError, nearest
+from scu_trainer.settings.base import short
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
 OF_ARCHIVES = "__MACOSX"
@@ -147,7 +149,7 @@ def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str], columns: S
     if not any(name for _, name in found.files):
         raise DataError(
             f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
-            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(folder)}"
+            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(folder, columns)}"
         )
     names = tuple(classes) or _sorted({name for _, name in found.files if name})
     numbers = {name: number for number, name in enumerate(names)}
@@ -172,15 +174,22 @@ def _sorted(names: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
 
 
-def _advice_for_table(folder: Path) -> str:
+def _advice_for_table(folder: Path, labels: Sequence[str]) -> str:
     """For a table that lacks what it would be read by."""
     table = _metadata(folder)
     if table is None:
         return ""
+    columns = _columns(list(read_file(table, "text")))
+    if FILE_COLUMN in columns and not columns.keys().isdisjoint(labels):
+        return f". No row of {table.name} has a label; fill in its column of classes"
     return (
-        f". {table.name} has no columns {FILE_COLUMN} and label, by which it would be read; if another column has the "
-        "classes, give label_column_name"
+        f". {table.name} has the columns {', '.join(columns) or 'none'}, and would be read by {FILE_COLUMN} and "
+        f"{' or '.join(labels)}; if another column has the classes, give label_column_name"
     )
+
+
+def _columns(rows: Sequence[Record]) -> dict[str, None]:
+    return dict.fromkeys(str(name) for record in rows if record.value is not None for name in record.value)
 
 
 def _metadata(folder: Path) -> Optional[Path]:
@@ -191,24 +200,37 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
     """What the metadata of ``folder`` say; None where there are none, or no classes in them."""
     table = _metadata(folder)
     rows = [] if table is None else list(read_file(table, "text"))
-    columns = {name for record in rows if record.value is not None for name in record.value}
+    columns = _columns(rows)
     label = next((name for name in labels if name in columns), None)
     if label is None or FILE_COLUMN not in columns:
         return None
-    found = _Found(notes=(f"classes are those of {label} in {table}",))
+    found, classes = _Found(notes=(f"classes are those of {label} in {table}",)), {}
     for record in rows:
         name = None if record.value is None else record.value.get(FILE_COLUMN)
         inside = Path(os.path.normpath(name)) if isinstance(name, str) else Path("..")
         if inside.is_absolute() or inside.parts[:1] == ("..",):
             problem = record.problem or f"it names no image inside {folder}"
             raise DataError(f"{record.place}: {problem}; fix its {FILE_COLUMN}, or remove the row")
-        path, value = folder / inside, record.value.get(label)
+        path, given = folder / inside, record.value.get(label)
+        value = "" if given is None else str(given)
+        if isinstance(given, (list, dict)) or classes.setdefault(path, value) != value:
+            problem = f"{label} is {short(given)}" + (
+                f", and {classes[path]!r} in another row" if path in classes else ""
+            )
+            raise DataError(
+                f"{record.place}: {problem}; an image has one class, so give one row with one name or number"
+            )
+    for path, value in classes.items():
         if path.is_file():
-            found.files.append((path, "" if value is None else str(value)))
+            found.files.append((path, value))
         else:
             found.gone.append(path)
-    named = {path for path, _ in found.files}
-    left = sum(path.suffix.lower() in SUFFIXES and path not in named for path in folder.rglob("*"))
+    left = sum(
+        path.suffix.lower() in SUFFIXES and path not in classes and not is_hidden(path, folder)
+        for path in folder.rglob("*")
+    )
+    repeats = len(rows) - len(classes)
+    found.notes += (f"{repeats:,} rows of {table.name} repeat an image, which is read once",) if repeats else ()
     found.notes += (f"{left:,} images of {folder} are not in {table.name} and were not read",) if left else ()
     return found
 
