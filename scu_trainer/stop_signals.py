@@ -29,9 +29,12 @@ def listening(receive: Callable[[int, Optional[FrameType]], None], closed: Calla
     heard = [signal.SIGTERM, signal.SIGINT, *([] if outlives_terminal() else [HANGUP])]
     before = {number: signal.signal(number, receive) for number in heard}
     try:
-        with contextlib.redirect_stdout(_Output(sys.stdout, closed)):
-            with contextlib.redirect_stderr(_Output(sys.stderr, closed)):
-                yield
+        with contextlib.ExitStack() as outputs:
+            if sys.stdout is not None:  # as where a command was started with >&-
+                outputs.enter_context(contextlib.redirect_stdout(_Output(sys.stdout, closed)))
+            if sys.stderr is not None:
+                outputs.enter_context(contextlib.redirect_stderr(_Output(sys.stderr, closed)))
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -16,6 +16,7 @@ import pytest
 
 from scu_trainer.cli.main import main
 from scu_trainer.run_files import read_json
+from scu_trainer.stop_signals import listening
 from tests.faults import campaign
 from tests.faults.campaign import until
 from tests.faults.test_kills import same_result
@@ -94,6 +95,15 @@ def test_a_reader_that_leaves_during_the_last_scores_gets_them_in_the_files(site
     ended = campaign.Child(act, tmp_path / "log").wait()
     assert ended.code == 0 and read_json(run / "run.json")["status"] == "finished", ended.said
     same_result(site, run)
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_command_that_was_started_without_an_output(name, monkeypatch):
+    """``scu-trainer train >&-``: Python has None there, to which ``print`` writes nothing."""
+    monkeypatch.setattr(sys, name, None)
+    with listening(lambda number, frame: None, lambda: None):
+        print("a line", file=getattr(sys, name))
+        assert getattr(sys, name) is None
 
 
 def test_a_terminal_that_is_closed_gets_its_signal_and_takes_the_output_with_it(site, tmp_path):
