@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import pytest
 
+from scu_trainer.cli.comparison.sweep import Sweep
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.runs.process import MARK
 from scu_trainer.runs.studies.comparison import Hands, Runner, end_of, spawn, variables, words
@@ -23,6 +25,7 @@ from scu_trainer.runs.studies.comparison_plan import (
 )
 from scu_trainer.runs.studies.comparison_state import ArmState, found_states, last_words, progress_line
 from scu_trainer.settings import RegularizationSettings
+from scu_trainer.stop_signals import HANGUP
 from tests.runs.comparison_stand_in import plan
 
 RECIPE = 4e-3 * 240
@@ -317,3 +320,16 @@ def test_once_asked_to_stop_nothing_starts_any_more(tmp_path):
 def test_asked_a_third_time_it_kills(tmp_path):
     _, started = raced(plan(tmp_path, seeds=(0,)), [(9, -9), (9, -9)], asked_at=(2, 4, 6))
     assert [one.heard for one in started] == [["terminate", "terminate", "kill"]] * 2
+
+
+@pytest.mark.parametrize("kind", [Runner, Sweep])
+def test_a_terminal_that_is_closed_asks_once(kind, monkeypatch):
+    """It sends SIGHUP, its shell does again, and what is printed in between fails: a second wish would mean "now"."""
+    monkeypatch.setattr(f"{kind.__module__}.outlives_terminal", lambda: False)
+    one, heard = kind.__new__(kind), []
+    one.asked = 0
+    for ask in (lambda: one._receive(HANGUP, None), one._closed, lambda: one._receive(HANGUP, None)):
+        ask()
+        heard.append(one.asked)
+    one._receive(signal.SIGINT, None)
+    assert heard == [1, 1, 1] and one.asked == 2

@@ -31,7 +31,7 @@ from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import is_finished, last_words
 from scu_trainer.runs.studies.search import FORM, axes_of
 from scu_trainer.shipped import recipe
-from scu_trainer.stop_signals import listening, outlives_terminal
+from scu_trainer.stop_signals import HANGUP, listening, outlives_terminal
 
 if TYPE_CHECKING:
     import optuna
@@ -99,7 +99,7 @@ def _main(argv: list[str], hands: comparison.Hands) -> int:
         )
     typed = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
-    return Sweep(plan, options, Console(highlight=False), hands).run()
+    return Sweep(plan, options, Console(highlight=False, markup=False), hands).run()
 
 
 def _optuna() -> Any:
@@ -212,7 +212,7 @@ class Sweep:
         return last_words(self.plan.folder / "console" / f"{name}.log", code)
 
     def _receive(self, number: int, frame: Any) -> None:
-        self.asked += 1
+        self.asked += number != HANGUP or not self.asked  # a terminal that is closed may say so twice
 
     def _closed(self) -> None:
         if not (self.asked or outlives_terminal()):

@@ -25,7 +25,7 @@ from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, run_name
 from scu_trainer.runs.studies.comparison_state import ArmState, Key, is_finished, last_words
-from scu_trainer.stop_signals import listening, outlives_terminal
+from scu_trainer.stop_signals import HANGUP, listening, outlives_terminal
 
 LOCK_FILE = "_compare.lock"
 LOOK_EVERY_S, TELL_EVERY_S = 0.1, 1.0
@@ -134,7 +134,7 @@ class Runner:
         return self.asked
 
     def _receive(self, number: int, frame: Optional[FrameType]) -> None:
-        self.asked += 1
+        self.asked += number != HANGUP or not self.asked  # a terminal that is closed may say so twice
 
     def _closed(self) -> None:
         if not (self.asked or outlives_terminal()):
