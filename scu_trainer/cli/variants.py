@@ -59,7 +59,7 @@ def _main(argv: list[str]) -> int:
     from rich.console import Console
 
     options = _parser().parse_args(argv)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     chosen = _chosen(options)
     has_gpu = _has_gpu()
     if options.list:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,15 @@ def test_one_that_fails_does_not_lose_the_others():
     assert "over 2 seeds: mean 7.000, standard deviation 1.414" in said and "-5.706 to 19.706" in said
     assert "2 seeds are few: the interval reaches 12.7 standard errors" in said
     assert command.spread(runs[1:2]) == ["0 of 1 seeds with a held-out figure: too few for a spread"]
+
+
+def test_brackets_in_an_error_are_shown_as_they_are(job, tmp_path, monkeypatch, capsys):
+    program = [sys.executable, "-c", "print('error: no file data [/b]'); raise SystemExit(2)"]
+    hands = command.comparison.Hands(spawn=lambda words, *rest: command.comparison.spawn(program, *rest))
+    monkeypatch.setattr(command.comparison, "Hands", lambda: hands)
+    words = ["--config", str(job), "--seeds", "0", "1", "--output_dir", str(tmp_path / "out")]
+    assert train.main(words) == 1
+    assert capsys.readouterr().out.count("[/b]") == 4  # a line and a row of each
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def _main(argv: list[str], hands: comparison.Hands) -> int:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     options, flags = _parser().parse_known_args(argv)
     if options.table is not None:
         return _show(options.table, argv, console)

@@ -40,7 +40,7 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
     plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
     plan, devices = shared_out(plan, 1)
     options = argparse.Namespace(retry_failed=True, confidence=CONFIDENCE)
-    return Seeds(plan, JOB.name, options, devices, Console(highlight=False), comparison.Hands()).run()
+    return Seeds(plan, JOB.name, options, devices, Console(highlight=False, markup=False), comparison.Hands()).run()
 
 
 class Seeds(Start):

@@ -102,7 +102,7 @@ def _profile(options: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        Console(highlight=False).print(profile_table(found))
+        Console(highlight=False, markup=False).print(profile_table(found))
     return 0
 
 
@@ -153,7 +153,7 @@ def _monitor(options: argparse.Namespace) -> int:
     if options.interval <= 0 or (options.duration is not None and options.duration <= 0):
         raise SettingsError("interval and duration are seconds above 0, for instance --interval 1 --duration 60")
     only_rows = options.csv == "-"
-    console = Console(highlight=False, stderr=only_rows)
+    console = Console(highlight=False, markup=False, stderr=only_rows)
     target = None if options.run is None else find_target(options.run)
     log = None if options.csv is None else CsvLog(options.csv)
     last: Optional[MonitorReading] = None
