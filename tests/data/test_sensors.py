@@ -300,6 +300,13 @@ def test_splits_are_read_in_any_case_and_unused_ones_are_named(folder, tmp_path)
     assert any("eval (2), test (1), train (1); trained on: train" in line for line in data.statistics.lines())
 
 
+def test_what_is_trained_on_is_found_by_another_word_for_it(folder, tmp_path):
+    for number in range(1, 17):
+        edit_manifest(folder, number, split="Testing" if number < 3 else "Training")
+    data = prepared(folder, tmp_path / "cache")
+    assert data.eval.keys() == ["000000.npz", "000001.npz"] and data.statistics.train == 14
+
+
 @pytest.mark.parametrize("words", [("val", "test"), ("Test", "spare"), ("dev", "test")])
 def test_other_words_for_what_is_held_out(folder, tmp_path, words):
     """The first of them that there is; ``test_the_manifest_says_what_is_held_out`` has the usual one."""
@@ -325,10 +332,10 @@ def test_arrays_of_other_names_are_named(folder, tmp_path):
 
 def test_a_split_that_nothing_trains_on_is_named(folder, tmp_path):
     for number in range(1, 17):
-        edit_manifest(folder, number, split="training" if number < 13 else "eval")
-    with pytest.raises(DataError, match=r"no recording of the split train; splits found: eval \(4\), training \(12\)"):
+        edit_manifest(folder, number, split="fit" if number < 13 else "eval")
+    with pytest.raises(DataError, match=r"no recording of the split train; splits found: eval \(4\), fit \(12\)"):
         prepared(folder, tmp_path / "cache")
-    data = prepared(folder, tmp_path / "cache", dataset_split="training")
+    data = prepared(folder, tmp_path / "cache", dataset_split="fit")
     assert (data.statistics.train, data.statistics.eval) == (12, 4)
 
 

@@ -109,9 +109,11 @@ def _divided(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recor
 
     Drawn of all that is offered, and only then reduced to what can be used: see ``Offered``.
     """
-    offered, own_name = source.offered, data.dataset_split.strip().casefold()
+    offered, wanted = source.offered, data.dataset_split.strip().casefold()
+    there = numpy.unique(offered.splits)
+    own_name = split_among(there, [wanted]) or wanted
     is_train = (offered.splits == own_name) | (offered.splits == "")
-    others = [name for name in numpy.unique(offered.splits) if name != own_name]
+    others = [name for name in there if name != own_name]
     mark = split_among(others, (HELD_OUT, *HELD_OUT_SPLITS)) or HELD_OUT
     is_marked = (offered.splits == mark) & ~is_train
     has_other = data.eval_dataset is not None
