@@ -445,6 +445,17 @@ def test_a_folder_with_metadata_as_the_datasets_library_takes_it(tmp_path, colum
     assert not any("not read" in note for note in data.statistics.notes)
 
 
+def test_numbers_are_in_order_in_a_table_and_as_other_libraries_sort_them_in_folders(tmp_path):
+    """A model that was trained before must find its classes where they were."""
+    for name in ("0", "2", "10"):
+        for number in range(3):
+            picture(tmp_path / "folders" / name / f"{number}.png", seed=int(name) * 10 + number)
+    assert prepared(tmp_path / "folders", tmp_path).label_names == ("0", "10", "2")
+    rows = [f"{name}/{number}.png,{name}" for name in ("0", "2", "10") for number in range(3)]
+    (tmp_path / "folders" / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
+    assert prepared(tmp_path / "folders", tmp_path).label_names == ("0", "2", "10")
+
+
 def test_classes_that_are_corrected_in_the_metadata_are_those_of_the_next_run(tmp_path):
     """Its cache knows files by their names and times, which have not changed."""
     folder = with_metadata(tmp_path / "pets" / "train").parent

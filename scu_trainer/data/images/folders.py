@@ -132,6 +132,7 @@ class _Found:
     ignored: list[Path] = field(default_factory=list)
     gone: list[Path] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    is_table: bool = False
 
 
 def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]) -> ImageSource:
@@ -151,7 +152,7 @@ def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str], columns: S
             f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
             f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(folder, columns)}"
         )
-    names = tuple(classes) or _sorted({name for _, name in found.files if name})
+    names = tuple(classes) or _sorted({name for _, name in found.files if name}, found.is_table)
     numbers = {name: number for number, name in enumerate(names)}
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
     kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in found.ignored})[:MOST_KINDS])
@@ -170,8 +171,10 @@ def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str], columns: S
     )
 
 
-def _sorted(names: Collection[str]) -> tuple[str, ...]:
-    return tuple(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
+def _sorted(names: Collection[str], is_table: bool) -> tuple[str, ...]:
+    """Folders as torchvision and the datasets library sort them, 10 before 2; numbers in a table are those of classes."""
+    by_number = is_table and all(name.isdecimal() for name in names)
+    return tuple(sorted(names, key=int) if by_number else sorted(names))
 
 
 def _advice_for_table(folder: Path, labels: Sequence[str]) -> str:
@@ -204,7 +207,7 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
     label = next((name for name in labels if name in columns), None)
     if label is None or FILE_COLUMN not in columns:
         return None
-    found, classes = _Found(notes=(f"classes are those of {label} in {table}",)), {}
+    found, classes = _Found(notes=(f"classes are those of {label} in {table}",), is_table=True), {}
     for record in rows:
         name = None if record.value is None else record.value.get(FILE_COLUMN)
         inside = Path(os.path.normpath(name)) if isinstance(name, str) else Path("..")

@@ -61,7 +61,7 @@ HOW = (
     "scu_trainer.data.sensors.format writes both, and help(scu_trainer.data.sensors.format) has the whole format"
 )
 ABSOLUTE_ZERO_CELSIUS = -273.15
-MOST_LOST = 0.1
+MOST_LOST = 0.5
 """Of a channel's standard deviation, by rounding."""
 
 
