@@ -174,6 +174,23 @@ def test_unasked_only_the_same_run_goes_on(tmp_path, configuration, ranks, told)
         assert (begun.output_dir, begun.checkpoint) == (tmp_path / "run-2", None) and told in begun.line
 
 
+@pytest.mark.parametrize(
+    ("settings", "ranks", "told"),
+    [
+        ({"learning_rate": 2.0}, 1, "resume_from_checkpoint: auto would resume it"),
+        ({}, 2, "to resume it, start as many processes as before, or name its checkpoint in resume_from_checkpoint"),
+        ({"tuning": "full"}, 2, "only its own settings would resume it"),
+        ({"seed": 2}, 1, "only its own settings would resume it"),
+    ],
+    ids=["allowed", "processes", "another shape", "rows that were held out"],
+)
+def test_what_resumes_another_run_is_what_auto_allows(tmp_path, settings, ranks, told):
+    own = {"learning_rate": 1.0, "tuning": "lora", "seed": 1, "validation_split_percentage": 5.0, "eval_dataset": None}
+    checkpoint(run_at(tmp_path / "run", configuration=own, world_size=1, split_seed=1), 4)
+    begun = decide(Request(None, tmp_path / "run", ranks, configuration={**own, **settings}))
+    assert f"; {told}; this one goes to" in begun.line
+
+
 def test_another_number_of_processes_is_refused(tmp_path):
     run = run_at(tmp_path / "run", world_size=2)
     assert start(run).checkpoint is None  # nothing to lose yet

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import CheckpointError
-from scu_trainer.train.checkpoints.compatibility import changed_settings, sound
+from scu_trainer.train.checkpoints.compatibility import changed_settings, changes, sound
 from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint, newest_with_reasons
 from scu_trainer.train.run_directory.layout import free_name, names_in_use
@@ -156,7 +156,7 @@ def _unasked(run: Path, request: Request) -> Start:
     if before.get("world_size", request.world_size) != request.world_size:
         changed["processes"] = (before["world_size"], request.world_size)
     if "configuration" not in before or changed:
-        return _beside(request.output_dir, _differing(run, changed))
+        return _beside(request.output_dir, _differing(run, changed, request))
     start = _go_on(run, request)
     if start.checkpoint is not None:
         return replace(start, line=f"{start.line} (--no_resume starts over)")
@@ -165,11 +165,23 @@ def _unasked(run: Path, request: Request) -> Start:
     return start
 
 
-def _differing(run: Path, changed: dict[str, tuple[Any, Any]]) -> str:
+def _differing(run: Path, changed: dict[str, tuple[Any, Any]], request: Request) -> str:
     named = "; ".join(f"{name} {before}, now {now}" for name, (before, now) in list(changed.items())[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     what = f"another configuration ({named}{more})" if changed else "an unknown configuration"
-    return f"{run} holds an unfinished run of {what}; resume_from_checkpoint: auto would resume it"
+    return f"{run} holds an unfinished run of {what}; {_way_back(run, request)}"
+
+
+def _way_back(run: Path, request: Request) -> str:
+    """What resumes an unfinished run of other settings: auto refuses some of them."""
+    before, settings = _description(run), request.configuration or {}
+    seed = settings.get("seed") if settings.get("data_seed") is None else settings["data_seed"]
+    now = {"configuration": settings, "split_seed": seed, "data": {}}
+    if any(change.is_refused for change in changes(before, now)):
+        return "only its own settings would resume it"
+    if before.get("world_size", request.world_size) != request.world_size:
+        return "to resume it, start as many processes as before, or name its checkpoint in resume_from_checkpoint"
+    return "resume_from_checkpoint: auto would resume it"
 
 
 def _asked_for(request: Request) -> Start:
