@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scu_trainer.errors import ControlError
 from scu_trainer.train.step.distributed import launched
+from tests import processes
 
 LAUNCHER = """
 import os, subprocess, sys, time
@@ -21,6 +23,21 @@ print(rank.pid, flush=True)
 time.sleep(600)
 """
 PATIENCE_S = 60.0
+
+PARTED = """
+import os, torch.distributed as dist, torch
+from scu_trainer.errors import ControlError
+from scu_trainer.train.step.distributed.launched import lost_ranks_said
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    os._exit(0)
+try:
+    with lost_ranks_said():
+        dist.all_reduce(torch.ones(1))
+except ControlError as error:
+    print(error)
+os._exit(0)
+"""
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
@@ -52,6 +69,19 @@ def test_a_rank_that_is_still_starting_does_not_outlive_its_launcher(tmp_path):
         launcher.stdout.close()
         if rank.is_running():
             os.kill(rank.pid, signal.SIGKILL)
+
+
+def test_a_rank_says_in_words_that_another_one_is_gone(tmp_path):
+    (tmp_path / "parted.py").write_text(PARTED)
+    said = processes.run([tmp_path / "parted.py"], ranks=2).stdout
+    assert said.startswith("another rank (process) ended or does not answer; its own output says why")
+    assert "run the same command to resume" in said and "gloo" in said
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises(RuntimeError, match="a shape") as raised, launched.lost_ranks_said():
+        raise RuntimeError("a shape")
+    assert not isinstance(raised.value, ControlError)
 
 
 def wait_for(is_so, patience_s: float = PATIENCE_S) -> None:

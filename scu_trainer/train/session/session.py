@@ -53,7 +53,7 @@ from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
 from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
 from scu_trainer.train.step.distributed.deepspeed_start import builds_are_said
-from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched
+from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched, lost_ranks_said
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, training_precision
 from scu_trainer.train.trainer import SCUTrainer
 
@@ -124,7 +124,8 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     _show_as_asked(job, log)
     early = _begin(job, console)
     configuration = job.as_dict()  # as it was asked for: loading settles some of it
-    with RunDirectoryLock(job.training, configuration if job.safety.resume else None, job.safety.weights_only) as lock:
+    own = configuration if job.safety.resume else None
+    with lost_ranks_said(), RunDirectoryLock(job.training, own, job.safety.weights_only) as lock:
         start = lock.start
         if start.line:
             console.print(start.line, soft_wrap=True)
@@ -145,7 +146,8 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
             )
         job.training.output_dir = str(start.output_dir)
         request = StopRequest(job.safety.grace_period_s, is_launched())
-        with _run_directory(job, description, log) as status, request.listening():
+        # Said here too, because run.json takes its error from inside.
+        with _run_directory(job, description, log) as status, request.listening(), lost_ranks_said():
             foreseen = prediction(job, parts)
             if job.efficiency.predict_memory:
                 console.print(foreseen.line, soft_wrap=True)

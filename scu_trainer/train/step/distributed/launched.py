@@ -1,14 +1,18 @@
-"""A rank and its launcher: whether there is one, and that a rank does not outlive it.
+"""A rank, its launcher and the other ranks: whether there is a launcher, and that a rank does not outlive it.
 
 Imports nothing heavy, so that a rank can ask for its end before it spends seconds on imports, or waits for the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+
+from scu_trainer.errors import ControlError
 
 logger = logging.getLogger("scu_trainer")
 
@@ -30,3 +34,20 @@ def end_with_launcher() -> None:
         logger.warning("the run would outlive its launcher: prctl failed with error %d", ctypes.get_errno())
     elif os.getppid() != parent:  # it died in between
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def lost_ranks_said() -> Iterator[None]:
+    """Inside, an exchange that fails because another rank is gone raises ControlError: what this rank was doing then
+    explains nothing, and its traceback would bury the words of the rank that knows."""
+    try:
+        yield
+    except RuntimeError as error:
+        from torch.distributed import DistError
+
+        if not (isinstance(error, DistError) or "gloo/transport/" in str(error)):  # gloo has no class of its own
+            raise
+        raise ControlError(
+            "another rank (process) ended or does not answer; its own output says why. The newest checkpoint "
+            f"remains: run the same command to resume from it. (torch: {str(error).strip().splitlines()[0]})"
+        ) from error
