@@ -49,6 +49,7 @@ from scu_trainer.train.loop_checks import (
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
+from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
 from scu_trainer.train.step.recovery.memory import Gauge
@@ -208,6 +209,8 @@ class SCUTrainer(Trainer):
             given["resume_from_checkpoint"] = selected_checkpoint(
                 given["resume_from_checkpoint"], self.args.output_dir, takes_weights_only, hashes=hashes
             )
+            if not self.is_stock:
+                check_checkpoint(Path(str(given["resume_from_checkpoint"])), self.args, self.resumes_weights_only)
         self._begin()
         self._is_training = True
         try:

@@ -7,16 +7,23 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Optional
 
 import pytest
 import torch
 
-from scu_trainer.errors import ControlError, RequirementError, SettingsError
+from scu_trainer.errors import CheckpointError, ControlError, RequirementError, SettingsError
 from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight import pitfalls
 from scu_trainer.train.step.distributed import deepspeed_start
-from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed, zero_stage
+from scu_trainer.train.step.distributed.deepspeed_rules import (
+    check_checkpoint,
+    check_deepspeed,
+    uses_deepspeed,
+    zero_stage,
+)
 from scu_trainer.train.step.distributed.sharded import weight_count
 from tests import tiny
 
@@ -428,3 +435,54 @@ def test_what_deepspeed_compiles_or_waits_for_is_said(tmp_path, monkeypatch):
         (folder / "cpu_adam.so").touch()
         CPUAdamBuilder().jit_load()
     assert not said and OpBuilder.jit_load is before
+
+
+# -- what a checkpoint was saved under ---------------------------------------------------------------------------------
+
+
+def saved(checkpoint: Path, stage: Optional[int], ranks: int) -> Path:
+    """The names of DeepSpeed's files."""
+    folder = checkpoint / "global_step4"
+    folder.mkdir(parents=True)
+    if stage is not None:
+        (checkpoint / "latest").write_text("global_step4")
+    for rank in range(ranks if stage else 0):
+        (folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+        own = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
+        (folder / f"{own}_model_states.pt").touch()
+    return checkpoint
+
+
+def launched(stage: Optional[int], ranks: int, **sections) -> SimpleNamespace:
+    config = {"zero_optimization": {"stage": stage}, **sections}
+    plugin = None if stage is None else SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+    return SimpleNamespace(deepspeed_plugin=plugin, world_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ((2, 2), (3, 2), "saved under ZeRO stage 1 or 2 with 2 processes, and this run is under ZeRO stage 3 with 2"),
+        ((3, 2), (2, 2), "saved under ZeRO stage 3 with 2 processes, and this run is under ZeRO stage 1 or 2 with 2"),
+        (
+            (2, 2),
+            (2, 1),
+            "saved under ZeRO stage 1 or 2 with 2 processes, and this run is under ZeRO stage 1 or 2 with 1",
+        ),
+        ((None, 2), (2, 2), "saved without DeepSpeed, and this run is under ZeRO stage 1 or 2 with 2 processes"),
+        ((2, 2), (None, 2), "start it as before, resume with --weights_only (the optimizer starts over), or begin"),
+    ],
+    ids=["2 to 3", "3 to 2", "fewer ranks", "plain to 2", "2 to plain"],
+)
+def test_an_optimizer_state_that_this_launch_cannot_read_is_refused(tmp_path, before, now, told):
+    with pytest.raises(CheckpointError, match="cannot read that optimizer state") as raised:
+        check_checkpoint(saved(tmp_path, *before), launched(*now), weights_only=False)
+    assert told in str(raised.value)
+
+
+def test_an_optimizer_state_that_this_launch_can_read_is_taken(tmp_path):
+    for before, now in (((1, 2), (2, 2)), ((3, 1), (3, 1)), ((0, 2), (0, 2)), ((None, 2), (None, 1))):
+        check_checkpoint(saved(tmp_path / str(before), *before), launched(*now), weights_only=False)
+    zero_2 = tmp_path / "(1, 2)"
+    check_checkpoint(zero_2, launched(None, 2), weights_only=True)
+    check_checkpoint(zero_2, launched(2, 4, checkpoint={"load_universal": True}), weights_only=False)

@@ -52,6 +52,7 @@ from scu_trainer.train.session.samples import Samples
 from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
 from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
+from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
 from scu_trainer.train.step.distributed.deepspeed_start import builds_are_said
 from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched, lost_ranks_said
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, training_precision
@@ -164,6 +165,7 @@ def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], con
     is_own = checkpoint.resolve().parent == start.output_dir.resolve()
     refuse_pickle(checkpoint, allow=job.model.allow_pickle or is_own)
     found = _by_first_rank(job, lambda: check_compatibility(checkpoint, description))
+    check_checkpoint(checkpoint, job.training, job.safety.weights_only)
     # What the checkpoint carries is what the run has: its description must not say otherwise.
     description["configuration"] |= {change.name: change.before for change in found if change.is_carried}
     for change in found:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Optional
 
 from transformers import TrainingArguments
 
-from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.errors import CheckpointError, ControlError, SettingsError
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.regularization.zero import refuse_stage
 from scu_trainer.train.step.distributed.deepspeed_config import BY_LAUNCHER, check_keys, check_schedule, fill, source_of
@@ -52,6 +53,49 @@ def check_deepspeed(
     _check_loops(training, memory, regularization)
     if memory.acts:
         _check_timers(config, source)
+
+
+def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only: bool) -> None:
+    """Raise CheckpointError for an optimizer state that this launch cannot read: DeepSpeed reads what as many ranks
+    have written in the same stage, and the stock Trainer would start over.
+
+    weights_only: starting over is what is wanted.
+    """
+    saved, here = _saved_under(checkpoint), _launched_under(training)
+    if saved is None or here is None or saved == here or (weights_only and not uses_deepspeed(training)):
+        return
+    fresh = "" if uses_deepspeed(training) else ", resume with --weights_only (the optimizer starts over),"
+    raise CheckpointError(
+        f"{checkpoint} was saved {saved}, and this run is {here}: it cannot read that optimizer state; start it as "
+        f"before{fresh} or begin another run from its weights with model_name_or_path"
+    )
+
+
+WITHOUT = "without DeepSpeed"
+
+
+def _under(stage: int, ranks: int) -> str:
+    return f"under ZeRO stage {'3' if stage == 3 else '1 or 2'} with {ranks} process{'' if ranks == 1 else 'es'}"
+
+
+def _saved_under(checkpoint: Path) -> Optional[str]:
+    """None where only DeepSpeed can tell."""
+    latest = checkpoint / "latest"
+    if not latest.is_file():
+        return WITHOUT if checkpoint.is_dir() else None
+    folder = checkpoint / latest.read_text().strip()
+    ranks = len(list(folder.glob("*zero_pp_rank_*_optim_states.pt")))
+    return _under(3 if any(folder.glob("zero_pp_rank_*_model_states.pt")) else 2, ranks) if ranks else None
+
+
+def _launched_under(training: TrainingArguments) -> Optional[str]:
+    if not uses_deepspeed(training):
+        return WITHOUT
+    config, stage = training.deepspeed_plugin.deepspeed_config, zero_stage(training)
+    converts = config.get("checkpoint", {}).get("load_universal") or config["zero_optimization"].get(
+        "elastic_checkpoint"
+    )
+    return _under(stage, training.world_size) if stage and not converts else None
 
 
 def _check_timers(config: dict[str, Any], source: str) -> None:
