@@ -16,7 +16,7 @@ from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.step import micro_batches
 from scu_trainer.train.step.distributed.ranks import ShardedRanks
 from scu_trainer.train.trainer import SCUTrainer, with_loops
-from tests import tiny
+from tests import processes, tiny
 from tests.train.test_any_trainer import FailsOnce, apart
 
 CUT = MemorySettings(token_cap=24)
@@ -393,6 +393,36 @@ def test_whole_batches_are_whole_where_no_micro_batch_can_run_again(tmp_path, mo
     memory = MemorySettings(max_batch_size=2, token_cap=8)
     found = run(with_loops(stepping(step)), tmp_path / "ours", arguments=one, memory=memory)
     assert apart(found, expected) < 1e-5 and chunks(found) == STEPS
+
+
+GATHERS = """
+import sys, torch
+from transformers import Trainer
+from scu_trainer import with_loops
+from tests import tiny
+from tests.train.test_own_trainers import CUT, run
+
+class Gathers(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return self.counted(super().compute_loss(model, inputs, return_outputs, num_items_in_batch), inputs)
+
+    def counted(self, loss, inputs):
+        rows = self.accelerator.gather(torch.tensor([len(inputs["labels"])]))
+        assert rows.tolist() == [4, 4]
+        return loss
+
+whole = [run(kind, sys.argv[1], **given) for kind, given in ((Gathers, {}), (with_loops(Gathers), {"memory": CUT}))]
+print(tiny.same(*[tiny.weights_of(trainer.model) for trainer in whole]))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_loss_that_talks_to_other_ranks_keeps_its_batches_whole(tmp_path):
+    """As TRL's gather their metrics: ranks with other numbers of micro-batches waited for each other for ever."""
+    (tmp_path / "gathers.py").write_text(GATHERS)
+    done = processes.run([tmp_path / "gathers.py", tmp_path / "run"], ranks=2)
+    assert done.returncode == 0 and done.stdout.count("True") == 2, done.stderr[-2000:]
+    assert "batches run whole" in done.stderr and "exchanges with the other ranks (gather)" in done.stderr
 
 
 class LooksAtAllRows(Trainer):

@@ -190,6 +190,8 @@ class MicroBatchStep:
                 window, micro_batches = self._audited(window, self._begin(window), num_items)
                 done = self._work_off(micro_batches, model, window, num_items)
             except OutOfMemory as error:
+                if self.analysis.own_step.exchange is not None:  # the others wait inside the loss, and not here
+                    raise
                 failure = error
             self._all_or_none(failure)
             self.loop.end(done, self.ranks.all_reduce_max)
@@ -247,10 +249,12 @@ class MicroBatchStep:
 
     def _stop_own_step(self, text: str) -> NoReturn:
         """What a ``training_step`` of somebody's own had changed by then is not known."""
+        own_step = self.analysis.own_step
+        instead = "" if own_step.exchange is not None else ", or move what it does into compute_loss or a callback"
         raise OutOfMemory(
             f"step {self.trainer.state.global_step + 1} ran out of memory and is not run again, because "
-            f"{self.analysis.own_step.mixes}. Lower per_device_train_batch_size and raise gradient_accumulation_steps, "
-            f"or move what it does into compute_loss or a callback. The failed allocation said: {text}"
+            f"{own_step.mixes}. Lower per_device_train_batch_size and raise gradient_accumulation_steps{instead}. "
+            f"The failed allocation said: {text}"
         )
 
     def _stop_sharded(self, micro_batches: Sequence[MicroBatch], text: str) -> NoReturn:
@@ -348,7 +352,7 @@ class MicroBatchStep:
         obstacle = next((batch.obstacle for batch in batches if batch.obstacle), None)
         if obstacle:
             logger.warning("batches cannot be cut by rows (%s): each runs whole or fails", obstacle)
-        if self.reduction is None:
+        if self.reduction is None or self.analysis.own_step.exchange is not None:
             return
         if not self.reduction.is_exact:
             logger.warning(

@@ -92,6 +92,13 @@ class LossAnalysis:
 
     def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
         """Ask where these batches may tell something new. Returns whether they did."""
+        if self.own_step.exchange is not None:  # to ask would be an exchange, too
+            if self._found is None:
+                self._found = Reduction("num_items", mixes=self.own_step.exchange, may_be_cut=False)
+                self._notice(
+                    f"batches run whole, and none runs again after running out of memory, because {self._found.mixes}"
+                )
+            return False
         keys = frozenset(frozenset(batch.inputs) for batch in batches if isinstance(batch.inputs, Mapping))
         classes = self._new_classes(batches)
         known = self._by_keys.get(keys)

@@ -13,36 +13,41 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
+from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.rows.model_loss import Measured, has_sharded_weights, own_between
 from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 
 
 class OwnStep:
     """``owner``: the class that defines it; None where that is transformers' or TRL's. ``is_seen``: whether it has been
-    watched. ``deviation``: what it does beside the stock step, as the rest of a sentence."""
+    watched. ``deviation``: what it does beside the stock step, as the rest of a sentence. ``exchange``: why ranks must
+    run as many micro-batches, where they must."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.owner = own_between(trainer, "training_step")
         self.is_seen = self.owner is None
         self.deviation: Optional[str] = None
+        self.exchange = exchange_in(trainer)
 
     @property
     def is_stock(self) -> bool:
         """As far as gradients go, and as far as that is known."""
-        return self.is_seen and self.deviation is None
+        return self.is_seen and self.deviation is None and self.exchange is None
 
     @property
     def mixes(self) -> Optional[str]:
         """Why no batch may be cut, whatever is known of its loss."""
         if self.is_stock:
             return None
+        if self.exchange is not None:
+            return self.exchange
         return f"training_step of {self.owner} {self.deviation or 'is observed during its first step'}"
 
     @contextlib.contextmanager
     def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """Around the step with ``inputs`` and ``num_items``, whose gradients are those of ``parameters``."""
-        if self.deviation is not None:
+        if self.deviation is not None or self.exchange is not None:
             yield
             return
         trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer, thorough=not self.is_seen)

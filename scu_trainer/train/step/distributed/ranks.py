@@ -14,8 +14,8 @@ Synchronizing in the last backward, as stock training does, cannot be undone: a 
 waiting. Here all local work is done before anybody waits for anybody, and an exception leaves ``window`` without
 communication: ranks that agreed to stop may all raise inside it.
 
-Not seen, and fatal under several ranks: a model or a loss that communicates in its own forward (gathering embeddings
-for in-batch negatives), because ranks run different numbers of micro-batches.
+Not seen, and fatal under several ranks: a model that communicates in its own forward, because ranks run different
+numbers of micro-batches. Of a loss that does, ``loss/analysis/exchange.py`` reads it, and batches stay whole.
 """
 
 from __future__ import annotations
