@@ -172,7 +172,7 @@ def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str], columns: S
 
 
 def _sorted(names: Collection[str], is_table: bool) -> tuple[str, ...]:
-    """Folders as torchvision and the datasets library sort them, 10 before 2; a table's numbers are those of classes."""
+    """Folders as torchvision and datasets sort them, 10 before 2; a table's numbers are those of classes."""
     by_number = is_table and all(name.isdecimal() for name in names)
     return tuple(sorted(names, key=int) if by_number else sorted(names))
 
