@@ -171,11 +171,8 @@ class NonFiniteGuard(Loop):
         where they are not finite: the highest of all ranks, which must decide alike. One wait for the device, for all
         numbers of the step."""
         device = self.trainer.args.device
-        numbers = (*self._losses, gradient)
-        if all(number.device.type == "cpu" for number in numbers):
-            *losses, norm = (number.item() for number in numbers)
-        else:
-            *losses, norm = torch.stack([number.to(device, torch.float32).reshape(()) for number in numbers]).tolist()
+        numbers = [number.to(device, torch.float32).reshape(()) for number in (*self._losses, gradient)]
+        *losses, norm = torch.stack(numbers).tolist()
         loss = sum(losses)
         faults = [not math.isfinite(number) for number in (loss, norm)]
         finite = [0.0 if is_bad else number for number, is_bad in zip((loss, norm), faults, strict=True)]
