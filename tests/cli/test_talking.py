@@ -122,7 +122,8 @@ def test_from_a_pipe_only_the_answers_are_printed(folder):
 
 
 def test_bytes_that_are_no_text_are_refused_by_their_line(folder):
-    words, own = program("chat", folder, "--max_new_tokens", "1"), {**environment(), "PYTHONIOENCODING": "utf-8"}
+    words = [sys.executable, *program("chat", folder, "--max_new_tokens", "1")]
+    own = {**environment(), "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(words, input=b"hello\nne \xff\n", capture_output=True, env=own, check=False)
     assert done.returncode == 2 and b"Traceback" not in done.stderr
     assert b"error: line 2 of what was typed is not UTF-8 text (byte 0xff); convert it" in done.stderr
