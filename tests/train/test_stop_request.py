@@ -14,6 +14,10 @@ from scu_trainer.train.session import stopping as subject
 from scu_trainer.train.session.stopping import LAUNCHERS_ECHO_S, StopCallback, StopRequest
 
 
+TYPED = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (*TYPED, signal.SIGHUP)
+
+
 class Clock:
     """Seconds that pass when told to."""
 
@@ -37,7 +41,7 @@ def request_in_training(said: list[str], **more) -> StopRequest:
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", subject.SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", TYPED, ids=lambda number: number.name)
 def test_the_first_is_noted_and_the_second_ends_it(said, number):
     request = request_in_training(said)
     with request.listening():
@@ -48,7 +52,7 @@ def test_the_first_is_noted_and_the_second_ends_it(said, number):
             os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", subject.SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_without_a_step_to_finish_it_ends_at_once(said, number):
     request = StopRequest(say=said.append)
     with request.listening(), pytest.raises(KeyboardInterrupt, match=number.name):
@@ -56,12 +60,22 @@ def test_without_a_step_to_finish_it_ends_at_once(said, number):
     assert request.name is None and said == []
 
 
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_terminal_that_is_closed_is_no_second_wish(said, number):
+    """A shell and the kernel may both say so, and closing a window after Ctrl-C is no hurry."""
+    request = request_in_training(said)
+    with request.listening():
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert request.name == number.name and len(said) == 1
+
+
 def test_handlers_are_as_before_afterwards(said):
-    before = [signal.getsignal(number) for number in subject.SIGNALS]
+    before = [signal.getsignal(number) for number in SIGNALS]
     request = StopRequest(say=said.append)
     with request.listening():
-        assert [signal.getsignal(number) for number in subject.SIGNALS] == [request.receive] * 2
-    assert [signal.getsignal(number) for number in subject.SIGNALS] == before
+        assert [signal.getsignal(number) for number in SIGNALS] == [request.receive] * 3
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_only_the_main_thread_can_listen(said):
