@@ -13,7 +13,6 @@ from transformers import TrainerControl
 from scu_trainer.train.session import stopping as subject
 from scu_trainer.train.session.stopping import LAUNCHERS_ECHO_S, StopCallback, StopRequest
 
-
 TYPED = (signal.SIGTERM, signal.SIGINT)
 SIGNALS = (*TYPED, signal.SIGHUP)
 
