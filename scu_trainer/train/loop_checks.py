@@ -89,7 +89,7 @@ def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
         name, way = GIVEN_BY.get(file, (file, f"callbacks=[{kind}(...)]"))
         if name not in present and (checkpoint / file).is_file():
             logger.warning(
-                "%s holds %s, the state of a loop (%s) that this trainer does not have: the run goes on without the "
+                "%s holds %s, the state of a loop (%s) that this trainer does not have: the run continues without the "
                 "loop, and the checkpoints from here on do not hold its state. To keep it, resume from %s with %s",
                 checkpoint, file, kind or name, checkpoint.name, way,
             )  # fmt: skip
