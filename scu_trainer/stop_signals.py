@@ -40,6 +40,19 @@ def listening(receive: Callable[[int, Optional[FrameType]], None], closed: Calla
             signal.signal(number, handler)
 
 
+class Asked:
+    """Something that can be asked to stop, and counts how often: ``listening(self._receive, self._closed)``."""
+
+    asked = 0
+
+    def _receive(self, number: int, frame: Optional[FrameType]) -> None:
+        self.asked += number != HANGUP or not self.asked  # a terminal that is closed may say so twice
+
+    def _closed(self) -> None:
+        if not (self.asked or outlives_terminal()):
+            self.asked = 1
+
+
 class _Output:
     """``stream``, of which a full disk, too, may drop what it does not take: the log file of a run waits for room."""
 

@@ -1,8 +1,8 @@
 """The process's generators of random numbers: kept, put back, and others in their place for a while.
 
 numpy and Python hand their states out number by number, a tenth and a hundredth of a millisecond each time, which a
-step of a few milliseconds feels. So a state is read again only where numbers were drawn since, and what draws from
-seeds of its own gets a generator of numpy's of its own.
+step of a few milliseconds feels. So a state is read again only if numbers were drawn since, and what draws from seeds
+of its own gets its own numpy generator.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def late(loop: Loop) -> ControlError:
 
 
 def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
-    """A trainer that has no loop for a state in ``checkpoint`` goes on without it, and that is seen in no figure."""
+    """A trainer that has no loop for a state in ``checkpoint`` continues without it, which no figure shows."""
     classes = read_manifest(checkpoint).get("loops")
     present = {loop.name for loop in loops} | {loop.state_file for loop in loops}
     for file, kind in (dict.fromkeys(GIVEN_BY) | (classes if isinstance(classes, dict) else {})).items():

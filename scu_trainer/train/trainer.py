@@ -416,8 +416,8 @@ class SCUTrainer(Trainer):
         return norm
 
     def floating_point_ops(self, inputs) -> int:
-        """The stock count. A training counts its weights once: walking through a model takes as long as a part of a
-        small step."""
+        """The stock count, with the weights counted once per training: walking through a model is a noticeable part of
+        a small step."""
         is_counted = self._is_training and not self.is_stock and not defined_between(self, "floating_point_ops")
         name = getattr(self.model, "main_input_name", "input_ids")
         entries = inputs[name] if is_counted and name in inputs else None

@@ -325,7 +325,7 @@ def test_asked_a_third_time_it_kills(tmp_path):
 @pytest.mark.parametrize("kind", [Runner, Sweep])
 def test_a_terminal_that_is_closed_asks_once(kind, monkeypatch):
     """It sends SIGHUP, its shell does again, and what is printed in between fails: a second wish would mean "now"."""
-    monkeypatch.setattr(f"{kind.__module__}.outlives_terminal", lambda: False)
+    monkeypatch.setattr("scu_trainer.stop_signals.outlives_terminal", lambda: False)
     one, heard = kind.__new__(kind), []
     one.asked = 0
     for ask in (lambda: one._receive(HANGUP, None), one._closed, lambda: one._receive(HANGUP, None)):

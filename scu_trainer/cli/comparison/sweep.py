@@ -31,7 +31,7 @@ from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import is_finished, last_words
 from scu_trainer.runs.studies.search import FORM, axes_of
 from scu_trainer.shipped import recipe
-from scu_trainer.stop_signals import HANGUP, listening, outlives_terminal
+from scu_trainer.stop_signals import Asked, listening
 
 if TYPE_CHECKING:
     import optuna
@@ -113,11 +113,11 @@ def _optuna() -> Any:
     return optuna
 
 
-class Sweep:
+class Sweep(Asked):
     """One start of the command, from its lock to its verdict."""
 
     def __init__(self, plan: SweepPlan, options: argparse.Namespace, console: Console, hands: comparison.Hands) -> None:
-        self.plan, self.options, self.console, self.hands, self.asked = plan, options, console, hands, 0
+        self.plan, self.options, self.console, self.hands = plan, options, console, hands
         one = ComparisonPlan(
             plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}
         )
@@ -210,13 +210,6 @@ class Sweep:
 
     def _last_words(self, name: str, code: int) -> str:
         return last_words(self.plan.folder / "console" / f"{name}.log", code)
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.asked += number != HANGUP or not self.asked  # a terminal that is closed may say so twice
-
-    def _closed(self) -> None:
-        if not (self.asked or outlives_terminal()):
-            self.asked = 1
 
     # -- trials --------------------------------------------------------------------------------------------------------
 

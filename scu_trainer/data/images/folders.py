@@ -46,7 +46,7 @@ def folder_source(
     splits = _splits(folder)
     if not splits:
         refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None, None)
-        return _noted(_of_classes(folder, skip_bad, classes, labels), descended)
+        return _noted(_of_classes(folder, _search(folder, labels), skip_bad, classes, labels), descended)
     by_name = {**{path.name: path for path in splits.values()}, **splits}
     chosen = by_name.get(split_among(by_name, wanted))
     if chosen is None:
@@ -56,7 +56,8 @@ def folder_source(
             f"{nearest(wanted[0], by_name)}; choose one with dataset_split"
         )
     inner, more = _only_folders(chosen, classes)
-    source = _noted(_of_classes(inner, skip_bad, classes, labels), (*descended, *more, *_not_read(folder, splits)))
+    source = _of_classes(inner, _search(inner, labels), skip_bad, classes, labels)
+    source = _noted(source, (*descended, *more, *_not_read(folder, splits)))
     if not takes_held_out:
         return source
     beside = [splits[name] for name in HELD_OUT_SPLITS if name in splits and splits[name] != chosen]
@@ -88,9 +89,8 @@ def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool,
         found = _search(folder, labels)
         if any(name is not None for _, name in found.files):
             notes.append(f"held-out images come from {folder}")
-            return replace(
-                source, held_out=_of_classes(folder, skip_bad, source.label_names, labels), notes=tuple(notes)
-            )
+            held_out = _of_classes(folder, found, skip_bad, source.label_names, labels)
+            return replace(source, held_out=held_out, notes=tuple(notes))
         notes.append(f"{folder} has no folders of classes: {len(found.files):,} images there were not read")
     return replace(source, notes=tuple(notes))
 
@@ -135,8 +135,9 @@ class _Found:
     is_table: bool = False
 
 
-def _of_classes(folder: Path, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]) -> ImageSource:
-    found = _search(folder, columns)
+def _of_classes(
+    folder: Path, found: _Found, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]
+) -> ImageSource:
     if found.gone and not skip_bad:
         raise DataError(
             f"the metadata of {folder} names {found.gone[0]}, which is not there; put it there, or set skip_bad_rows: "

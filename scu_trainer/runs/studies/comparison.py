@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, Optional
+from typing import Any
 
 from scu_trainer.errors import StorageError
 from scu_trainer.runs.launch import command, environment
@@ -25,7 +24,7 @@ from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, run_name
 from scu_trainer.runs.studies.comparison_state import ArmState, Key, is_finished, last_words
-from scu_trainer.stop_signals import HANGUP, listening, outlives_terminal
+from scu_trainer.stop_signals import Asked, listening
 
 LOCK_FILE = "_compare.lock"
 LOOK_EVERY_S, TELL_EVERY_S = 0.1, 1.0
@@ -63,7 +62,7 @@ class Hands:
 
 
 @dataclass
-class Runner:
+class Runner(Asked):
     """``devices``: one name for each run that may go at a time, such as "cpu", "cpu" or "gpu-0", "gpu-1".
 
     ``changed`` is called with the states after each start and end, ``looked`` then and about once a second.
@@ -75,8 +74,6 @@ class Runner:
     changed: Callable[[Mapping[Key, ArmState]], None]
     looked: Callable[[Mapping[Key, ArmState]], None]
     hands: Hands = field(default_factory=Hands)
-    asked: int = 0
-    """How often somebody has asked us to stop."""
 
     def run(self) -> None:
         """Until everything is done, or everything has stopped."""
@@ -132,13 +129,6 @@ class Runner:
         for _, process in running.values():
             process.terminate() if self.asked < 3 else process.kill()
         return self.asked
-
-    def _receive(self, number: int, frame: Optional[FrameType]) -> None:
-        self.asked += number != HANGUP or not self.asked  # a terminal that is closed may say so twice
-
-    def _closed(self) -> None:
-        if not (self.asked or outlives_terminal()):
-            self.asked = 1
 
 
 def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmState:

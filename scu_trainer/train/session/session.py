@@ -71,11 +71,16 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
     Raises a UserError before anything is written where the settings, the data, the model or the disk do not fit.
     """
-    console = console or Console(highlight=False, markup=False, quiet=not is_main_process())
+    console = console or console_of_run()
     if log is not None:
         return _run(job, console, log)
     with run_log() as own_log:
         return _run(job, console, own_log)
+
+
+def console_of_run() -> Console:
+    """Of the main process alone. Names of files are no markup."""
+    return Console(highlight=False, markup=False, quiet=not is_main_process())
 
 
 def _show_as_asked(job: Job, log: RunLog) -> None:
@@ -86,7 +91,7 @@ def _show_as_asked(job: Job, log: RunLog) -> None:
 
 def look_only(job: Job) -> None:
     """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
-    console = Console(highlight=False, markup=False, quiet=not is_main_process())
+    console = console_of_run()
     early = _begin(job, console)
     parts = job.kind.load(job, console)
     _look(job, parts, early, Path(job.training.output_dir), console)

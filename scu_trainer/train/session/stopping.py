@@ -58,7 +58,6 @@ class StopRequest:
         self._first_s = 0.0
         self._deadline: Optional[threading.Timer] = None
         self._pid = os.getpid()
-        self._outlives = False
         self.is_training = False
         self.on_deadline: Callable[[], None] = lambda: None
 
@@ -68,7 +67,6 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        self._outlives = outlives_terminal()
         try:
             with listening(self.receive, self.closed):
                 yield self
@@ -91,7 +89,7 @@ class StopRequest:
 
     def closed(self) -> None:
         """Output has nowhere to go any more. Once training is over the rest is short: it goes on."""
-        ends = not self._outlives and self.is_training
+        ends = self.is_training and not outlives_terminal()
         what = "ends after this step, with a checkpoint" if ends else "continues"
         logger.warning("the terminal or pipe that showed this run was closed; the run %s", what)
         if ends and self.name is None:

@@ -24,7 +24,7 @@ from scu_trainer.train.checkpoints.format import size_bytes
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_main_process
 from scu_trainer.train.run_directory.logs import RunLog
-from scu_trainer.train.session.session import build_trainer, score
+from scu_trainer.train.session.session import build_trainer, console_of_run, score
 from scu_trainer.train.step.costs import StepTimes
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.trainer import SCUTrainer
@@ -71,7 +71,7 @@ def try_out(job: Job, log: RunLog) -> Estimate:
     Nothing is left behind but caches. Where weights are handed to DeepSpeed or FSDP nothing is resumed, and the line
     says so.
     """
-    console = Console(highlight=False, markup=False, quiet=not is_main_process())
+    console = console_of_run()
     begun_s = time.perf_counter()
     job.check()
     parts = job.kind.load(job, console)

@@ -14,6 +14,7 @@ from scu_trainer.train.step.distributed.deepspeed_config import BY_LAUNCHER, che
 from scu_trainer.train.step.distributed.deepspeed_start import share_process_group
 from scu_trainer.train.step.distributed.ranks_deepspeed import timed
 
+WITHOUT = "without DeepSpeed"
 WANT_SHAPES = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw")
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
@@ -69,9 +70,6 @@ def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only
         f"{checkpoint} was saved {saved}, and this run is {here}: it cannot read that optimizer state; start it as "
         f"before{fresh} or begin another run from its weights with model_name_or_path"
     )
-
-
-WITHOUT = "without DeepSpeed"
 
 
 def _under(stage: int, ranks: int) -> str:

@@ -42,8 +42,8 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
 
 @contextlib.contextmanager
 def builds_are_said(say: Callable[[str], None]) -> Iterator[None]:
-    """What DeepSpeed compiles inside, which takes minutes, silently. Of a build that was killed torch leaves a
-    file, and waits for ever until it is gone."""
+    """Inside, ``say`` gets a line where DeepSpeed compiles, which takes minutes silently, or waits for another build.
+    A killed build leaves a lock file behind, for which torch waits forever."""
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _get_build_directory
 
