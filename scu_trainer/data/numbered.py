@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Optional
 
 import numpy
 import torch
 
-from scu_trainer.data.random_states import own_generators, states_kept
+from scu_trainer.data.random_states import own_generators, states_kept, unless_it_draws
 from scu_trainer.errors import DataError
 
 SAMPLE_INDEX = "sample_index"
@@ -23,11 +24,11 @@ class Numbered(torch.utils.data.Dataset):
 
     What the rows of a batch draw at random depends on ``seed``, ``epoch`` and the batch only, and not on who read what
     before: loaders read ahead and a resumed run has new workers, so their generators are nothing to go on from. Those
-    of the process itself are left as they were.
+    of the process itself are left as they were. The first batch that draws is read twice, which shows that it does.
     """
 
     def __init__(self, rows: Any, seed: int = 0) -> None:
-        self.rows, self._seed = rows, seed
+        self.rows, self._seed, self._draws = rows, seed, False
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that persist must see it change
 
     def set_epoch(self, epoch: int) -> None:
@@ -46,10 +47,17 @@ class Numbered(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
-        many = getattr(self.rows, "__getitems__", None)
-        with own_generators((self._seed, int(self._epoch), int(indices[0]))):
-            rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
+        read = partial(self._read, indices)
+        if not self._draws:
+            rows, self._draws = unless_it_draws(read)
+        if self._draws:
+            with own_generators((self._seed, int(self._epoch), int(indices[0]))):
+                rows = read()
         return list(zip(indices, rows, strict=True))
+
+    def _read(self, indices: Sequence[int]) -> Sequence[Any]:
+        many = getattr(self.rows, "__getitems__", None)
+        return many(indices) if callable(many) else [self.rows[index] for index in indices]
 
 
 class NumberedCollator:

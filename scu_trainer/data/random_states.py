@@ -2,7 +2,7 @@
 
 numpy and Python hand their states out number by number, a tenth and a hundredth of a millisecond each time, which a
 step of a few milliseconds feels. So a state is read again only if numbers were drawn since, and what draws from seeds
-of its own gets its own numpy generator.
+of its own gets its own numpy generator, if it draws at all.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import ctypes
 import functools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import numpy
 import torch
+
+Result = TypeVar("Result")
 
 States = list[tuple[Callable[[Any], None], Any]]
 """(what puts a generator back, its state)"""
@@ -73,6 +75,25 @@ def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
             numpy.random.set_state(of_numpy)
         random.setstate(of_python)
         torch.set_rng_state(of_torch)
+
+
+def unless_it_draws(function: Callable[[], Result]) -> tuple[Optional[Result], bool]:
+    """(what ``function`` returns, False), or (None, True) where it has drawn a random number. The generators are as
+    they were in both cases, and where it raises. A tenth of what ``own_generators`` take."""
+    kept, draws = states(), True
+    try:
+        found = function()
+        draws = not _are_as(kept)
+    finally:
+        if draws:
+            put_back(kept)
+    return (None, True) if draws else (found, False)
+
+
+def _are_as(kept: States) -> bool:
+    """Whether nothing was drawn since. False too of generators that do not show it."""
+    (_, of_torch), (_, of_numpy), (_, of_python) = kept
+    return _of_python() is of_python and _of_numpy() is of_numpy and torch.equal(torch.get_rng_state(), of_torch)
 
 
 @functools.cache

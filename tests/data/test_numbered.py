@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from scu_trainer.data.numbered import SAMPLE_INDEX, Numbered, NumberedCollator, content_crc32, lengths_of
+from scu_trainer.data.random_states import states_kept
 from scu_trainer.errors import DataError
 from tests.tiny import Rows, UnevenRows, images, pad
 
@@ -36,6 +37,30 @@ def test_rows_come_with_their_numbers_in_any_order():
 
 def test_many_rows_are_read_at_once_where_the_dataset_can():
     assert Numbered(Once()).__getitems__([4, 2]) == [(4, "row 4"), (2, "row 2")]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_rows_draw_depends_on_seed_epoch_and_batch_alone(draws):
+    reads = []
+
+    class Drawing(Once):
+        def __getitems__(self, indices):
+            reads.append(indices)
+            return [random.random() + numpy.random.rand() if draws and index > 1 else 0.0 for index in indices]
+
+    def batches(seed, epoch):
+        rows = Numbered(Drawing(), seed)
+        rows.set_epoch(epoch)
+        return [rows.__getitems__(indices) for indices in ([0], [2, 3], [1, 2], [2, 3])]
+
+    with states_kept():
+        expected = random.random(), numpy.random.rand()
+    first = batches(3, 4)
+    assert reads == [[0], [2, 3]] + draws * [[2, 3]] + [[1, 2], [2, 3]]  # twice where it draws first
+    assert (random.random(), numpy.random.rand()) == expected
+    assert batches(3, 4) == first and first[1] == first[3]
+    if draws:
+        assert first[1] != batches(3, 5)[1] != batches(4, 5)[1]
 
 
 def test_a_batch_gains_the_numbers_and_keeps_all_else():

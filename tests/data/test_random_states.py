@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from scu_trainer.data.random_states import own_generators, put_back, states, states_kept
+from scu_trainer.data.random_states import own_generators, put_back, states, states_kept, unless_it_draws
 
 
 def draw() -> tuple:
@@ -74,6 +74,28 @@ def test_own_generators_draw_what_their_seeds_say():
         own = random.random(), numpy.random.normal(), torch.randn(1).item()
     random.seed(for_python), numpy.random.seed(for_numpy), torch.default_generator.manual_seed(for_torch)
     assert own == (random.random(), numpy.random.normal(), torch.randn(1).item())
+
+
+DRAWS = [random.random, lambda: random.gauss(0, 1), numpy.random.rand, numpy.random.normal, lambda: torch.randn(1)]
+
+
+@pytest.mark.parametrize("draws", DRAWS, ids=["random", "gauss", "numpy", "numpy, two normals", "torch"])
+def test_whoever_draws_gets_nothing_and_leaves_nothing(draws):
+    seed()
+    with states_kept():
+        expected = draw()
+    assert unless_it_draws(lambda: 5) == (5, False)
+    assert unless_it_draws(draws) == (None, True)
+    with pytest.raises(ZeroDivisionError):
+        unless_it_draws(lambda: (draws(), 1 / 0))
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("waits", [random.gauss, numpy.random.normal], ids=["random", "numpy"])
+def test_handing_out_a_normal_number_that_waited_is_drawing(waits):
+    seed()
+    waits(0, 1)
+    assert unless_it_draws(lambda: waits(0, 1)) == (None, True)
 
 
 def test_another_kind_of_generator_is_kept_as_well():

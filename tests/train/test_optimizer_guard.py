@@ -587,7 +587,9 @@ def test_hooks_of_others_run_once_and_see_gradients(name, first):
     seen = []
 
     def hook(label):
-        return lambda *_: seen.append((label, sum(p.grad is not None for p in weights.parameters)))
+        return lambda optimizer, *_: seen.append(
+            (label, sum(p.grad is not None for p in weights.parameters), len(optimizer.param_groups))
+        )
 
     guard = weights.guard()
     if first == "guard":
@@ -598,7 +600,24 @@ def test_hooks_of_others_run_once_and_see_gradients(name, first):
     for _ in range(2):
         weights.step()
     guard.detach()
-    assert seen == [("before", 5), ("after", 5)] * 2
+    assert seen == [("before", 5, 2), ("after", 5, 2)] * 2
+    assert weights.bits() == after(name, 2)
+
+
+@pytest.mark.parametrize("name", ["adamw_fused", "adamw_foreach"])
+def test_interrupted_before_the_stock_call_ends_it_leaves_gradients_and_groups(name):
+    weights = Weights(name)
+    weights.step()
+    weights.backward()
+
+    def interrupt(optimizer, *_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), weights.guard().attached():
+        hook = weights.optimizer.register_step_post_hook(interrupt)
+        weights.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+        weights.optimizer.step()
+    assert all(p.grad is not None for p in weights.parameters) and len(weights.optimizer.param_groups) == 2
     assert weights.bits() == after(name, 2)
 
 

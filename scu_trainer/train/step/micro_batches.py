@@ -38,6 +38,7 @@ from scu_trainer.train.step.recovery.memory_limit import limited_gauge
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, replaced
+from scu_trainer.train.step.training_mode import walked_through_once
 
 logger = logging.getLogger("scu_trainer")
 
@@ -215,11 +216,17 @@ class MicroBatchStep:
         return second_try(functools.partial(self.loop.begin, window, step), "planning the micro-batches of a step")
 
     def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
+        modules = self._place.buffers.modules if model is self.trainer.model else ()
+
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
             share = 1.0 if micro_batch.weight is None else micro_batch.weight
             with self.ranks.micro_batch(last), self._backward_of(share):
                 inputs = placed(window.inputs(micro_batch), self._place.device)
-                with self._as_planned(micro_batch), self.analysis.watched(inputs, num_items, self.parameters):
+                with (
+                    self._as_planned(micro_batch),
+                    self.analysis.watched(inputs, num_items, self.parameters),
+                    walked_through_once(model, modules),
+                ):
                     loss = self.trainer.stock_training_step(model, inputs, num_items)
             return loss if share == 1.0 else loss * share
 

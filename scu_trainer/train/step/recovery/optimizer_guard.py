@@ -61,9 +61,9 @@ class OptimizerGuard:
     part_bytes: weights that are updated together, default 8 MiB on the CPU and 64 MiB elsewhere.
 
     The guard works as a pair of step hooks: it does the update itself with the optimizer's own arithmetic, then hides
-    the gradients so that the stock call finds nothing to do. So it does not matter who calls (loop, GradScaler) or who
-    has wrapped ``step`` (learning rate schedulers); other hooks run once per step and see all gradients; ``state_dict``
-    and pickling are as without it. Steps with a closure pass through unguarded.
+    gradients or groups so that the stock call finds nothing to do. So it does not matter who calls (loop, GradScaler)
+    or who has wrapped ``step`` (learning rate schedulers); other hooks run once per step and see all gradients;
+    ``state_dict`` and pickling are as without it. Steps with a closure pass through unguarded.
 
     recoveries: failures survived so far. half_stepped: the error just raised has left some parameters one step ahead;
     their weights must not be saved.
@@ -86,6 +86,8 @@ class OptimizerGuard:
         self._part_bytes = part_bytes
         self._hooks: list[Any] = []
         self._whole = ParameterGroupPart(())
+        self._is_hidden = False
+        self._set_aside: list[dict[str, Any]] | None = None
         self._groups_before: list[dict[str, Any]] = []
 
     def attach(self) -> None:
@@ -108,6 +110,7 @@ class OptimizerGuard:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._show_all()  # of a step that was interrupted
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[OptimizerGuard]:
@@ -141,23 +144,34 @@ class OptimizerGuard:
         self._show_all()
         self._order_hooks()
 
+    def _hide_all(self) -> None:
+        self._is_hidden = True
+        self._whole.hide()
+
     def _show_all(self) -> None:
-        self._whole.show()
-        self._whole = ParameterGroupPart(())
+        if self._is_hidden:
+            self._whole.show()
+        if self._set_aside is not None:
+            self.optimizer.param_groups = self._set_aside
+        self._whole, self._is_hidden, self._set_aside = ParameterGroupPart(()), False, None
 
     def _step_parts(self, groups: Sequence[list[Pair]]) -> None:
         self.half_stepped = False
         self._groups_before = [dict(group) for group in self.optimizer.param_groups]
         pending = deque(self._plan(groups))
-        self._whole.hide()
+        if not _are_groups(pending):
+            self._hide_all()
         while pending:
             part = pending.popleft()
             if self._attempt(part):
                 self.half_stepped = True
             else:
+                self._hide_all()
                 pending = deque(part for rest in [*self._smaller(part), *pending] for part in self._fitting(rest))
             self._reset_groups()
         self.half_stepped = False
+        if not self._is_hidden:  # without groups the stock call finds nothing to do, too, and sooner
+            self._set_aside, self.optimizer.param_groups = self.optimizer.param_groups, []
 
     def _reset_groups(self) -> None:
         """Schedule-free optimizers count steps in their groups: each part begins with the same count, and the stock
@@ -198,7 +212,8 @@ class OptimizerGuard:
     def _attempt(self, part: ParameterGroupPart) -> bool:
         """Update ``part``; on failure it is as before, and memory has been freed."""
         saved = None
-        part.show()
+        if self._is_hidden:
+            part.show()
         try:
             saved = (SavedPart if part.copied else SavedCounters)(self.optimizer, part)
             with self._only(part.groups):
@@ -209,7 +224,8 @@ class OptimizerGuard:
                 raise
             forget_traceback(error)
         finally:
-            part.hide()
+            if self._is_hidden:
+                part.hide()
         if saved is not None:
             saved.restore()
             saved = None
@@ -260,3 +276,9 @@ class OptimizerGuard:
             f"{consequence}. Use optim: adamw_torch_fused, which needs no working memory, optim: adamw_8bit, "
             "tuning: lora, or a smaller model"
         )
+
+
+def _are_groups(parts: Iterable[ParameterGroupPart]) -> bool:
+    """Whether each part is all that is updated of one group: with that group alone nothing has to be hidden."""
+    groups = [part.groups for part in parts]
+    return bool(groups) and None not in groups and len(set(groups)) == len(groups)

@@ -60,11 +60,16 @@ class ChangingBuffers:
         self._stamps: dict[nn.Module, tuple] = {}
         self._large_copies: dict[tuple[nn.Module, str], tuple[tuple, Optional[torch.Tensor]]] = {}
 
-    def copies(self) -> KeptBuffers:
-        """The buffers as they are now, for ``restore``."""
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those of the model, as they were when the window began."""
         if self._modules is None:  # walking through adapters of a large model takes as long as copying its buffers
             self._modules = _all_modules(self._model)
-        owners = [module for module in self._modules if module._buffers]
+        return self._modules
+
+    def copies(self) -> KeptBuffers:
+        """The buffers as they are now, for ``restore``."""
+        owners = [module for module in self.modules if module._buffers]
         found = [(module, name, buffer) for module in owners for name, buffer in module._buffers.items()]
         large = _large([buffer for _, _, buffer in found if buffer is not None])
         kept = []
@@ -78,7 +83,7 @@ class ChangingBuffers:
                 copy = buffer.clone()
             version = 0 if buffer is None else _version(buffer)
             kept.append(KeptBuffer(module, name, buffer, copy, version, is_large))
-        return KeptBuffers(kept, self._modules)
+        return KeptBuffers(kept, self.modules)
 
     def _copy_of_large(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Optional[torch.Tensor]:
         """One copy for as long as the module's buffers stay as they are; None where it is taken for constant."""

@@ -1,0 +1,44 @@
+"""``model.train()``, with which every stock step begins, walks through all modules: as long as a tenth of a small step,
+and with adapters longer. Here it is left out where it would change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+STOCK = (nn.Module.train, PreTrainedModel.train)
+
+
+@contextlib.contextmanager
+def walked_through_once(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the first ``model.train()`` returns at once if all of ``modules``, which are those of ``model``, are in
+    training mode and none has a ``train`` of its own. Later ones, and other modes, are as ever, as is all without
+    ``modules``."""
+    if not modules or not _would_change_nothing(modules):
+        yield
+        return
+
+    def train(mode: bool = True) -> nn.Module:
+        vars(model).pop("train")
+        return model if mode is True else model.train(mode)
+
+    vars(model)["train"] = train
+    try:
+        yield
+    finally:
+        vars(model).pop("train", None)
+
+
+def _would_change_nothing(modules: Sequence[nn.Module]) -> bool:
+    if not all(module.training for module in modules):
+        return False
+    return all(map(_has_stock_train, set(map(type, modules)))) and not any("train" in vars(m) for m in modules)
+
+
+@functools.cache
+def _has_stock_train(kind: type[nn.Module]) -> bool:
+    return kind.train in STOCK

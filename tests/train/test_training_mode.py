@@ -1,0 +1,110 @@
+"""``model.train()`` is left out where it would change nothing, and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from scu_trainer.settings import MemorySettings
+from scu_trainer.train.step.training_mode import walked_through_once
+from scu_trainer.train.trainer import SCUTrainer
+from tests import tiny
+from tests.tiny import Rows, same, weights_of
+
+
+class Frozen(nn.BatchNorm1d):
+    """Stays in evaluation, as people do it who freeze statistics."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        return super().train(False)
+
+
+@pytest.fixture
+def walks(monkeypatch) -> list[str]:
+    """The kind of each module whose ``train`` has run."""
+    kinds, stock = [], nn.Module.train
+
+    def train(module, mode=True):
+        kinds.append(type(module).__name__)
+        return stock(module, mode)
+
+    monkeypatch.setattr(nn.Module, "train", train)
+    monkeypatch.setattr("scu_trainer.train.step.training_mode.STOCK", (train,))
+    return kinds
+
+
+def in_evaluation(model: nn.Module) -> None:
+    model[1].eval()
+
+
+def with_its_own(model: nn.Module) -> None:
+    model[1].train = lambda mode=True: model[1]
+
+
+@pytest.mark.parametrize("prepare", [None, in_evaluation, with_its_own])
+def test_the_first_call_walks_only_where_something_would_change(walks, prepare):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    if prepare is not None:
+        prepare(model)
+    walks.clear()
+    with walked_through_once(model, list(model.modules())):
+        assert model.train() is model
+        assert bool(walks) == (prepare is not None)
+        model.train()
+        assert "Sequential" in walks
+    assert "train" not in vars(model)
+
+
+def test_other_modes_and_other_models_are_as_ever():
+    model = nn.Sequential(nn.Linear(2, 2), Frozen(2))
+    with walked_through_once(model, list(model.modules())):
+        assert not model.train()[1].training
+    with walked_through_once(model[0], [model[0]]):
+        assert not model[0].train(False).training
+    with walked_through_once(model[0], ()):
+        assert model[0].train().training
+    assert "train" not in vars(model[0])
+
+
+class PutsIntoEvaluation(TrainerCallback):
+    """One layer, before every other step."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step % 2:
+            model.model.layers[0].eval()
+
+
+class ReadsMode(Trainer):
+    def compute_loss(self, model, inputs, **kwargs):
+        self.modes = [*getattr(self, "modes", []), [module.training for module in model.modules()]]
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=inputs["input_ids"])
+        model.train()
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+class OursReadsMode(SCUTrainer, ReadsMode):
+    pass
+
+
+@pytest.mark.parametrize("callbacks", [[], [PutsIntoEvaluation()]], ids=["none", "evaluation"])
+def test_every_forward_finds_the_modules_as_in_the_stock_run(tmp_path, callbacks):
+    found = []
+    for kind, loops in ((ReadsMode, {}), (OursReadsMode, {"memory": MemorySettings()})):
+        arguments = tiny.arguments(tmp_path / kind.__name__, max_steps=4)
+        trainer = kind(
+            tiny.llama(attention_dropout=0.3),
+            arguments,
+            train_dataset=Rows(),
+            data_collator=tiny.pad,
+            callbacks=list(callbacks),
+            **loops,
+        )
+        trainer.train()
+        found.append(trainer)
+    stock, ours = found
+    assert ours.modes[-1] == stock.modes[-1] == [True] * len(stock.modes[-1])
+    assert same(weights_of(ours.model), weights_of(stock.model))
