@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from transformers import BertForMultipleChoice
 
 from scu_trainer.errors import ControlError
+from scu_trainer.train.loss.rows.model_loss import computes_causal_loss
 from scu_trainer.train.loss.rows.row_readings import RowLossReading, find_reading
-from tests.tiny import conv_net, images
+from tests.tiny import Examples, Rows, bert, conv_net, images
 from tests.train.curricula import curriculum_run
 
 ROWS, TIME, WORDS = 4, 6, 9
@@ -118,8 +120,16 @@ def test_without_anything_to_read_there_is_no_reading(outputs, labels):
 
 def test_a_model_that_tells_nothing_of_rows_trains_on_and_says_so(tmp_path, caplog):
     trainer = curriculum_run(tmp_path, "token_budget", model=conv_net(), data=images(12), data_collator=None)
-    assert "the model returns no logits: difficulties stay unknown" in caplog.text
+    assert "the losses of single rows cannot be read, so difficulties stay unknown" in caplog.text
     assert not trainer.difficulty.observations.any() and trainer.state.global_step == 9
+
+
+def test_a_model_of_multiple_choice_is_no_language_model(tmp_path):
+    """Its class has no kind of loss, and transformers gives every such class that of next tokens."""
+    questions = Examples({"input_ids": Rows(3, 8, seed=i).tokens, "labels": torch.tensor(i % 3)} for i in range(12))
+    model = bert(BertForMultipleChoice)
+    trainer = curriculum_run(tmp_path, "acmds", model=model, data=questions, data_collator=None)
+    assert not computes_causal_loss(model) and trainer.difficulty.observations.all()
 
 
 @pytest.mark.parametrize("name", ["noise_guard", "acmds", "infobatch"])

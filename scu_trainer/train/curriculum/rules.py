@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FEWEST_EPOCHS_TO_PRUNE = 4
 
+NOTHING_TO_READ = "this model returns neither losses of rows nor logits of which each belongs to a label"
+
 BY_LOSS = ("noise_guard", "acmds", "infobatch")
 """Methods that choose rows by their losses."""
 
@@ -65,8 +67,8 @@ def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
     rows = trainer.train_dataset
     if rows is not None and (isinstance(rows, IterableDataset) or not has_length(rows)):
         raise ControlError(
-            f"a curriculum chooses samples by number, and a {type(rows).__name__} is a stream; use a dataset with a "
-            "length, or leave the curriculum out"
+            f"a curriculum chooses samples by number, and the training data ({type(rows).__name__}) is a stream; use "
+            "a dataset with a length, or leave the curriculum out"
         )
 
 
@@ -77,11 +79,8 @@ def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading
     advice = 'let its forward return {"loss": ..., "losses": ...} with losses of shape (rows,)'
     if reading is None:
         if by_loss:
-            raise ControlError(
-                f"curriculum {by_loss[0]} needs the loss of each row, and this model returns neither logits beside "
-                f"labels nor losses; {advice}"
-            )
-        return "the model returns no logits: difficulties stay unknown"
+            raise ControlError(f"curriculum {by_loss[0]} needs the loss of each row: {NOTHING_TO_READ}; {advice}")
+        return f"the losses of single rows cannot be read, so difficulties stay unknown: {NOTHING_TO_READ}; {advice}"
     if reading.exact:
         return None
     weighs = "infobatch" in methods or ("token_budget" in methods and reading.counts_rows)

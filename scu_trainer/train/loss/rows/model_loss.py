@@ -56,7 +56,9 @@ def has_causal_loss(trainer: Trainer) -> bool:
 def computes_causal_loss(model: torch.nn.Module) -> bool:
     """Whether the model's own loss is the stock one over next tokens, by code that can be replaced in it."""
     inner = inner_model(model)
-    is_causal = getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
+    # A class without a kind of loss is given this one as well, with a warning, and does not call it (multiple choice).
+    has_kind = hasattr(inner, "_loss_function") or getattr(inner, "loss_type", None) in LOSS_MAPPING
+    is_causal = has_kind and getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
     return is_causal and not is_compiled(inner) and not inner.config.is_encoder_decoder
 
 
