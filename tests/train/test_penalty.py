@@ -464,6 +464,13 @@ def test_weights_that_are_elsewhere_are_refused(where):
         Prior(layer)
 
 
+def test_a_weight_that_was_made_empty_has_no_distance():
+    model = Layers()
+    distance, model.none = float(Prior(model, "zero").squared_distance()), nn.Parameter(torch.empty(0, 1, 4))
+    prior = Prior(model, "zero")
+    assert "none" not in prior.names and float(prior.squared_distance()) == distance > 0
+
+
 def test_state_dict_brings_w0_back():
     first, second = adapted(seed=0), adapted(seed=1)
     prior, other = Prior(first), Prior(second)

@@ -82,7 +82,8 @@ class Prior:
     """
 
     def __init__(self, model: nn.Module, prior: str = "init", measure: str = "effective") -> None:
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        named = {name: p for name, p in trained if not _was_made_empty(p)}
         if not named:
             raise ControlError(
                 "the model has no trainable weights, so there is nothing to regularize; check tuning and frozen "
@@ -332,6 +333,11 @@ def _decayed_copy(weight: torch.Tensor, start: torch.Tensor, shrink: float) -> t
         decay_stochastically(copy, start, shrink, torch.Generator(copy.device).manual_seed(0))
         return copy
     return copy.lerp_(start.to(copy.dtype).expand_as(copy), shrink)
+
+
+def _was_made_empty(parameter: nn.Parameter) -> bool:
+    """As by models with a part of zero layers (YOLOS). What sharding leaves behind has the one dimension (0,)."""
+    return parameter.dim() > 1 and parameter.numel() == 0
 
 
 def _reject_unusable(named: dict[str, nn.Parameter]) -> None:
