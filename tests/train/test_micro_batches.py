@@ -374,6 +374,15 @@ def test_batch_norm_runs_whole_batches_and_is_named(tmp_path, caplog):
     assert len(warnings) == 1 and "BatchNorm" in warnings[0] and "min_batch_size" in warnings[0]
 
 
+def test_what_is_found_once_more_is_said_once_in_a_training(tmp_path, caplog):
+    trainer = SCUTrainer(tiny.conv_net(), tiny.arguments(tmp_path), train_dataset=images(), memory=MemorySettings())
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        for _ in range(2):
+            trainer.train()
+            trainer.micro_batches._say_limits([], 4)
+    assert sum("BatchNorm" in record.getMessage() for record in caplog.records) == 2
+
+
 def test_a_batch_that_cannot_be_cut_runs_whole(tmp_path, caplog):
     def with_table(rows):
         return {**tiny.pad(rows), "class_weights": torch.ones(2)}

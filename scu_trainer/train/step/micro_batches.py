@@ -55,7 +55,6 @@ class MicroBatchStep:
         self.loop = MicroBatchSizer(settings, gauge if settings.memory_control else None, device)
         self.ranks: Optional[Ranks] = None
         self._guard: Optional[OptimizerGuard] = None
-        self._said_foreign = False
         self._logical_rows: Optional[int] = None
         if settings.batch_mode == "logical":
             rows = settings.max_batch_size or trainer.args.per_device_train_batch_size
@@ -78,7 +77,7 @@ class MicroBatchStep:
         if self._logical_rows is not None:
             self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
         self.analysis = LossAnalysis(self.trainer, self.free_memory)
-        self._said = self._said_padded = False
+        self._said, self._warned = False, set()
         self._not_by_rows: set[str] = set()
 
     def start(self) -> None:
@@ -171,9 +170,8 @@ class MicroBatchStep:
         if not self._losses:
             known = bool(self._prefetched) and inputs is self._prefetched[0]
             completes = known or self.trainer.accelerator.sync_gradients
-            if not known and len(self._prefetched) > 1 and not self._said_foreign:
-                self._said_foreign = True
-                logger.warning("training_step does not get the batches of the loader: rows are not pooled across them")
+            if not known and len(self._prefetched) > 1:
+                self._warn_once("training_step does not get the batches of the loader: rows are not pooled across them")
             raw = self._prefetched if known else [inputs]
             self._losses.extend(self._run(model, raw, num_items, completes))
         loss = self._losses.popleft()
@@ -320,9 +318,8 @@ class MicroBatchStep:
         if obstacle is None:
             inputs = functools.partial(placed, window.batches[0].inputs, self._place.device)
             return window.is_uneven and path.goes_padding_free(inputs, window.longest_row)
-        if must and not self._said_padded:
-            self._said_padded = True
-            logger.warning("padding_free: true, but rows of this step keep their padding: %s", obstacle)
+        if must:
+            self._warn_once("padding_free: true, but rows of this step keep their padding: %s", obstacle)
         return False
 
     def _obstacle_to_padding_free(self, window: AccumulationWindow) -> Optional[str]:
@@ -358,11 +355,11 @@ class MicroBatchStep:
     def _say_limits(self, batches: Sequence[Batch], num_items: Any) -> None:
         obstacle = next((batch.obstacle for batch in batches if batch.obstacle), None)
         if obstacle:
-            logger.warning("batches cannot be cut by rows (%s): each runs whole or fails", obstacle)
+            self._warn_once("batches cannot be cut by rows (%s): each runs whole or fails", obstacle)
         if self.reduction is None or self.analysis.own_step.exchange is not None:
             return
         if not self.reduction.is_exact:
-            logger.warning(
+            self._warn_once(
                 "a split batch would not give the gradient of the whole: %s. Batches run whole while memory allows "
                 "(max_batch_size and token_cap do not cut them); min_batch_size (now %d) bounds how small they may "
                 "become",
@@ -370,16 +367,23 @@ class MicroBatchStep:
                 self.settings.min_batch_size,
             )
         elif self.reduction.reads_padding:
-            logger.warning(
+            self._warn_once(
                 "padding is kept, because this model's loss depends on it (%s)", self.reduction.reads_padding
             )
         if self.adds_means(num_items):
-            logger.warning(
+            self._warn_once(
                 "this model ignores num_items_in_batch, so the stock loop adds up the mean losses of %d accumulation "
                 "batches instead of averaging them: gradient and logged loss are that many times as large, here too. "
                 "gradient_accumulation_steps: 1 with a larger batch avoids it; micro-batches keep its memory low",
                 len(batches),
             )
+
+    def _warn_once(self, text: str, *values: Any) -> None:
+        """What is found out later about the loss may say the same again."""
+        warning = text % values
+        if warning not in self._warned:
+            self._warned.add(warning)
+            logger.warning(warning)
 
     def adds_means(self, num_items: Any) -> bool:
         """Whether the losses of a window add up to several means where the stock loop takes them for one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, Optional
@@ -56,10 +57,16 @@ def has_causal_loss(trainer: Trainer) -> bool:
 def computes_causal_loss(model: torch.nn.Module) -> bool:
     """Whether the model's own loss is the stock one over next tokens, by code that can be replaced in it."""
     inner = inner_model(model)
-    # A class without a kind of loss is given this one as well, with a warning, and does not call it (multiple choice).
-    has_kind = hasattr(inner, "_loss_function") or getattr(inner, "loss_type", None) in LOSS_MAPPING
-    is_causal = has_kind and getattr(inner, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]
+    # Whoever asks a class without a kind of loss (multiple choice) gets this one, with a warning: ask for the call first.
+    is_causal = _calls_loss_function(type(inner)) and inner.loss_function is LOSS_MAPPING["ForCausalLM"]
     return is_causal and not is_compiled(inner) and not inner.config.is_encoder_decoder
+
+
+@functools.cache
+def _calls_loss_function(kind: type[torch.nn.Module]) -> bool:
+    """Whether a forward of this class, or of one that it is made from, takes its loss from ``self.loss_function``."""
+    own = [inspect.unwrap(vars(one)["forward"]) for one in kind.__mro__ if "forward" in vars(one)]
+    return any("loss_function" in forward.__code__.co_names for forward in own if hasattr(forward, "__code__"))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
