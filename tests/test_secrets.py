@@ -198,7 +198,7 @@ def test_messages_of_the_command_line_hide_them(capsys, monkeypatch):
     def command(arguments):
         raise DataError(f"cannot read s3://me:{PASSWORD}@host with {PASSWORD}")
 
-    assert guarded(command, []) == 2
+    assert guarded(command)([]) == 2
     assert capsys.readouterr().err == "error: cannot read s3://***@host with ***\n"
 
 
@@ -206,9 +206,9 @@ def test_a_traceback_that_reaches_the_interpreter_hides_them():
     code = (
         "import threading; from scu_trainer.cli.main import guarded\n"
         f"def fail(*_): raise RuntimeError('with {FROM_FLAG}')\n"
-        "guarded(lambda _: 0, [])\n"
+        "guarded(lambda _: 0)([])\n"
         "thread = threading.Thread(target=fail); thread.start(); thread.join()\n"
-        "guarded(fail, [])"
+        "guarded(fail)([])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1

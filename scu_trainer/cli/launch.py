@@ -21,11 +21,8 @@ from scu_trainer.runs.launch import command, environment, processes_here
 LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
-def _main(argv: list[str]) -> NoReturn:
+@guarded
+def main(argv: list[str]) -> NoReturn:
     parser = Parser(prog="scu-trainer launch", description=__doc__.split("\n\n")[0])
     parser.add_argument("launcher", choices=LAUNCHERS)
     parser.add_argument(

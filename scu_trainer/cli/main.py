@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib
 import io
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 from scu_trainer import __version__
 from scu_trainer.errors import UserError, nearest
@@ -76,49 +77,50 @@ MODULES = {
 """Below ``scu_trainer.cli``; the others are named as the command."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help"):
+def guarded(command: Callable[..., int]) -> Callable[..., int]:
+    """Decorates a command, a function of a list of words: without one it gets those of this program. What the user can
+    fix becomes one message on stderr and exit code 2."""
+
+    @functools.wraps(command)
+    def main(argv: Optional[Sequence[str]] = None, *given: Any, **named: Any) -> int:
+        remember_environment()
+        hide_in_tracebacks()
+        _let_segments_grow(os.environ)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
+        try:
+            return command(list(sys.argv[1:] if argv is None else argv), *given, **named)
+        except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except OSError as error:
+            line = _in_words(error)
+            if line is None:
+                raise
+            _say(f"error: {redact(line)}")
+            return UserError.exit_code
+        except UserError as error:
+            _say(f"{error.label}{redact(str(error))}")
+            return error.exit_code
+        except KeyboardInterrupt:
+            _say("interrupted")
+            return INTERRUPTED
+
+    return main
+
+
+@guarded
+def main(argv: list[str]) -> int:
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
         print(_usage())
         return 0
-    if arguments[0] == "--version":
+    if name == "--version":
         print(__version__)
         return 0
-    return guarded(_run_command, arguments)
-
-
-def _run_command(arguments: Sequence[str]) -> int:
-    name = arguments[0]
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
-    return importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}").main(arguments[1:])
-
-
-def guarded(command: Callable[[list[str]], int], arguments: Optional[Sequence[str]]) -> int:
-    """Run a command on ``arguments``, None for those of this program; what the user can fix becomes one message on
-    stderr and exit code 2."""
-    remember_environment()
-    hide_in_tracebacks()
-    _let_segments_grow(os.environ)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
-    try:
-        return command(list(sys.argv[1:] if arguments is None else arguments))
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        line = _in_words(error)
-        if line is None:
-            raise
-        _say(f"error: {redact(line)}")
-        return UserError.exit_code
-    except UserError as error:
-        _say(f"{error.label}{redact(str(error))}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
+    return importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}").main(argv[1:])
 
 
 def _say(text: str) -> None:

@@ -33,10 +33,6 @@ class Measured:
     error: Optional[str] = None
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer modes", description=DESCRIPTION)
     parser.add_argument(
@@ -48,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     options, flags = _parser().parse_known_args(argv)
     modes = _chosen(options.mode)
     words = [*([] if options.config is None else ["--config", options.config]), *flags]

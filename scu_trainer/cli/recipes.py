@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
 from scu_trainer import shipped
 from scu_trainer.cli.main import guarded
@@ -17,11 +15,8 @@ Without a name: all of them, each with a sentence. With a name: that file, for y
 of a path, --config takes the name of a recipe and --deepspeed the name of a file in ds_configs."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     parser = Parser(prog="scu-trainer recipes", description=DESCRIPTION)
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of a file in the list")
     way = parser.add_mutually_exclusive_group()

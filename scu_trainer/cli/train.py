@@ -29,9 +29,10 @@ MODES = {
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     end_with_launcher()  # before anything that takes long: a launcher may die while its ranks wait for each other
-    return guarded(_main, argv)
+    return _main(argv)
 
 
+@guarded
 def _main(argv: list[str]) -> int:
     modes, flags = _mode_parser().parse_known_args(argv)
     if modes.help or modes.help_all:

@@ -36,10 +36,6 @@ PARTS = ("weights", "gradients", "optimizer", "regularization", "activations", "
 """Of a predicted peak (hardware/estimate.py), but for the libraries, which all variants load alike."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer variants", description=DESCRIPTION)
     parser.add_argument("names", nargs="*", metavar="NAME", help="paths to run; default: all")
@@ -55,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     from rich.console import Console
 
     options = _parser().parse_args(argv)

@@ -54,7 +54,7 @@ def start(made: ComparisonPlan, console: Any, spawner: Any, jobs: int = 2, retry
     """As ``scu-trainer compare`` does once the settings are read. The exit code."""
     options = argparse.Namespace(retry_failed=retry_failed, confidence=0.95)
     hands = comparison.Hands(spawn=spawner, sleep=lambda s: time.sleep(0.01))
-    return guarded(lambda words: Start(made, "none", options, ["cpu"] * jobs, console, hands).run(), [])
+    return guarded(lambda words: Start(made, "none", options, ["cpu"] * jobs, console, hands).run())([])
 
 
 # -- the program -----------------------------------------------------------------------------------------------------

@@ -37,8 +37,9 @@ monitor and logs also show runs that were started by hand.
 Exit codes: 0 done, 2 you can fix it."""
 
 
-def main(argv: Optional[Sequence[str]] = None, hands: Optional[Hands] = None) -> int:
-    return guarded(lambda words: _main(words, hands or Hands()), argv)
+@guarded
+def main(argv: list[str], hands: Optional[Hands] = None) -> int:
+    return _main(argv, hands or Hands())
 
 
 def _main(argv: list[str], hands: Hands) -> int:

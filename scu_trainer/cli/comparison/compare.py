@@ -33,10 +33,6 @@ Exit codes: 0 all runs are done, 1 a run failed (the table says which and why),
 2 you can fix it, 3 stopped by request."""
 
 
-def main(argv: Optional[Sequence[str]] = None, hands: Optional[comparison.Hands] = None) -> int:
-    return guarded(lambda words: _main(words, hands or comparison.Hands()), argv)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="scu-trainer compare",
@@ -64,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str], hands: comparison.Hands) -> int:
+@guarded
+def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -72,7 +69,7 @@ def _main(argv: list[str], hands: comparison.Hands) -> int:
     if options.table is not None:
         return _show(options.table, argv, console)
     check_words(options, flags)
-    return _compare(options, flags, argv, console, hands)
+    return _compare(options, flags, argv, console, hands or comparison.Hands())
 
 
 def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[str], console: Any, hands: Any) -> int:

@@ -8,7 +8,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -50,10 +50,6 @@ TRIALS_BEFORE_PRUNING = 4
 CONFIDENCE = 0.95
 
 
-def main(argv: Optional[Sequence[str]] = None, hands: Optional[comparison.Hands] = None) -> int:
-    return guarded(lambda words: _main(words, hands or comparison.Hands()), argv)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="scu-trainer sweep",
@@ -75,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str], hands: comparison.Hands) -> int:
+@guarded
+def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     options, flags = _parser().parse_known_args(argv)
     from scu_trainer.cli.configuration import check_early, check_values_early
 
@@ -99,7 +96,7 @@ def _main(argv: list[str], hands: comparison.Hands) -> int:
         )
     typed = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
-    return Sweep(plan, options, Console(highlight=False, markup=False), hands).run()
+    return Sweep(plan, options, Console(highlight=False, markup=False), hands or comparison.Hands()).run()
 
 
 def _optuna() -> Any:

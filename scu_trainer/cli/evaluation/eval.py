@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,11 +48,8 @@ by the data settings below), --eval_dataset (all of it is scored) or --tasks (no
 data settings of a run."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     from scu_trainer.cli.evaluation.screen import as_text
 
     parser = _parser()

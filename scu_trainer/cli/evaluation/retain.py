@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -33,10 +32,6 @@ per token on the documents of FILE, compared with the model that it was tuned fr
 other half only measure what it costs. Writes the model, or the adapter, with that share of its update (WiSE-FT)."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer retain", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or with --base a full model")
@@ -54,7 +49,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if not 0 <= options.budget_bits < float("inf"):
         raise SettingsError(f"budget_bits is {options.budget_bits:g}; give 0 or more, for instance 0.05")

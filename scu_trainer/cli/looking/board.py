@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -29,10 +28,6 @@ PORT = 7860
 Serve = Callable[[Any, socket.socket], None]
 
 
-def main(argv: Optional[Sequence[str]] = None, serve: Optional[Serve] = None, hands: Optional[Hands] = None) -> int:
-    return guarded(lambda words: _main(words, serve or _serve, hands or Hands()), argv)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer board", description=DESCRIPTION)
     parser.add_argument(
@@ -51,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str], serve: Serve, hands: Hands) -> int:
+@guarded
+def main(argv: list[str], serve: Optional[Serve] = None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     _require_packages()
@@ -60,14 +56,14 @@ def _main(argv: list[str], serve: Serve, hands: Hands) -> int:
     from scu_trainer.board.app import Board
 
     listening = bound(options.host, options.port)
-    port, token = listening.getsockname()[1], secrets.token_urlsafe(32)
+    port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), Hands()
     remember(token)
     acts = Acts(options.configs, _starter(options.runs_dir, hands), hands)
     board = Board(options.runs_dir, acts, stream_answer)
     app = Guard(board.application(), token, own_names(options.host, port), f"scu_board_{port}")
     print(f"runs of {options.runs_dir}: http://{in_address(options.host)}:{port}/?token={token}")
     print("anyone with this address can start programs here; Ctrl-C ends the board, runs continue", flush=True)
-    serve(app, listening)
+    (serve or _serve)(app, listening)
     return 0
 
 
@@ -111,7 +107,3 @@ def _starter(root: Path, hands: Hands) -> Callable[[Path, str, str, Sequence[str
         return begun(options, flags, hands)[0][0]
 
     return start
-
-
-if __name__ == "__main__":
-    sys.exit(main())

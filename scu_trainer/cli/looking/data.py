@@ -27,10 +27,6 @@ learned tokens marked. Flags of `scu-trainer train` are accepted as well. Nothin
 SAMPLE = 2000
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [CONFIG] [OPTIONS] [--FIELD VALUE ...]"
     parser = Parser(prog="scu-trainer data", description=DESCRIPTION, usage=usage)
@@ -44,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         argv = ["--config", *argv]
     options, flags = _parser().parse_known_args(argv)

@@ -7,8 +7,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -23,21 +21,6 @@ from scu_trainer.shipped import recipe
 PLANS = ("recommend", "plan")
 
 CUDA_BUILD = "pip install a CUDA build of torch"
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in PLANS:
-        from scu_trainer.cli.planning.plan import main as plan
-
-        return plan(words[1:])
-    if words and words[0] == "config":
-        from scu_trainer.cli.planning import OPTIMAL
-        from scu_trainer.cli.planning.plan import main as plan
-
-        is_named = any(word.partition("=")[0] == "--output" for word in words)
-        return plan(words[1:] if is_named else [*words[1:], "--output", OPTIMAL])
-    return guarded(_main, words)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in (*PLANS, "config"):
+        return _plan(*argv)
     options, flags = _parser().parse_known_args(argv)
     if flags and (options.action != "check" or options.gpu):
         raise SettingsError(f"unrecognized: {' '.join(flags)}; see scu-trainer hardware {options.action} --help")
@@ -87,6 +73,14 @@ def _main(argv: list[str]) -> int:
     from scu_trainer.cli.machine.check import quietly
 
     return quietly(options.config, flags)
+
+
+def _plan(action: str, *words: str) -> int:
+    from scu_trainer.cli.planning import OPTIMAL
+    from scu_trainer.cli.planning.plan import main as plan
+
+    is_named = action != "config" or any(word.partition("=")[0] == "--output" for word in words)
+    return plan([*words, *(() if is_named else ("--output", OPTIMAL))])
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------

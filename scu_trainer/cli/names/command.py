@@ -22,10 +22,6 @@ needs no action, and what has no counterpart, key by key. Flags of `scu-trainer 
 Nothing is trained."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="scu-trainer import", description=DESCRIPTION, usage="%(prog)s OTHER.yaml [--from TOOL] [--output FILE]"
@@ -36,7 +32,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     options, flags = _parser().parse_known_args(argv)
     output = options.output or Path(f"{options.file.stem}.scu.yaml")
     if output.exists():

@@ -43,10 +43,6 @@ CLEARLY_FASTER = 0.9
 """Share of the time of another choice: relative times are rough."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer plan", description=DESCRIPTION)
     parser.add_argument(
@@ -70,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     options, flags = _parser().parse_known_args(argv)
     if options.accuracy is not None:
         from scu_trainer.cli.planning.accuracy import accuracy

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -64,10 +63,6 @@ class ExportOptions:
     allow_pickle: bool = False
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="scu-trainer export", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -93,7 +88,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     options, subject = _options(typed), subject_of(typed.run)
     output = _default_output(subject, typed.to) if typed.output is None else Path(typed.output).expanduser().absolute()

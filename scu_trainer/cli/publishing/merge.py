@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -54,10 +54,6 @@ class MergeOptions:
     allow_pickle: bool = False
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def add_merge_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="type of the merged weights; auto: as in the base"
@@ -90,7 +86,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     options, subject = merge_options(typed), subject_of(typed.run)
     output = default_output(subject) if typed.output is None else Path(typed.output).expanduser().absolute()

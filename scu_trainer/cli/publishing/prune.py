@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -45,10 +45,6 @@ class PruneOptions:
     kinds: tuple[str, ...] = ()
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer prune", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN_OR_MODEL")
@@ -70,7 +66,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     if not 0 < typed.amount < 1:
         raise SettingsError(f"amount is {typed.amount:g}; allowed: above 0 and below 1, such as 0.25")

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -31,10 +30,6 @@ without contacting the Hub. Checkpoints, logs, optimizer states and locks stay h
 WIDTH = 40
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer push", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN")
@@ -51,7 +46,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     remember(*filter(None, [typed.token]))
     if typed.repo_id is None:

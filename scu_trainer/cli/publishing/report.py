@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Optional
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
@@ -37,11 +35,8 @@ EVERY_S = 30.0
 LEAST_S = 0.5
 
 
-def main(argv: Optional[Sequence[str]] = None, sleep: Callable[[float], None] = time.sleep) -> int:
-    return guarded(lambda words: _main(words, sleep), argv)
-
-
-def _main(argv: list[str], sleep: Callable[[float], None]) -> int:
+@guarded
+def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
     options, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise SettingsError(f"unknown option {unknown[0]}{nearest(unknown[0], FLAGS)}; options: {', '.join(FLAGS)}")
@@ -172,7 +167,3 @@ def _watch(wanted: subjects.Wanted, folder: Path, every_s: float, sleep: Callabl
             return 0
     _say(folder, _write_all(wanted, folder))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

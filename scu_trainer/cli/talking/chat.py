@@ -41,10 +41,6 @@ are generated; Ctrl-C stops an answer. From a pipe every line is a question, and
   """ + "\n  ".join(f"{name:<14} {said}" for name, said in HELP.items())
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="scu-trainer chat", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,7 +53,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     first = subject(options.run, options)
     other = None if options.against is None else subject(options.against, options, first)
@@ -232,7 +229,3 @@ def _require_text(line: str, number: int) -> None:
     except UnicodeEncodeError as error:
         byte = ord(line[error.start]) - SURROGATES
         raise DataError(f"line {number} of what was typed is not UTF-8 text (byte 0x{byte:02x}); {TO_UTF_8}") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

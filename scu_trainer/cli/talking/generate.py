@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
@@ -28,10 +27,6 @@ again: it continues after the last complete line. Rows: a column messages, or pr
 .txt file has one per line."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer generate", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, a model, or a Hub id")
@@ -47,7 +42,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.batch_size < 1:
         raise SettingsError(f"batch_size is {options.batch_size}; it must be 1 or more")
@@ -162,7 +158,3 @@ class Written:
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(name for name in now if before.get(name) != now[name]) or "something"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,8 +6,6 @@ import argparse
 import importlib.util
 import os
 import socket
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
@@ -41,10 +39,6 @@ if other machines can reach --host. It is not an argument, because every user of
 The flags of an answer apply if a request does not set them: temperature 0 in a request is greedy."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    return guarded(_main, argv)
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="scu-trainer serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -68,7 +62,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _main(argv: list[str]) -> int:
+@guarded
+def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     check_address(options.host, options.port)
     engine, key = _engine(options), _key(options)
@@ -227,7 +222,3 @@ def _with_vllm(who: Subject, name: str, options: argparse.Namespace, key: str) -
     print(f"{name}: {_address(options)} (vLLM); {_access(key)}", flush=True)
     os.environ[vllm.KEY_VARIABLE] = key
     os.execvp(words[0], words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
