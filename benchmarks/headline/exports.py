@@ -108,7 +108,7 @@ def model_folder(name: str, folder: Path) -> Path:
 
 
 def _exported(source: Path, format: str, outtype: str) -> dict:
-    options = ExportOptions(format, outtype=outtype if format == "gguf" else "auto")
+    options = ExportOptions(format=format, outtype=outtype if format == "gguf" else "auto")
     try:
         facts = export(subject_of(str(source)), source.with_name(f"out-{format}"), options)
     except UserError as error:

@@ -79,6 +79,12 @@ class Subject:
         """Of its run; without one what its config.json says, where there is one."""
         return self.run["configuration"].get("task", TEXT) if self.run else _task_in(Path(self.source) / "config.json")
 
+    def consenting(self, options: Any, **changes: Any) -> Subject:
+        """With the consent of ``options``, which a run that came from elsewhere must not bring along. ``changes``: of
+        other settings of its model."""
+        consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+        return replace(self, model=replace(self.model, **consent, **changes))
+
     def own(self, task: str) -> Any:
         """Settings of its run that only ``task`` has; their defaults without a run."""
         kind = KINDS[task].settings

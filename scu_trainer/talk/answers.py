@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList, TextIteratorStreamer
@@ -169,8 +169,3 @@ class Batches:
         end = next((place for place, token in enumerate(token_ids) if token in self.talker.stops), None)
         text = self.talker.tokenizer.decode(token_ids[:end], skip_special_tokens=True)
         return Reply(text, len(token_ids[:end]), "length" if end is None else "stop")
-
-
-def settings_of(values: Any) -> AnswerSettings:
-    """From an object with the attributes of ``AnswerSettings``."""
-    return AnswerSettings(**{name: getattr(values, name) for name in AnswerSettings.__dataclass_fields__})

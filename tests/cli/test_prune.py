@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as evaluate
 from scu_trainer.cli.main import main
+from scu_trainer.data import store
 from tests.cli.test_train import documents, flags, model_dir
 
 __all__ = ["documents", "flags", "model_dir"]  # fixtures
@@ -84,3 +85,9 @@ def test_nothing_is_left_where_it_fails(model_dir, documents, tmp_path, capsys):
     words = [model_dir, "--dataset", documents, "--block_size", 64, "--amount", "0.001", "--output", output]
     assert "removes nothing (neurons 64, heads 2)" in refused(capsys, *words)
     assert not output.exists() and not list(tmp_path.glob("small*"))
+
+
+def test_another_process_was_faster(model_dir, documents, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(store, "built_once", lambda output, build: output)
+    words = [model_dir, "--dataset", documents, "--block_size", 64, "--output", tmp_path / "small"]
+    assert "another process has written" in refused(capsys, *words)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -114,9 +114,7 @@ def _subjects(name: str, options: EvalOptions) -> list[Subject]:
     others = [words[other](first) if other in words else subject_of(other) for other in options.against or []]
     if options.merge_dtype != "auto" and MERGED not in (options.against or []):
         raise SettingsError("merge_dtype is for --against merged; add that, or drop it")
-    # A run that came from elsewhere must not bring the consent with it.
-    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
-    return [replace(subject, model=replace(subject.model, **consent)) for subject in (first, *others)]
+    return [subject.consenting(options) for subject in (first, *others)]
 
 
 def _require_no_slip(name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -70,9 +70,7 @@ def _subjects(options: Any) -> tuple[Subject, Subject]:
     if tuned.task != TEXT:
         raise ModelError(f"{tuned.name} is of task {tuned.task}; what is kept is text, so only {TEXT} has it")
     base = base_subject(tuned, "--base") if options.base is None else subject_of(options.base)
-    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
-    found = [replace(subject, model=replace(subject.model, **consent)) for subject in (tuned, base)]
-    return found[0], found[1]
+    return tuned.consenting(options), base.consenting(options)
 
 
 # -- how much ----------------------------------------------------------------------------------------------------------

@@ -15,26 +15,28 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import (
     DTYPES,
+    Conversion,
     MergeOptions,
     default_output,
     disk_reported,
-    loaded_with_rows,
     merge,
+    require_new,
+    require_size,
     require_space,
-    rows_to_check_on,
     shown,
+    write_new,
 )
 from scu_trainer.cli.publishing.merge import screen as merged_screen
 from scu_trainer.cli.subjects import Subject, subject_of
-from scu_trainer.errors import ModelError, SettingsError, StorageError
+from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.models.exports.gguf import OUTTYPES
 from scu_trainer.models.loading.load import causal_config
 from scu_trainer.models.loading.names import base_of, is_adapter
-from scu_trainer.run_files import read_json, readable, require_writable, write_json, write_text
+from scu_trainer.run_files import read_json, readable, write_json, write_text
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
-    from scu_trainer.train.job.components import TrainingComponents
+    pass
 
 EXPORT_FILE = "scu_export.json"
 FORMATS = ("safetensors", "gguf", "ollama", "onnx")
@@ -51,16 +53,12 @@ logits are compared with those of RUN on rows that the run held out; if they dif
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(MergeOptions):
     """How to write it. ``outtype``: of a GGUF file. ``converter``: folder of llama.cpp, None for the package."""
 
-    format: str
-    dtype: str = "auto"
+    format: str = "safetensors"
     outtype: str = "auto"
-    max_shard_size: str = "5GB"
     converter: Optional[Path] = None
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
 
 
 def _parser() -> Parser:
@@ -94,28 +92,19 @@ def main(argv: list[str]) -> int:
     options, subject = _options(typed), subject_of(typed.run)
     output = _default_output(subject, typed.to) if typed.output is None else Path(typed.output).expanduser().absolute()
     is_merge = options.format == "safetensors" and is_adapter(Path(subject.source))
-    facts = merge(subject, output, _of_merge(options)) if is_merge else export(subject, output, options)
+    facts = (merge if is_merge else export)(subject, output, options)
     print(json.dumps(facts) if typed.json else (merged_screen if is_merge else screen)(facts))
     return 0
 
 
 def _options(typed: argparse.Namespace) -> ExportOptions:
-    from scu_trainer.cli.publishing.merge import require_size
-
     require_size(typed.max_shard_size)
     for flag in ("outtype", "converter"):
         if getattr(typed, flag) is not None and typed.to not in GGUF:
             raise SettingsError(f"--{flag} is for GGUF files, and --to is {typed.to}; leave it out, or give --to gguf")
-    return ExportOptions(
-        typed.to, typed.dtype, typed.outtype or "auto", typed.max_shard_size,
-        Path(typed.converter).expanduser().absolute() if typed.converter else None,
-        typed.trust_remote_code, typed.allow_pickle,
-    )  # fmt: skip
-
-
-def _of_merge(options: ExportOptions) -> MergeOptions:
-    names = ("max_shard_size", "trust_remote_code", "allow_pickle")
-    return MergeOptions(dtype=_dtype(options), **{name: getattr(options, name) for name in names})
+    converter = Path(typed.converter).expanduser().absolute() if typed.converter else None
+    same = {name: getattr(typed, name) for name in ("dtype", "max_shard_size", "trust_remote_code", "allow_pickle")}
+    return ExportOptions(format=typed.to, outtype=typed.outtype or "auto", converter=converter, **same)
 
 
 def _default_output(subject: Subject, format: str) -> Path:
@@ -156,31 +145,20 @@ def _files(sizes: dict[str, int]) -> list[str]:
 def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, Any]:
     """Write ``output`` and return what scu_export.json holds. Raises a UserError before anything is loaded where it
     cannot work; ``output`` is there whole or not at all."""
-    from scu_trainer.data.store import built_once
     from scu_trainer.train.run_directory.logs import run_log
 
     _require_exportable(subject, options)
-    if output.exists():
-        raise StorageError(f"{output} already exists; remove it, or give another folder with --output")
-    require_writable(output.parent, "--output")
-    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
-    subject = replace(subject, model=replace(subject.model, device_map=None, **consent))
+    require_new(output)
+    subject = subject.consenting(options, device_map=None)
+    if options.format == "onnx" and options.dtype == "auto":  # ONNX Runtime, which checks it, computes so on a CPU
+        options = replace(options, dtype="float32")
     with run_log():
         if Path(subject.source).is_dir():
-            require_space(subject, output, _of_merge(options))
-        exporting = _Exporting.of(subject, output, options)
-        try:
-            built_once(output, exporting.build)
-        finally:
-            output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
-    if "difference" not in exporting.facts:
-        raise StorageError(f"another process has written {output} in the meantime; check it, or give another folder")
+            require_space(subject, output, options)
+        exporting = _Exporting.of(subject, output, options, {"to": options.format, "source": subject.source})
+        exporting.facts["notes"] = []
+        write_new(output, exporting.build)
     return exporting.facts
-
-
-def _dtype(options: ExportOptions) -> str:
-    """ONNX Runtime computes in float32 on a CPU, where what was written is checked."""
-    return "float32" if options.format == "onnx" and options.dtype == "auto" else options.dtype
 
 
 def _require_exportable(subject: Subject, options: ExportOptions) -> None:
@@ -217,35 +195,10 @@ def _architecture(subject: Subject) -> str:
     return (getattr(config, "architectures", None) or ["unknown"])[0]
 
 
-@dataclass
-class _Exporting:
-    """``inputs``: rows of ``checked_on`` in the facts, which scu_export.json is to hold."""
+class _Exporting(Conversion):
+    """Into one of FORMATS; its facts are those of scu_export.json."""
 
-    subject: Subject
     options: ExportOptions
-    parts: TrainingComponents
-    inputs: dict[str, Any]
-    dtype: Any
-    facts: dict[str, Any]
-
-    @classmethod
-    def of(cls, subject: Subject, output: Path, options: ExportOptions) -> _Exporting:
-        from scu_trainer.models.export import export_dtype
-
-        parts, checked_on = loaded_with_rows(subject)
-        dtype, inputs = export_dtype(parts.model, _dtype(options)), rows_to_check_on(parts)
-        facts = {
-            "format": 1,
-            "to": options.format,
-            "source": subject.source,
-            "output": str(output),
-            "dtype": str(dtype).removeprefix("torch."),
-            "rows": len(next(iter(inputs.values()))),
-            "tokens": int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else None,
-            "checked_on": checked_on,
-            "notes": [],
-        }
-        return cls(subject, options, parts, inputs, dtype, facts)
 
     def build(self, folder: Path) -> None:
         """Everything of the export. Raises ModelError if it is another model than the run's."""
@@ -263,20 +216,10 @@ class _Exporting:
         )
 
     def _safetensors(self, folder: Path) -> None:
-        from scu_trainer.models.export import read_back, require_same_logits
-
         self._write_weights(folder)
-        model = read_back(folder, self.subject.task, next(self.parts.model.parameters()).device)
-        if self.subject.task != TEXT:
-            from scu_trainer.models.vision.models import watch_pixels
-
-            watch_pixels(model, self.parts.processor)
-        difference, tolerance = require_same_logits(self.parts.model, model, self.inputs, self.dtype)
-        self.facts |= {"difference": difference, "tolerance": tolerance, "written_by": "transformers"}
-        self.facts |= {
-            "read_by": "transformers",
-            "next": f"scu-trainer push {self._typed()} --repo_id OWNER/NAME --dry_run",
-        }
+        self.read_back(folder)
+        self.facts |= {"written_by": "transformers", "read_by": "transformers"}
+        self.facts["next"] = f"scu-trainer push {self._typed()} --repo_id OWNER/NAME --dry_run"
 
     def _gguf(self, folder: Path) -> None:
         from scu_trainer.models.exports import comparison, gguf

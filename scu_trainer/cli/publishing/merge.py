@@ -9,10 +9,10 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Self
 
 from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
@@ -27,6 +27,8 @@ from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from scu_trainer.train.job.components import TrainingComponents
 
 MERGE_FILE = "merge.json"
@@ -134,14 +136,40 @@ def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, An
     from scu_trainer.train.run_directory.logs import run_log
 
     _require_adapter(subject)
+    require_new(output)
+    subject = subject.consenting(options, device_map=None)
+    about = {"adapter": subject.source, "adapter_sha256": adapter_hash(Path(subject.source))}
+    with run_log():
+        require_space(subject, output, options)
+        merging = _Merging.of(subject, output, options, about)
+        write_new(output, merging.build)
+    return merging.facts
+
+
+def require_new(output: Path) -> None:
+    """Raise StorageError where something is there already, or nothing can be written."""
     if output.exists():
         raise StorageError(f"{output} already exists; remove it, or give another folder with --output")
     require_writable(output.parent, "--output")
-    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
-    subject = replace(subject, model=replace(subject.model, device_map=None, **consent))
-    with run_log():
-        require_space(subject, output, options)
-        return _merged(subject, output, options)
+
+
+def write_new(output: Path, build: Callable[[Path], None]) -> None:
+    """Make ``output`` by ``build(folder)``, whole or not at all. Raises StorageError where it cannot be written, or
+    another process was faster."""
+    from scu_trainer.data.store import built_once
+
+    built: list[Path] = []
+
+    def build_here(folder: Path) -> None:
+        build(folder)
+        built.append(folder)
+
+    try:
+        built_once(output, build_here)
+    finally:
+        output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
+    if not built:
+        raise StorageError(f"another process has written {output} in the meantime; check it, or give another folder")
 
 
 def _require_adapter(subject: Subject) -> None:
@@ -181,8 +209,9 @@ def require_space(subject: Subject, output: Path, options: MergeOptions) -> None
 
 
 @dataclass
-class _Merging:
-    """``checked_on``: whose rows the ``inputs`` are. ``facts``: what merge.json is to hold."""
+class Conversion:
+    """A model of ours on its way into a folder of full weights. ``inputs``: rows on which the logits of both are
+    compared. ``facts``: what a JSON file in that folder is to hold."""
 
     subject: Subject
     options: MergeOptions
@@ -191,30 +220,54 @@ class _Merging:
     dtype: Any
     facts: dict[str, Any]
 
+    @classmethod
+    def of(cls, subject: Subject, output: Path, options: MergeOptions, about: dict[str, Any]) -> Self:
+        """``about``: the first of its facts."""
+        from scu_trainer.models.export import export_dtype
+
+        parts, checked_on = loaded_with_rows(subject)
+        dtype, inputs = export_dtype(parts.model, options.dtype), rows_to_check_on(parts)
+        facts = {
+            "format": 1,
+            **about,
+            "output": str(output),
+            "dtype": str(dtype).removeprefix("torch."),
+            "rows": len(next(iter(inputs.values()))),
+            "tokens": int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else None,
+            "checked_on": checked_on,
+        }
+        return cls(subject, options, parts, inputs, dtype, facts)
+
+    def read_back(self, folder: Path) -> nn.Module:
+        """As stock transformers reads it. Raises ModelError if it is another model than ours."""
+        from scu_trainer.models.export import read_back, require_same_logits
+
+        model = read_back(folder, self.subject.task, next(self.parts.model.parameters()).device)
+        if self.subject.task != TEXT:  # pictures are bytes until the model has them
+            from scu_trainer.models.vision.models import watch_pixels
+
+            watch_pixels(model, self.parts.processor)
+        difference, tolerance = require_same_logits(self.parts.model, model, self.inputs, self.dtype)
+        self.facts |= {"difference": difference, "tolerance": tolerance}
+        return model
+
+
+class _Merging(Conversion):
+    """Of an adapter into its base; its facts are those of merge.json."""
+
     def build(self, folder: Path) -> None:
-        """Everything of the merged model. Raises ModelError if it is another model than the adapter."""
-        from scu_trainer.models.export import read_back, require_same_logits, write_model
+        from scu_trainer.models.export import write_model
         from scu_trainer.models.merge import merge_adapter
 
         with disk_reported(folder):
             merged = merge_adapter(self.parts.model, self.dtype)
             write_model(merged, self.parts.processor, folder, self.options.max_shard_size)
         del merged
-        model = self._watched(read_back(folder, self.subject.task, next(self.parts.model.parameters()).device))
-        difference, tolerance = require_same_logits(self.parts.model, model, self.inputs, self.dtype)
-        self.facts |= {"difference": difference, "tolerance": tolerance}
+        model = self.read_back(folder)
         self.facts["weights"] = sum(weight.numel() for weight in model.parameters())
         self.facts["size_bytes"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         write_json(folder / MERGE_FILE, self.facts)
         self._write_card(folder)
-
-    def _watched(self, model: Any) -> Any:
-        """Pictures are bytes until the model has them."""
-        if self.subject.task != TEXT:
-            from scu_trainer.models.vision.models import watch_pixels
-
-            watch_pixels(model, self.parts.processor)
-        return model
 
     def _write_card(self, folder: Path) -> None:
         from scu_trainer.hub.card import CARD, base_license, card_of
@@ -223,34 +276,6 @@ class _Merging:
         facts, _ = facts_of(Path(self.subject.source), self.facts)
         license = self.options.license or base_license(facts.base)
         write_text(folder / CARD, card_of(facts, self.facts["output"], license))
-
-
-def _merged(subject: Subject, output: Path, options: MergeOptions) -> dict[str, Any]:
-    from scu_trainer.data.store import built_once
-    from scu_trainer.models.export import export_dtype
-
-    parts, checked_on = loaded_with_rows(subject)
-    dtype, inputs = export_dtype(parts.model, options.dtype), rows_to_check_on(parts)
-    facts = {
-        "format": 1,
-        "adapter": subject.source,
-        "adapter_sha256": adapter_hash(Path(subject.source)),
-        "output": str(output),
-        "dtype": str(dtype).removeprefix("torch."),
-        "rows": len(next(iter(inputs.values()))),
-        "tokens": int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else None,
-        "checked_on": checked_on,
-    }
-    merging = _Merging(subject, options, parts, inputs, dtype, facts)
-    try:
-        built_once(output, merging.build)
-    finally:
-        output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
-    if "difference" not in facts:
-        raise StorageError(
-            f"another process has written {output} in the meantime; check it, or merge into another folder"
-        )
-    return facts
 
 
 def adapter_hash(source: Path) -> str:

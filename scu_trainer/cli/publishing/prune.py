@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.publishing.merge import default_output, shown
+from scu_trainer.cli.publishing.merge import default_output, require_new, shown, write_new
 from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
-from scu_trainer.errors import DataError, ModelError, SettingsError, StorageError
+from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.models.loading.names import is_adapter
-from scu_trainer.run_files import readable, require_writable, write_json
+from scu_trainer.run_files import readable, write_json
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ def main(argv: list[str]) -> int:
     source = Path(subject.source)
     output = source.parent / f"{source.name}-pruned" if typed.output is None else Path(typed.output)
     output = output.expanduser().absolute()
-    if output.exists():
-        raise StorageError(f"{output} already exists; remove it, or give another folder with --output")
-    require_writable(output.parent, "--output")
+    require_new(output)
     of_data = {name: getattr(typed, name) for name in ("dataset", "block_size") if getattr(typed, name) is not None}
     facts = prune(subject, output, PruneOptions(typed.amount, tuple(typed.units)), of_data, typed.seed)
     print(json.dumps(facts) if typed.json else screen(facts))
@@ -130,7 +128,6 @@ def prune(subject: Subject, output: Path, options: PruneOptions, of_data: dict[s
     """Write the pruned model of ``subject`` and return what prune.json holds. ``output`` is there whole or not at all.
     ``of_data``: settings of the rows, in the place of those of its run; ``seed`` of their split where it has none.
     Raises a UserError."""
-    from scu_trainer.data.store import built_once
     from scu_trainer.train.job.source import Source
     from scu_trainer.train.run_directory.logs import run_log
 
@@ -138,10 +135,7 @@ def prune(subject: Subject, output: Path, options: PruneOptions, of_data: dict[s
     model = replace(subject.model, device_map=None, tuning="lora")  # the type of the files stays
     with run_log():
         pruning = _Pruning(subject, options, Source(model, data, subject.own(subject.task), seed), output)
-        try:
-            built_once(output, pruning.build)
-        finally:
-            output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
+        write_new(output, pruning.build)
     return pruning.facts
 
 

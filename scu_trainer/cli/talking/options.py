@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
@@ -47,9 +46,9 @@ def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 
 def answer_settings(options: argparse.Namespace) -> AnswerSettings:
-    from scu_trainer.talk.answers import settings_of
+    from scu_trainer.talk.answers import AnswerSettings
 
-    return settings_of(options)
+    return AnswerSettings(**{name: getattr(options, name) for name in AnswerSettings.__dataclass_fields__})
 
 
 def subject(name: str, options: argparse.Namespace, base_of: Optional[Subject] = None) -> Subject:
@@ -61,9 +60,7 @@ def subject(name: str, options: argparse.Namespace, base_of: Optional[Subject] =
     found = base_subject(base_of) if name == "base" and base_of is not None else subject_of(name)
     if found.task != TEXT:
         raise ModelError(f"{found.name} is of task {found.task}: it writes no text; only {TEXT} can answer")
-    dtype = found.model.dtype if options.dtype == "auto" else options.dtype
-    changes = {"dtype": dtype, "trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
-    return replace(found, model=replace(found.model, **changes))
+    return found.consenting(options, dtype=found.model.dtype if options.dtype == "auto" else options.dtype)
 
 
 def talker(who: Subject) -> Talker:

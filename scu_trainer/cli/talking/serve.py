@@ -201,8 +201,7 @@ def _whole(who: Subject, options: argparse.Namespace) -> str:
         print(f"served from {output}, which was merged from this adapter")
         return str(output)
     print(f"vLLM gets the adapter merged into its base: {output}", flush=True)
-    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
-    merge(who, output, MergeOptions(**consent))
+    merge(who, output, MergeOptions(trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle))
     return str(output)
 
 
