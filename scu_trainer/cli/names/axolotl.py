@@ -22,9 +22,10 @@ from scu_trainer.cli.names.meaning import (
     Switch,
     Table,
     boolean,
-    in_8_bits,
     is_on,
+    quantized,
     tuning,
+    where_on,
     words,
 )
 from scu_trainer.cli.names.trl import WITH_LOOPS
@@ -53,12 +54,8 @@ def _adapter(value: Any, source: Source) -> Meaning:
     return tuning(source, adapts=is_on(value))
 
 
-def _quantized(value: Any, source: Source) -> Meaning:
-    return tuning(source, adapts=is_on(source.get("adapter"))) if is_on(value) else Meaning(said="off here too")
-
-
-def _all_linear(value: Any, source: Source) -> Meaning:
-    return Meaning({"lora_target_modules": ["all-linear"]}) if is_on(value) else Meaning(said="off here too")
+def _adapts(source: Source) -> bool:
+    return source.has("adapter")
 
 
 def _targets(value: Any, source: Source) -> Meaning:
@@ -68,9 +65,8 @@ def _targets(value: Any, source: Source) -> Meaning:
 
 
 def _attention(name: str) -> Any:
+    @where_on
     def meant(value: Any, source: Source) -> Meaning:
-        if not is_on(value):
-            return Meaning(said="off here too")
         if ATTENTION[name] is None:
             return Meaning(
                 said="transformers has no such attention; the fastest that is installed is used", is_lost=True
@@ -80,15 +76,9 @@ def _attention(name: str) -> Any:
     return meant
 
 
-def _kernels(value: Any, source: Source) -> Meaning:
-    said = "kernels of Axolotl's choice compute the same; use_liger_kernel: true has some here"
-    return Meaning(said=said if is_on(value) else "off here too")
-
-
+@where_on
 def _preferences(value: Any, source: Source) -> Meaning:
-    if is_on(value):
-        raise SettingsError(f"{value} is another kind of training than that of the next token; {WITH_LOOPS}")
-    return Meaning(said="off here too")
+    raise SettingsError(f"{value} is another kind of training than that of the next token; {WITH_LOOPS}")
 
 
 def _number_format(name: str) -> Any:
@@ -136,9 +126,8 @@ def _total_batch(value: Any, source: Source) -> Meaning:
 def _per_epoch(kind: str) -> Any:
     """So many times an epoch, as a share of the run."""
 
+    @where_on
     def meant(value: Any, source: Source) -> Meaning:
-        if not is_on(value):
-            return Meaning(said="off here too")
         if kind == "eval" and not _has_held_out(source):
             return Meaning(said="nothing is held out")
         epochs = float(source.get("num_epochs", 1))
@@ -154,13 +143,6 @@ def _per_epoch(kind: str) -> Any:
 
 def _has_held_out(source: Source) -> bool:
     return float(source.get("val_set_size", 0)) > 0 or bool(source.get("test_datasets"))
-
-
-def _reports(value: Any, source: Source) -> Meaning:
-    """W&B logs where a project or a name is given."""
-    if not is_on(value):
-        return Meaning(said="off here too")
-    return Meaning({"report_to": "wandb"})
 
 
 def _hub(value: Any, source: Source) -> Meaning:
@@ -316,6 +298,8 @@ def _plugins(value: Any, source: Source) -> Meaning:
 
 
 PROGRAM = Nothing("it is about how Axolotl itself works")
+KERNELS = where_on(Nothing("kernels of Axolotl's choice compute the same; use_liger_kernel: true has some here"))
+TO_WANDB = where_on(lambda value, source: Meaning({"report_to": "wandb"}))
 WATCH = "a run ends when its loss diverges for good, not when it is above a fixed value"
 
 TABLE: Table = {
@@ -331,22 +315,19 @@ TABLE: Table = {
                      "tokenizer_legacy", "gc_steps", "sample_packing_group_size", "sample_packing_bin_size",
                      "sample_packing_eff_est", "multipack_real_batches", "save_first_step"), PROGRAM),
     "adapter": _adapter,
-    "load_in_4bit": _quantized,
-    "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=is_on(source.get("adapter"))),
+    "load_in_4bit": quantized(_adapts),
+    "load_in_8bit": quantized(_adapts, load_in_8bit=True),
     "lora_model_dir": Same("adapter_name_or_path"),
     "lora_target_modules": _targets,
-    "lora_target_linear": _all_linear,
+    "lora_target_linear": where_on(lambda value, source: Meaning({"lora_target_modules": ["all-linear"]})),
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",
     "lora_modules_to_save": several("modules_to_save"),
     "lora_fan_in_fan_out": Nothing("peft detects it"),
     "lora_on_cpu": "an adapter is loaded where it is trained",
     **dict.fromkeys(("use_kernels", "use_scattermoe", "use_sonicmoe", "fused_attn_kernel", "flash_attn_cross_entropy",
                      "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "cut_cross_entropy", "tiled_mlp",
-                     "llama4_linearized_experts", "experts_implementation"), _kernels),
-    "lora_mlp_kernel": _kernels,
-    "lora_qkv_kernel": _kernels,
-    "lora_o_kernel": _kernels,
-    "lora_embedding_kernel": _kernels,
+                     "llama4_linearized_experts", "experts_implementation",
+                     "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), KERNELS),
     "peft_use_dora": boolean("use_dora"),
     "peft_use_rslora": boolean("use_rslora"),
     "peft_init_lora_weights": lambda value, source: Meaning({"init_lora_weights": str(value).lower()}),
@@ -430,8 +411,8 @@ TABLE: Table = {
     "evals_per_epoch": _per_epoch("eval"),
     "saves_per_epoch": _per_epoch("save"),
     "use_tensorboard": Switch({"report_to": "tensorboard"}),
-    "use_wandb": _reports,
-    "wandb_project": _reports,
+    "use_wandb": TO_WANDB,
+    "wandb_project": TO_WANDB,
     "wandb_name": Same("run_name"),
     "wandb_entity": "set it for W&B: WANDB_ENTITY=... before the command",
     "wandb_watch": "set it for W&B: WANDB_WATCH=... before the command",
@@ -471,7 +452,7 @@ SIGNS = {
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
     """What Axolotl does where nobody says anything, as far as it is otherwise here."""
-    if not is_on(source.get("adapter")):
+    if not _adapts(source):
         yield "tuning", "full"
     yield from {"block_size": 512, "packing": False, "num_train_epochs": 1, "per_device_train_batch_size": 1}.items()
     yield from {"lr_scheduler_type": "cosine", "optim": "adamw_torch_fused", "validation_split_percentage": 0}.items()
@@ -482,5 +463,5 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
 
 def differences(source: Source) -> Iterator[str]:
     yield "a document longer than block_size continues in further rows; Axolotl drops or truncates it"
-    if is_on(source.get("adapter")) and not (source.get("lora_target_modules") or source.has("lora_target_linear")):
+    if _adapts(source) and not (source.get("lora_target_modules") or source.has("lora_target_linear")):
         yield "without lora_target_modules every linear layer is adapted here"

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Union, get_args, get_type_hints
 
-from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Switch, Table, boolean, is_on, tuning, words
+from scu_trainer.cli.names.meaning import (
+    Meaning,
+    Nothing,
+    Same,
+    Source,
+    Switch,
+    Table,
+    boolean,
+    is_on,
+    quantized,
+    tuning,
+    words,
+)
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.settings.mixture import short_name
@@ -122,12 +134,6 @@ def adapts(value: Any, source: Source) -> Meaning:
     return tuning(source, adapts=is_on(value))
 
 
-def quantized(value: Any, source: Source) -> Meaning:
-    if not is_on(value):
-        return Meaning(said="off here too")
-    return tuning(source, adapts=True)
-
-
 def precision(name: str) -> Any:
     """``bf16`` and ``fp16`` under names of other programs."""
     return Switch({"mixed_precision": name})
@@ -178,7 +184,7 @@ NAMES: Table = {
     "grad_accum_steps": Same("gradient_accumulation_steps"),
     "gradient_clipping": Same("max_grad_norm"),
     "group_by_length": Switch({"train_sampling_strategy": "group_by_length"}),
-    "load_in_4bit": quantized,
+    "load_in_4bit": quantized(lambda source: True),
     "log_file": "the log of a run is logs/train.log in its output_dir",
     "log_interval": Same("logging_steps"),
     "lora": Switch({"tuning": "lora"}, {"tuning": "full"}),
@@ -225,7 +231,7 @@ NAMES: Table = {
     "target_modules": targets,
     "torch_dtype": Same("dtype"),
     "train_batch_size": Same("per_device_train_batch_size"),
-    "use_4bit": quantized,
+    "use_4bit": quantized(lambda source: True),
     "use_bf16": precision("bf16"),
     "use_fp16": precision("fp16"),
     "use_gradient_checkpointing": checkpointing,

@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from scu_trainer.cli.names.common import held_out, mixed, several, targets, with_prompts
-from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Switch, Table, is_on, read, tuning, words
+from scu_trainer.cli.names.meaning import (
+    Meaning,
+    Nothing,
+    Same,
+    Source,
+    Switch,
+    Table,
+    is_on,
+    read,
+    tuning,
+    where_on,
+    words,
+)
 from scu_trainer.cli.names.trl import WITH_LOOPS
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.settings.data import CHAT_TEMPLATES
@@ -59,18 +71,16 @@ def _quantizer(value: Any, source: Source) -> Meaning:
     raise SettingsError(f"{value} is not a quantization method here; use bnb")
 
 
+@where_on
 def _pissa(value: Any, source: Source) -> Meaning:
-    if not is_on(value):
-        return Meaning(said="off here too")
     return Meaning({"init_lora_weights": "pissa"}, "the exact decomposition, whatever pissa_iter says")
 
 
 def _low_rank(name: str, optimizer: str, arguments: Mapping[str, str]) -> Any:
     """GaLore and APOLLO: an optimizer, its modules and its arguments."""
 
+    @where_on
     def meant(value: Any, source: Source) -> Meaning:
-        if not is_on(value):
-            return Meaning(said="off here too")
         found = words(source.get(f"{name}_target", "all"))
         given = [f"{ours}={source.get(f'{name}_{theirs}')}" for theirs, ours in arguments.items()
                  if source.get(f"{name}_{theirs}") is not None]  # fmt: skip

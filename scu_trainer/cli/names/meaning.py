@@ -93,8 +93,13 @@ def read(table: Table, key: str, value: Any, source: Source) -> Meaning:
     """Raises SettingsError where the value means another kind of training, or nothing at all."""
     meant = table[key]
     if isinstance(meant, str):
-        return Meaning(said=meant, is_lost=True) if is_on(value) else Meaning(said="off here too")
+        meant = where_on(lambda *_: Meaning(said=table[key], is_lost=True))
     return meant(value, source)
+
+
+def where_on(reader: Reader) -> Reader:
+    """``reader`` of what may also stand for no."""
+    return lambda value, source: reader(value, source) if is_on(value) else Meaning(said="off here too")
 
 
 def is_on(value: Any) -> bool:
@@ -122,8 +127,7 @@ def tuning(source: Source, *, adapts: bool) -> Meaning:
     return Meaning({"tuning": "qlora", **({"load_in_8bit": True} if says_8_bits else {})})
 
 
-def in_8_bits(value: Any, source: Source, *, adapts: bool) -> Meaning:
-    """``load_in_8bit`` where it alone says that weights are quantized."""
-    if not is_on(value):
-        return Meaning(said="off here too")
-    return Meaning({**tuning(source, adapts=adapts).settings, "load_in_8bit": True})
+def quantized(adapts: Callable[[Source], bool], **more: Any) -> Reader:
+    """A switch for weights in 4 bits; in 8 with ``load_in_8bit`` among ``more``. ``adapts``: whether adapters are
+    trained."""
+    return where_on(lambda value, source: Meaning({**tuning(source, adapts=adapts(source)).settings, **more}))

@@ -50,6 +50,11 @@ def flags_of(words: Sequence[str]) -> list[tuple[str, Any]]:
     return [(name, value) for name, value, _ in _split(words) if name]
 
 
+def without(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """``words`` but for the flags ``names``, and for the values of these."""
+    return [word for name, _, typed in _split(words) if name not in names for word in typed]
+
+
 def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """The same of a file's entries, whose names have underscores."""
     meant = _others(entries, known)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scu_trainer.cli.names.common import adapts, checkpointing, mixed, several, targets
-from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, in_8_bits, is_on, tuning
+from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, is_on, quantized
 from scu_trainer.errors import SettingsError
 
 OTHER_TRAINERS = (
@@ -65,8 +65,8 @@ def _loss(value: Any, source: Source) -> Meaning:
     raise SettingsError(f"{value} is another loss than that of the next token; {WITH_LOOPS}")
 
 
-def _quantized(value: Any, source: Source) -> Meaning:
-    return tuning(source, adapts=source.has("use_peft")) if is_on(value) else Meaning(said="off here too")
+def _adapts(source: Source) -> bool:
+    return source.has("use_peft")
 
 
 TABLE: Table = {
@@ -84,8 +84,8 @@ TABLE: Table = {
     "eval_packing": Nothing("held-out documents are scored one by one, in windows"),
     "gradient_checkpointing": checkpointing,
     "ignore_bias_buffers": Nothing("buffers need no setting here"),
-    "load_in_4bit": _quantized,
-    "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=source.has("use_peft")),
+    "load_in_4bit": quantized(_adapts),
+    "load_in_8bit": quantized(_adapts, load_in_8bit=True),
     "lora_modules_to_save": several("modules_to_save"),
     "lora_target_modules": targets,
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",
@@ -121,13 +121,13 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
     yield "tuning", "full"
     yield from {"learning_rate": 2e-5, "block_size": 1024, "packing": False, "checkpoint_every_layer": True}.items()
     yield "validation_split_percentage", 0
-    if source.has("use_peft"):
+    if _adapts(source):
         yield from {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}.items()
 
 
 def differences(source: Source) -> Iterator[str]:
     yield "a document longer than block_size continues in further rows; TRL cuts it off at max_length"
-    if source.has("use_peft") and not source.get("lora_target_modules"):
+    if _adapts(source) and not source.get("lora_target_modules"):
         yield (
             "without lora_target_modules TRL adapts what peft picks for the family, q_proj and v_proj for most; here "
             "it is every linear layer: give lora_target_modules: [q_proj, v_proj] for the same"

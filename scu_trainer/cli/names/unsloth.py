@@ -6,7 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from scu_trainer.cli.names.common import checkpointing, isolated_packing, mixed, targets
-from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, in_8_bits, is_on, tuning
+from scu_trainer.cli.names.meaning import (
+    Meaning,
+    Nothing,
+    Same,
+    Source,
+    Table,
+    boolean,
+    is_on,
+    quantized,
+    tuning,
+    where_on,
+)
 from scu_trainer.errors import SettingsError
 
 SECTIONS = ("data", "training", "lora", "logging", "inference")
@@ -20,10 +31,6 @@ def _adapts(source: Source) -> bool:
 
 def _tuning(value: Any, source: Source) -> Meaning:
     return tuning(source, adapts=_adapts(source))
-
-
-def _quantized(value: Any, source: Source) -> Meaning:
-    return tuning(source, adapts=_adapts(source)) if is_on(value) else Meaning(said="off here too")
 
 
 def _of_adapters(reader: Any) -> Any:
@@ -46,20 +53,18 @@ def _completions(value: Any, source: Source) -> Meaning:
 
 
 def _report(name: str) -> Any:
-    return lambda value, source: Meaning({"report_to": name}) if is_on(value) else Meaning(said="off here too")
+    return where_on(lambda value, source: Meaning({"report_to": name}))
 
 
+@where_on
 def _local(value: Any, source: Source) -> Meaning:
     files = value if isinstance(value, list) else [value]
-    if not files:
-        return Meaning(said="off here too")
     return Meaning(mixed([{"dataset": one} for one in files]))
 
 
+@where_on
 def _bias(value: Any, source: Source) -> Meaning:
-    if is_on(value):
-        raise SettingsError(f"{value}: biases are not trained beside adapters here; leave it out, or none")
-    return Meaning(said="off here too")
+    raise SettingsError(f"{value}: biases are not trained beside adapters here; leave it out, or none")
 
 
 ANSWERS = Nothing("it is about answers, not about training")
@@ -74,8 +79,8 @@ TABLE: Table = {
     "format_type": Nothing("the columns of the data determine it"),
     "training_type": _tuning,
     "full_finetuning": _tuning,
-    "load_in_4bit": _quantized,
-    "load_in_8bit": lambda value, source: in_8_bits(value, source, adapts=_adapts(source)),
+    "load_in_4bit": quantized(_adapts),
+    "load_in_8bit": quantized(_adapts, load_in_8bit=True),
     "max_steps": _zero_is_not_given("max_steps"),
     "num_epochs": _zero_is_not_given("num_train_epochs"),
     "save_steps": _save_steps,
@@ -90,9 +95,7 @@ TABLE: Table = {
     "target_modules": _of_adapters(targets),
     "use_rslora": _of_adapters(boolean("use_rslora")),
     "use_dora": _of_adapters(boolean("use_dora")),
-    "use_loftq": _of_adapters(
-        lambda value, source: Meaning({"init_lora_weights": "loftq"}) if is_on(value) else Meaning(said="off here too")
-    ),
+    "use_loftq": _of_adapters(where_on(lambda value, source: Meaning({"init_lora_weights": "loftq"}))),
     "loftq_config": "write init_lora_weights: loftq",
     "bias": _bias,
     "fast_inference": ANSWERS,
