@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from scu_trainer.board import chat, learned, one
+from scu_trainer.board import learned, one
 from scu_trainer.board.acts import Acts
-from scu_trainer.board.folders import NoSuchRun, run_below, runs_below
+from scu_trainer.board.folders import NoSuchRun, can_answer, run_below, runs_below
 from scu_trainer.board.listing import Listing, look_at, mood
 from scu_trainer.board.render import STATIC, address, html_response, show, static
 from scu_trainer.errors import SettingsError, UserError
@@ -148,7 +148,7 @@ class Board:
     # -- chat ----------------------------------------------------------------------------------------------------------
 
     def chat_page(self, request: Request, _: Mapping[str, str]) -> Response:
-        names = {run.name for run in runs_below(self.root) if chat.can_answer(run.path)}
+        names = {run.name for run in runs_below(self.root) if can_answer(run)}
         return show("chat.html", names=[row.name for row in self.listing.rows() if row.name in names])
 
     def chat_answer(self, request: Request, form: Mapping[str, str]) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Optional
 
@@ -38,6 +39,24 @@ def run_below(root: Path, name: str) -> Run:
     if (link := link_out(run)) is not None:
         raise SettingsError(f"{name} is not shown: {link} is a link that leads out of {root}; put a copy in its place")
     return run
+
+
+def can_answer(run: Run) -> bool:
+    """Whether it holds a model or an adapter, to be talked to."""
+    return any((run.path / name).is_file() for name in ("adapter_config.json", "config.json"))
+
+
+def signs_of(run: Run, names: Iterable[str]) -> tuple:
+    """What changes when one of its files ``names`` does."""
+    return tuple(_sign(run.path / name) for name in names)
+
+
+def _sign(path: Path) -> Optional[tuple[int, int, int]]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def link_out(run: Run) -> Optional[str]:

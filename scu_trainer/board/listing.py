@@ -3,14 +3,13 @@ when its files change. No history is read, only the ends of them."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.board.folders import link_out, runs_below
+from scu_trainer.board.folders import link_out, runs_below, signs_of
 from scu_trainer.figures import bits_of
 from scu_trainer.report.pages import MOODS
 from scu_trainer.runs import words
@@ -77,7 +76,7 @@ class Listing:
 
     def _row(self, run: Run) -> Optional[Row]:
         """None where the folder is gone since."""
-        signs = _signs(run)
+        signs = signs_of(run, SIGNS)
         before = self._kept.get(run.name)
         if before is not None and before[0] == signs and not before[1].is_alive:
             return before[1]
@@ -102,18 +101,6 @@ def look_at(run: Run, machine: Machine) -> Report:
 
 def _unreadable(run: Run, why: str) -> Report:
     return Report(run, RunState("unreadable", why, "error"), Progress())
-
-
-def _signs(run: Run) -> tuple:
-    return tuple(_sign(run.path / name) for name in SIGNS)
-
-
-def _sign(path: Path) -> Optional[tuple[int, int, int]]:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def row_of(found: Report) -> Row:

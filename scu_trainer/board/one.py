@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
+from scu_trainer.board.folders import signs_of
 from scu_trainer.report.files import (
     BEGUN,
     CONFIG_FILE,
@@ -35,38 +33,24 @@ FILES = (*BEGUN, METRICS_FILE, STATUS_FILE, SUSPECTS_FILE)
 PREDICTED = "memory: "
 
 
-@dataclass
-class _Kept:
-    signs: tuple
-    page: Page
-
-
 class Pages:
     """Pages of reports, drawn once for each state of their files: a drawing costs about a second."""
 
     def __init__(self) -> None:
-        self._kept: dict[Path, _Kept] = {}
+        self._kept: dict[Path, tuple[tuple, Page]] = {}
         self._one_at_a_time = threading.Lock()  # matplotlib's settings belong to the whole process
 
     def page(self, found: Report) -> Page:
         """The page of ``scu-trainer report``, curves first, with predicted and measured memory."""
-        signs = (found.state, *map(_sign, (found.run.path / name for name in FILES)))
+        signs = (found.state, *signs_of(found.run, FILES))
         with self._one_at_a_time:
             kept = self._kept.pop(found.run.path, None)
-            if kept is None or kept.signs != signs:
-                kept = _Kept(signs, _page(found))
+            if kept is None or kept[0] != signs:
+                kept = signs, _page(found)
             self._kept[found.run.path] = kept
             while len(self._kept) > KEPT_PAGES:
                 del self._kept[next(iter(self._kept))]
-        return kept.page
-
-
-def _sign(path: Path) -> Optional[tuple[int, int]]:
-    try:
-        state = os.stat(path)
-    except OSError:
-        return None
-    return state.st_mtime_ns, state.st_size
+        return kept[1]
 
 
 def _page(found: Report) -> Page:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
+from scu_trainer.hub.facts import run_of
 from scu_trainer.models.loading.names import base_of, check_source, downloaded_adapter, found_base, is_adapter
 from scu_trainer.report.comparison.report import COMPARISON_FILE
+from scu_trainer.report.files import CONFIG_FILE, STATUS_FILE
 from scu_trainer.run_files import found_above, read_json
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.mixture import dataset_names
@@ -17,8 +19,6 @@ from scu_trainer.settings.tasks import KINDS, TEXT
 
 BASE, MERGED = "base", "merged"
 """Words for a model that is made from another one: what it was tuned from, and its adapter in the weights of that."""
-
-CONFIG_FILE, STATUS_FILE = "training_config.json", "run.json"
 
 WHICH_DOCUMENTS = (
     "dataset_config_name",
@@ -113,7 +113,7 @@ def _task_in(config_file: Path) -> str:
 def subject_of(name: str) -> Subject:
     """Raises ModelError where nothing can be loaded or a run is not finished, StorageError for torn run files."""
     path = Path(name).expanduser().resolve()
-    run_folder = _run_folder(path)
+    run_folder = path if (path / STATUS_FILE).is_file() else run_of(path)
     if run_folder is None:
         _refuse_comparison(path)
         check_source(name)
@@ -130,14 +130,6 @@ def _refuse_comparison(path: Path) -> None:
     runs = sorted(folder.name for folder in (path / "runs").glob("*") if folder.is_dir())
     if (path / COMPARISON_FILE).is_file() and runs:
         raise ModelError(f"{path} is a comparison of runs; give one of its {len(runs)}, such as {path}/runs/{runs[0]}")
-
-
-def _run_folder(path: Path) -> Optional[Path]:
-    """The run directory that ``path`` is, or that the checkpoint ``path`` lies in."""
-    if (path / CONFIG_FILE).is_file() or (path / STATUS_FILE).is_file():
-        return path
-    in_run = path.name.startswith("checkpoint-") and (path.parent / CONFIG_FILE).is_file()
-    return path.parent if in_run else None
 
 
 def _require_finished(run: Path) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.hub import card_text
-from scu_trainer.hub.facts import IMAGES, TEXT, Facts, read_facts
+from scu_trainer.hub.facts import IMAGES, Facts, read_facts
 from scu_trainer.hub.local_paths import is_local
 from scu_trainer.run_files import write_text
 from scu_trainer.secrets import redact
 from scu_trainer.settings.mixture import dataset_names
+from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData

@@ -8,10 +8,11 @@ from typing import Any, Optional
 from scu_trainer.figures import before_and_after
 from scu_trainer.hub import card_training
 from scu_trainer.hub.card_use import loading
-from scu_trainer.hub.facts import IMAGES, TEXT, Facts
+from scu_trainer.hub.facts import IMAGES, Facts
 from scu_trainer.hub.local_paths import is_local, public_name
 from scu_trainer.settings import EMBEDDED_DATASETS
 from scu_trainer.settings.mixture import dataset_names
+from scu_trainer.settings.tasks import TEXT
 
 TASKS = {
     TEXT: "causal language model",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Optional
 
-from scu_trainer.hub.facts import IMAGES, TEXT, Facts
+from scu_trainer.hub.facts import IMAGES, Facts
+from scu_trainer.settings.tasks import TEXT
 
 
 def loading(facts: Facts, name: str) -> Optional[str]:

@@ -9,8 +9,8 @@ from typing import Any, Optional
 from scu_trainer.errors import HubError
 from scu_trainer.hub.local_paths import is_local
 from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings.tasks import TEXT
 
-TEXT = "text-generation"
 IMAGES = "image-classification"
 
 
@@ -98,10 +98,10 @@ def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts,
         path = Path(merge["adapter"])
         if not path.is_dir():
             raise HubError(f"the adapter that {merged} was made of is no longer in {path}; merge it again")
-    return read_facts(path, _run_of(path), merge), merged
+    return read_facts(path, run_of(path), merge), merged
 
 
-def _run_of(weights: Path) -> Optional[Path]:
+def run_of(weights: Path) -> Optional[Path]:
     """The run directory that ``weights`` is, or lies in as a checkpoint."""
     if (weights / "training_config.json").is_file():
         return weights

@@ -6,6 +6,7 @@ Text stays text: it can be searched and copied, and is as sharp as the page arou
 from __future__ import annotations
 
 import functools
+import html
 import io
 import math
 import re
@@ -78,7 +79,8 @@ def in_theme(text: str, theme: str, plot: Plot) -> str:
     for name, color in THEMES[theme].items():
         text = text.replace(f"var(--{name})", color)
     head = text.index(">") + 1
-    ground = f"<title>{_escaped(plot.title)}</title><desc>{_escaped(plot.alt)}</desc>"
+    title, alt = (html.escape(said, quote=False) for said in (plot.title, plot.alt))
+    ground = f"<title>{title}</title><desc>{alt}</desc>"
     ground += f'<rect width="100%" height="100%" fill="{THEMES[theme]["ground"]}"/>'
     return '<?xml version="1.0" encoding="utf-8"?>\n' + text[:head] + ground + text[head:]
 
@@ -124,10 +126,6 @@ def _own_names(text: str, prefix: str) -> str:
     """Several drawings in one page must not share ids."""
     text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
     return re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", text)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

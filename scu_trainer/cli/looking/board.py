@@ -30,9 +30,7 @@ Serve = Callable[[Any, socket.socket], None]
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scu-trainer board", description=DESCRIPTION)
-    parser.add_argument(
-        "--runs_dir", "--runs-dir", type=Path, default=ROOT, help="directory that holds the runs (runs)"
-    )
+    parser.add_argument("--runs_dir", type=Path, default=ROOT, help="directory that holds the runs (runs)")
     parser.add_argument("--port", type=int, default=PORT, help=f"port on this machine ({PORT}); 0 picks a free one")
     parser.add_argument(
         "--configs", type=Path, nargs="+", default=[shipped.here("recipes")], metavar="PATH",
@@ -40,14 +38,14 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--host", default=HOST, help=f"address to listen on ({HOST}); any address other than "
                         "loopback needs --allow_network")  # fmt: skip
-    parser.add_argument("--allow_network", "--allow-network", action="store_true",
+    parser.add_argument("--allow_network", action="store_true",
                         help="let other machines reach --host: anyone with the printed address can start "
                         "programs here, and nothing is encrypted on the way")  # fmt: skip
     return parser
 
 
 @guarded
-def main(argv: list[str], serve: Optional[Serve] = None) -> int:
+def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] = None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     _require_packages()
@@ -56,7 +54,7 @@ def main(argv: list[str], serve: Optional[Serve] = None) -> int:
     from scu_trainer.board.app import Board
 
     listening = bound(options.host, options.port)
-    port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), Hands()
+    port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), hands or Hands()
     remember(token)
     acts = Acts(options.configs, _starter(options.runs_dir, hands), hands)
     board = Board(options.runs_dir, acts, stream_answer)
