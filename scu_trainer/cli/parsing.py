@@ -14,5 +14,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
 
+    def parse_known_args(self, args, namespace=None):
+        """An option is known by its name with hyphens as well."""
+        return super().parse_known_args([self._spelled(word) for word in args], namespace)
+
+    def _spelled(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        own = f"--{name.removeprefix('--').replace('-', '_')}"
+        return f"{own}{equals}{value}" if name.startswith("--") and own in self._option_string_actions else word
+
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)

@@ -67,7 +67,7 @@ def _mode_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=recipe)
     parser.add_argument("-h", "--help", action="store_true")
     for flag in MODES:
-        parser.add_argument(flag, flag.replace("_", "-"), nargs="?", const=True, default=False, type=_truth)
+        parser.add_argument(flag, nargs="?", const=True, default=False, type=_truth)
     return parser
 
 

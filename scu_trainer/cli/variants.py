@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=recipe, help="your own job; default: a Llama of 30 million weights on docstrings"
     )
-    parser.add_argument("--model_name_or_path", "--model-name-or-path", help="train this model instead")
+    parser.add_argument("--model_name_or_path", help="train this model instead")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     return parser
 
@@ -115,8 +115,10 @@ def _run_all(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: boo
     outcomes = []
     for variant in chosen:
         with console.status(f"{variant.name} ({len(outcomes) + 1} of {len(chosen)})"):
-            outcomes.append(run(variant, plan, has_gpu))
-        console.print(_line(outcomes[-1]), soft_wrap=True)
+            outcome = run(variant, plan, has_gpu)
+        outcomes.append(outcome)
+        said = outcome.message if outcome.status == "missing" else outcome.status
+        console.print(f"{outcome.name}: {said}", soft_wrap=True)
     console.print(_table(outcomes))
     if any(outcome.parts for outcome in outcomes):
         console.print(_parts(outcomes))
@@ -127,12 +129,6 @@ def _run_all(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: boo
         write_json(options.json, record(outcomes, plan, argv))
         console.print(f"written: {options.json}", soft_wrap=True)
     return OURS if broken else 0
-
-
-def _line(outcome: Outcome) -> str:
-    if outcome.status == "missing":
-        return f"{outcome.name}: {outcome.message}"
-    return f"{outcome.name}: {outcome.status}"
 
 
 def _table(outcomes: Sequence[Outcome]):
@@ -221,7 +217,7 @@ def _list(chosen: Sequence[Variant], has_gpu: bool):
 
 def _search(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: bool, console) -> int:
     limit_gb = size_in_gib("limit", options.limit)
-    wanted = [variant for variant in chosen if options.names or _is_candidate(variant, options.tuning)]
+    wanted = [one for one in chosen if options.names or (one.tuning == options.tuning and one.processes == 1)]
     limited = replace(plan, extra=(*plan.extra, "--memory_limit_gb", f"{limit_gb:.6g}"))
     console.print(f"limit {limit_gb:.2f} GiB, {len(wanted)} paths in order of speed", soft_wrap=True)
     found, attempts = first_that_fits(
@@ -229,7 +225,7 @@ def _search(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: bool
         int(limit_gb * 2**30),
         _sizes(options, plan),
         lambda variant: run(variant, limited, has_gpu),
-        lambda attempt: console.print(_attempt_line(attempt), soft_wrap=True),
+        lambda one: console.print(f"{one.name}: {one.verdict}: {one.reason}", soft_wrap=True),
     )
     if options.json:
         write_json(options.json, {"limit_gib": limit_gb, "attempts": [asdict(attempt) for attempt in attempts]})
@@ -250,14 +246,6 @@ def _nothing_fits(attempts: Sequence[Attempt], limit_gb: float) -> str:
         others = ", ".join(failed)
         return f"none of these paths was found to fit {limit_gb:.2f} GiB, but {others} failed for another reason"
     return f"none of these paths fits {limit_gb:.2f} GiB; raise the limit, lower block_size, or take a smaller model"
-
-
-def _is_candidate(variant: Variant, tuning: str) -> bool:
-    return variant.tuning == tuning and variant.processes == 1
-
-
-def _attempt_line(attempt: Attempt) -> str:
-    return f"{attempt.name}: {attempt.verdict}: {attempt.reason}"
 
 
 def _sizes(options: argparse.Namespace, plan: VariantPlan) -> Sizes:

@@ -18,7 +18,7 @@ def test_t_interval_by_hand():
     found = statistics.t_interval([1.0, 2.0, 3.0], 0.95)
     assert found.value == 2.0
     assert found.high - found.value == pytest.approx(T_95_2 / math.sqrt(3.0), rel=1e-9)
-    assert found.value - found.low == pytest.approx(found.half_width, rel=1e-12)
+    assert found.value - found.low == pytest.approx(found.high - found.value, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -108,5 +108,5 @@ def test_notes_on_few_seeds():
 
 
 def test_a_wider_interval_for_more_confidence():
-    wide, narrow = (statistics.t_interval([1.0, 2.0, 4.0], share).half_width for share in (0.99, 0.9))
+    wide, narrow = (statistics.t_interval([1.0, 2.0, 4.0], share).high for share in (0.99, 0.9))
     assert wide > narrow

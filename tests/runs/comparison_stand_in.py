@@ -5,7 +5,6 @@ python comparison_stand_in.py FOLDER      the command; its plan is what ``plan``
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -52,9 +51,9 @@ class Spawner:
 
 def start(made: ComparisonPlan, console: Any, spawner: Any, jobs: int = 2, retry_failed: bool = False) -> int:
     """As ``scu-trainer compare`` does once the settings are read. The exit code."""
-    options = argparse.Namespace(retry_failed=retry_failed, confidence=0.95)
     hands = comparison.Hands(spawn=spawner, sleep=lambda s: time.sleep(0.01))
-    return guarded(lambda words: Start(made, "none", options, ["cpu"] * jobs, console, hands).run())([])
+    begun = Start(made, "none", ["cpu"] * jobs, console, hands, retry_failed=retry_failed)
+    return guarded(lambda words: begun.run())([])
 
 
 # -- the program -----------------------------------------------------------------------------------------------------

@@ -108,15 +108,15 @@ def _add_start(actions) -> None:
     )
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores but one")
     parser.add_argument(
-        "--numa_node", "--numa-node", default=default.numa_node,
+        "--numa_node", default=default.numa_node,
         help="NUMA node to stay on, if there are several: a number, off, or auto (the GPU's own)",
     )  # fmt: skip
     parser.add_argument(
-        "--max_ram_percent", "--max-ram-percent", type=float, metavar="N", default=default.max_ram_percent,
+        "--max_ram_percent", type=float, metavar="N", default=default.max_ram_percent,
         help="wait while more memory than this is used (90)",
     )  # fmt: skip
     parser.add_argument(
-        "--max_gpu_percent", "--max-gpu-percent", type=float, metavar="N", default=default.max_gpu_percent,
+        "--max_gpu_percent", type=float, metavar="N", default=default.max_gpu_percent,
         help="wait while more of the GPU's memory than this is used (90)",
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from scu_trainer.cli.names.translation import flags_of
+from scu_trainer.cli.names.translation import flags_of, without
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json
 from scu_trainer.runs.state import Report
@@ -41,13 +41,7 @@ def one_seed(entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: 
     """Configuration and flags of the run with ``seed``."""
     if "seeds" in entries:
         text = yaml.safe_dump({name: value for name, value in entries.items() if name != "seeds"}, sort_keys=False)
-    kept, is_dropped = [], False
-    for word in flags:
-        if word.startswith("--"):
-            is_dropped = word.partition("=")[0] == "--seeds"
-        if not is_dropped:
-            kept.append(word)
-    return text, [*kept, "--seed", str(seed)]
+    return text, [*without(flags, {"seeds"}), "--seed", str(seed)]
 
 
 def runs_of(name: str, root: Path) -> list[Run]:

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import arms_of, check_words, plan_of, reference_of, shared_out
-from scu_trainer.cli.comparison.runs import Start, exit_code, known_runs, read_record
+from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code, known_runs, read_record
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError
@@ -47,15 +47,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arm", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="an arm of your own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
-    parser.add_argument("--output_dir", "--output-dir", default="runs/compare", help="default: runs/compare")
+    parser.add_argument("--output_dir", default="runs/compare", help="default: runs/compare")
     parser.add_argument("--jobs", type=int, help="runs at a time; default: as cores and memory allow, one per GPU")
     parser.add_argument(
         "--reference", default="none", metavar="ARM", help="arm that the others are compared with (none)"
     )
-    parser.add_argument("--confidence", type=float, default=0.95, help="level of the intervals (0.95)")
-    parser.add_argument("--retry_failed", "--retry-failed", action="store_true", help="retry failed runs")
+    parser.add_argument("--confidence", type=float, default=CONFIDENCE, help=f"level of the intervals ({CONFIDENCE})")
+    parser.add_argument("--retry_failed", action="store_true", help="retry failed runs")
     parser.add_argument("--list", action="store_true", help="show the arms and what each sets, and stop")
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would run, and stop")
+    parser.add_argument("--dry_run", action="store_true", help="show what would run, and stop")
     parser.add_argument("--table", metavar="FOLDER", help="print the table of an existing comparison, and stop")
     return parser
 
@@ -85,7 +85,7 @@ def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[s
     plan, devices = shared_out(plan, options.jobs)
     if options.dry_run:
         return _dry_run(plan, devices, console)
-    return Start(plan, reference, options, devices, console, hands).run()
+    return Start(plan, reference, devices, console, hands, options.confidence, options.retry_failed).run()
 
 
 def _lasting(argv: Sequence[str]) -> list[str]:
@@ -113,5 +113,5 @@ def _dry_run(plan: ComparisonPlan, devices: Sequence[str], console: Any) -> int:
     done = sum(state.status == "finished" for state in states.values())
     screens.print_wrapped(console, screens.start_line(plan, devices) + f", {done} done before")
     example = comparison.words(plan, next((key for key in plan.runs if states[key].status != "finished"), plan.runs[0]))
-    console.print("such as:", shlex.join(example), soft_wrap=True, markup=False)
+    console.print("such as:", shlex.join(example), soft_wrap=True)
     return 0

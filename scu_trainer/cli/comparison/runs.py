@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import time
@@ -22,6 +21,7 @@ from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, 
 from scu_trainer.runs.studies.comparison_state import NOT_STARTED, ArmState, Key, found_states
 
 PAGE_FILE = "comparison.md"
+CONFIDENCE = 0.95
 FAILED = 1
 """Exit code where a run has failed or could not be compared; the others are in the table all the same."""
 
@@ -33,12 +33,14 @@ class Start:
         self,
         plan: ComparisonPlan,
         reference: str,
-        options: argparse.Namespace,
         devices: list[str],
         console: Any,
         hands: Any,
+        confidence: float = CONFIDENCE,
+        retry_failed: bool = True,
     ) -> None:
-        self.plan, self.reference, self.options, self.devices = plan, reference, options, devices
+        self.plan, self.reference, self.devices = plan, reference, devices
+        self.confidence, self.retry_failed = confidence, retry_failed
         self.screen, self.console = screens.Screen(console), console
         self.hands = replace(hands, say=self.screen.say)
         self.began_s, self.done_before = time.monotonic(), 0
@@ -48,7 +50,7 @@ class Start:
         with comparison.only_one(self.plan.folder):
             self._lock()
             comparison.stop_left_behind(self.plan.folder, self.hands)
-            states = found_states(self.plan, known_runs(self.plan.folder), self.options.retry_failed)
+            states = found_states(self.plan, known_runs(self.plan.folder), self.retry_failed)
             self._tell_start(states)
             runner = comparison.Runner(self.plan, states, self.devices, self.write, self.look, self.hands)
             with self.screen:
@@ -89,13 +91,13 @@ class Start:
 
     def write(self, states: Mapping[Key, ArmState]) -> dict[str, Any]:
         """comparison.json and comparison.md, each whole or not at all, where something in them is new."""
-        path, options = self.plan.folder / COMPARISON_FILE, self.options
+        path = self.plan.folder / COMPARISON_FILE
         facts = {
             "command": self.plan.command,
             "config": self.plan.config,
             "seeds": list(self.plan.seeds),
             "reference": self.reference,
-            "confidence": options.confidence,
+            "confidence": self.confidence,
             "arms": [asdict(arm) for arm in self.plan.arms],
         }
         content = record_of(facts, [_described(key, state) for key, state in states.items()], self.plan.folder)

@@ -26,7 +26,7 @@ class Screen:
         self._status: Optional[Any] = None
 
     def say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True, markup=False)
+        self.console.print(line, soft_wrap=True)
 
     def look(self, plan: ComparisonPlan, states: Mapping[Key, ArmState], left_s: Optional[float]) -> None:
         if self._status is None or not self.console.is_terminal:
@@ -57,7 +57,7 @@ def print_arms(console: Console, arms: Sequence[Arm]) -> None:
 
 
 def print_record(console: Console, record: Mapping[str, Any]) -> None:
-    console.print(words.budget_line(record), soft_wrap=True, markup=False)
+    console.print(words.budget_line(record), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     table.add_column("arm", overflow="fold", max_width=22)
     for title in words.heads(record)[1:]:
@@ -65,20 +65,17 @@ def print_record(console: Console, record: Mapping[str, Any]) -> None:
     for row in words.rows(record):
         table.add_row(*map(Text, row))
     console.print(table)
-    for line in [words.legend(record), *_verdict_lines(record), "", record["verdict"], "", *record["notes"]]:
+    verdicts = [f"{arm}: {said}" for arm, said in words.verdicts(record)]
+    for line in [words.legend(record), *verdicts, "", record["verdict"], "", *record["notes"]]:
         print_wrapped(console, line)
     if (cost := words.cost_line(record)) is not None:
         print_wrapped(console, cost)
 
 
-def _verdict_lines(record: Mapping[str, Any]) -> list[str]:
-    return [f"{arm}: {said}" for arm, said in words.verdicts(record)]
-
-
 def print_wrapped(console: Console, line: str) -> None:
     """On the screen's width, further lines set in. Names of runs and paths stay whole, to be copied."""
     whole = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
-    console.print("\n".join(textwrap.wrap(line, max(20, console.width), **whole)), markup=False, soft_wrap=True)
+    console.print("\n".join(textwrap.wrap(line, max(20, console.width), **whole)), soft_wrap=True)
 
 
 def start_line(plan: ComparisonPlan, devices: Sequence[str]) -> str:

@@ -3,7 +3,6 @@ its runs, its files, and how it goes on after a kill."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import resolved_settings, shared_out
-from scu_trainer.cli.comparison.runs import Start, exit_code
+from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code
 from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.report.comparison.statistics import FEW_SEEDS, t_interval, t_quantile
 from scu_trainer.runs.studies import comparison
@@ -24,7 +23,6 @@ from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import Key
 
 JOB = Arm("job", "job", "the job as it is configured", {})
-CONFIDENCE = 0.95
 
 
 def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int]) -> int:
@@ -39,8 +37,7 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
     folder, command = Path(settings["output_dir"]), f"scu-trainer train {typed}"
     plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
     plan, devices = shared_out(plan, 1)
-    options = argparse.Namespace(retry_failed=True, confidence=CONFIDENCE)
-    return Seeds(plan, JOB.name, options, devices, Console(highlight=False, markup=False), comparison.Hands()).run()
+    return Seeds(plan, JOB.name, devices, Console(highlight=False, markup=False), comparison.Hands()).run()
 
 
 class Seeds(Start):

@@ -22,9 +22,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError, Stopped
 from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
 from scu_trainer.runs.launch import command, environment
-from scu_trainer.runs.process import MARK
 from scu_trainer.runs.queue import Line, wait_for_turn
-from scu_trainer.runs.room import GPU, visible_devices
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
@@ -47,7 +45,6 @@ to continue.
 JOURNAL, BEST, TABLE = "study.journal", "best.yaml", "trials.json"
 LOOK_EVERY_S, READ_EVERY_S = 0.1, 1.0
 TRIALS_BEFORE_PRUNING = 4
-CONFIDENCE = 0.95
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,10 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trials", type=int, default=12, metavar="N", help="trials in addition to the job as it is; default: 12"
     )
-    parser.add_argument("--output_dir", "--output-dir", default="runs/sweep", help="default: runs/sweep")
+    parser.add_argument("--output_dir", default="runs/sweep", help="default: runs/sweep")
     parser.add_argument("--seed", type=int, default=0, help="seed of the job and of the search; default: 0")
     parser.add_argument(
-        "--confirm_seeds", "--confirm-seeds", type=int, default=0, metavar="N",
+        "--confirm_seeds", type=int, default=0, metavar="N",
         help="then train the job and the best again with this many other seeds, and judge by those; default: 0",
     )  # fmt: skip
     return parser
@@ -118,11 +115,10 @@ class Sweep(Asked):
         one = ComparisonPlan(
             plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}
         )
-        shared, devices = shared_out(one, 1)
-        self.threads, self.device = shared.threads, devices[0]
+        self.shared, (self.device,) = shared_out(one, 1)
 
     def say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True, markup=False)
+        self.console.print(line, soft_wrap=True)
 
     def run(self) -> int:
         require_writable(self.plan.folder)
@@ -177,7 +173,7 @@ class Sweep(Asked):
         """Exit code of the run, which ends early where ``is_hopeless`` says so. Raises Stopped if we are asked to."""
         console = self.plan.folder / "console" / f"{name}.log"
         console.parent.mkdir(parents=True, exist_ok=True)
-        process = self.hands.spawn(self._words(name, values), self._variables(), console)
+        process = self.hands.spawn(self._words(name, values), comparison.variables(self.shared, self.device), console)
         passed_on, read_at_s, is_ended = 0, self.hands.clock(), False
         while process.poll() is None:
             if self.asked > passed_on:
@@ -197,10 +193,6 @@ class Sweep(Asked):
         flags += [f"--{key}={value}" for key, value in values.items()]
         flags += ["--output_dir", str(self.folder_of(name).absolute()), "--resume_from_checkpoint", "auto"]
         return command("python", flags, 1, has_gpu=False)
-
-    def _variables(self) -> dict[str, str]:
-        own = {MARK: comparison.mark(self.plan.folder), "OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
-        return {**environment(1, self.device.startswith(GPU)), **own, **visible_devices([self.device])}
 
     def _figure(self, name: str) -> Optional[float]:
         return (read_json(self.folder_of(name) / "scu_metrics.json").get("held_out_bpt_after") or {}).get("value")
@@ -339,5 +331,4 @@ class Sweep(Asked):
         folder = self.plan.folder / "confirm"
         plan = ComparisonPlan(folder, self.plan.command, self.plan.config, arms, seeds, 1, resolved, texts)
         plan, devices = shared_out(plan, 1)
-        options = argparse.Namespace(retry_failed=True, confidence=CONFIDENCE)
-        Start(plan, "base", options, devices, self.console, self.hands).run()
+        Start(plan, "base", devices, self.console, self.hands).run()

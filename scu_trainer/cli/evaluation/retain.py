@@ -36,11 +36,11 @@ def _parser() -> Parser:
     parser = Parser(prog="scu-trainer retain", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or with --base a full model")
     parser.add_argument("--anchor", required=True, metavar="FILE", help="text, JSON lines, ... or a dataset to keep")
-    parser.add_argument("--budget_bits", "--budget-bits", type=float, required=True, metavar="BITS",
+    parser.add_argument("--budget_bits", type=float, required=True, metavar="BITS",
                         help="bits per token on it that may be lost, for instance 0.05")  # fmt: skip
     parser.add_argument("--base", metavar="MODEL", help="what it was tuned from; default: what the run or adapter says")
-    parser.add_argument("--output_dir", "--output-dir", metavar="DIR", help="default: RUN-retained next to the run")
-    parser.add_argument("--max_documents", "--max-documents", type=int, default=400, metavar="N",
+    parser.add_argument("--output_dir", metavar="DIR", help="default: RUN-retained next to the run")
+    parser.add_argument("--max_documents", type=int, default=400, metavar="N",
                         help="documents of FILE to use, at most; default: 400")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of the halves and of the resampling")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

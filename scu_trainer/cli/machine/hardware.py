@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar=which, parser_class=Parser)
     profile = actions.add_parser("profile", help="GPUs and who uses them, CPU, memory, disks, versions")
     profile.add_argument("--json", action="store_true", help="as one JSON object")
-    profile.add_argument("--no_disk_speed", "--no-disk-speed", action="store_true", help="write no file to measure")
+    profile.add_argument("--no_disk_speed", action="store_true", help="write no file to measure")
     check = actions.add_parser(
         "check", help="versions, devices, memory, disk; with --config and flags also what that job needs"
     )
@@ -46,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     monitor.add_argument("--csv", metavar="FILE", help="also append each reading to FILE; - prints only the rows")
     optimize = actions.add_parser("optimize", help="remove caches and leftovers of scu-trainer that nothing uses")
     optimize.add_argument("--runs", default="runs", help="folder whose runs are checked")
-    optimize.add_argument("--cache_dir", "--cache-dir", help="default: SCU_TRAINER_CACHE, or ~/.cache/scu_trainer")
-    optimize.add_argument("--keep_caches", "--keep-caches", action="store_true", help="leftovers of dead runs only")
-    optimize.add_argument("--dry_run", "--dry-run", action="store_true", help="list, remove nothing")
+    optimize.add_argument("--cache_dir", help="default: SCU_TRAINER_CACHE, or ~/.cache/scu_trainer")
+    optimize.add_argument("--keep_caches", action="store_true", help="leftovers of dead runs only")
+    optimize.add_argument("--dry_run", action="store_true", help="list, remove nothing")
     optimize.add_argument("--yes", action="store_true", help="do not ask")
     return parser
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.configuration import as_flags, read_job
-from scu_trainer.cli.planning.screen import without
+from scu_trainer.cli.names.translation import without
 from scu_trainer.errors import OutOfMemory, RequirementError
 from scu_trainer.run_files import read_json, readable
 from scu_trainer.train.run_directory.resume import latest_run

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from scu_trainer.cli.names.translation import without
 from scu_trainer.hardware.recommend import CHANGES
 from scu_trainer.run_files import readable
 from scu_trainer.settings.base import plain
@@ -126,17 +127,6 @@ def _advice(report: dict[str, Any], words: Sequence[str]) -> str:
     flags = [word for name, value in settings.items() for word in (f"--{name}", plain(value))]
     command = shlex.join(["scu-trainer", "train", *without(words, settings), *flags])
     return f"\nThe fastest that fits and changes the result least:\n{command}{_cut(report)}"
-
-
-def without(words: Sequence[str], settings: Collection[str]) -> list[str]:
-    """Typed words but for the flags of ``settings``, and for the values of these."""
-    kept, is_dropped = [], False
-    for word in words:
-        if word.startswith("--"):
-            is_dropped = word[2:].partition("=")[0].replace("-", "_") in settings
-        if not is_dropped:
-            kept.append(word)
-    return kept
 
 
 def _cut(report: dict[str, Any]) -> str:

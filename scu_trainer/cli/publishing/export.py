@@ -8,7 +8,7 @@ import shlex
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
@@ -34,9 +34,6 @@ from scu_trainer.models.loading.load import causal_config
 from scu_trainer.models.loading.names import base_of, is_adapter
 from scu_trainer.run_files import read_json, readable, write_json, write_text
 from scu_trainer.settings.tasks import TEXT
-
-if TYPE_CHECKING:
-    pass
 
 EXPORT_FILE = "scu_export.json"
 FORMATS = ("safetensors", "gguf", "ollama", "onnx")

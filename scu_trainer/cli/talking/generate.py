@@ -35,7 +35,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: answers.jsonl in this folder",
                         default=Path("answers.jsonl"))  # fmt: skip
-    parser.add_argument("--batch_size", "--batch-size", type=int, default=BATCH_ROWS, metavar="N",
+    parser.add_argument("--batch_size", type=int, default=BATCH_ROWS, metavar="N",
                         help=f"most prompts at a time ({BATCH_ROWS}); fewer if memory is short")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="start over if the output already exists")
     add_options(parser, MAX_NEW_TOKENS)

@@ -25,22 +25,21 @@ def _switch(text: str) -> bool:
 
 def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add = parser.add_argument
-    add("--max_new_tokens", "--max-new-tokens", type=int, default=max_new_tokens, metavar="N",
+    add("--max_new_tokens", type=int, default=max_new_tokens, metavar="N",
         help=f"most tokens of an answer; default: {max_new_tokens}")  # fmt: skip
-    add("--do_sample", "--do-sample", type=_switch, nargs="?", const=True, help="sample tokens; default: as the "
+    add("--do_sample", type=_switch, nargs="?", const=True, help="sample tokens; default: as the "
     "model's generation_config says, or if one of the next three is given")  # fmt: skip
     add("--temperature", type=float, help="sampling temperature")
-    add("--top_p", "--top-p", type=float, help="sample from the likeliest tokens that together have this probability")
-    add("--top_k", "--top-k", type=int, help="sample from this many of the likeliest tokens")
+    add("--top_p", type=float, help="sample from the likeliest tokens that together have this probability")
+    add("--top_k", type=int, help="sample from this many of the likeliest tokens")
     add(
         "--repetition_penalty",
-        "--repetition-penalty",
         type=float,
         help="above 1: make tokens that already occurred less likely",
     )
     add("--seed", type=int, default=0, help="seed of the sampling; default: 0")
     add("--dtype", choices=DTYPES, default="auto", help="type of the weights; auto: as in the run")
-    add("--use_cpu", "--use-cpu", action="store_true", help="do not use the GPU")
+    add("--use_cpu", action="store_true", help="do not use the GPU")
     add("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
     add("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
 

@@ -49,13 +49,12 @@ def _parser() -> Parser:
     add("--port", type=int, default=PORT, help=f"default: {PORT}; 0 picks a free one")
     add(
         "--api_key_file",
-        "--api-key-file",
         type=Path,
         metavar="FILE",
         help=f"file that holds the key; default: the key in {KEY_VARIABLE}",
     )
-    add("--api_key", "--api-key", nargs="?", const="", help=argparse.SUPPRESS)
-    add("--served_model_name", "--served-model-name", metavar="NAME", help="name of the model in requests; "
+    add("--api_key", nargs="?", const="", help=argparse.SUPPRESS)
+    add("--served_model_name", metavar="NAME", help="name of the model in requests; "
     "default: the name of the run")  # fmt: skip
     add("--engine", choices=ENGINES, default="auto", help="auto: vllm if it is installed and there is a GPU")
     add_options(parser, MAX_NEW_TOKENS)

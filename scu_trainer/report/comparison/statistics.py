@@ -25,10 +25,6 @@ class ConfidenceInterval:
     low: Optional[float]
     high: Optional[float]
 
-    @property
-    def half_width(self) -> Optional[float]:
-        return None if self.high is None else self.high - self.value
-
 
 def t_interval(values: Sequence[float], confidence: float) -> Optional[ConfidenceInterval]:
     """Of the mean of ``values``, which are taken as independent and about normal. None without a value."""
