@@ -103,8 +103,6 @@ class Look:
     sample: str
     tokenizer: Any
     lines: list[str]
-    documents: list[Document]
-    texts: list[str]
     shown: list[tuple[Document, list[Any]]]
     facts: Any
     block_size: int
@@ -155,8 +153,8 @@ def _seen(console, name, tokenizer, data, statistics, documents, shown, wanted) 
     console.print(f"\n{sample}", style="bold", soft_wrap=True)
     for line in lines:
         console.print(line, soft_wrap=True)
-    screen.print_facts(console, facts, documents, texts, data.block_size)
-    return Look(name, sample, tokenizer, lines, documents, texts, shown, facts, data.block_size)
+    screen.print_facts(console, facts, data.block_size)
+    return Look(name, sample, tokenizer, lines, shown, facts, data.block_size)
 
 
 def _tokenizer(model: ModelSettings, cache_dir: Path) -> Any:
@@ -178,8 +176,7 @@ def _write_page(path: Path, looks: Sequence[Look], console: Console) -> None:
     written = f"scu-trainer {__version__}, {datetime.now():%Y-%m-%d %H:%M}"
     for number, look in enumerate(looks):
         place = path if number == 0 else path.with_stem(f"{path.stem}-{number + 1}")
-        seen = (look.shown, look.facts, look.documents, look.texts, look.block_size)
-        page = data_page(look.name, look.sample, look.lines, *seen, written)
+        page = data_page(look.name, look.sample, look.lines, look.shown, look.facts, look.block_size, written)
         place.write_text(page, encoding="utf-8")
         console.print(f"page: {place}", soft_wrap=True)
 

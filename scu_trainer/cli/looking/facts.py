@@ -35,9 +35,12 @@ class Strange(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """``lengths``: tokens of each document, shape (documents,). ``learned``: of these, learned ones. ``repeated``:
-    (places of the documents with the same tokens), the most frequent first. ``longest``: numbers of documents."""
+    """``texts``: of each document, as it was tokenized. ``lengths``: its tokens, shape (documents,). ``learned``: of
+    these, learned ones. ``repeated``: (places of the documents with the same tokens), the most frequent first.
+    ``longest``: numbers of documents."""
 
+    documents: Sequence[Document]
+    texts: Sequence[str]
     lengths: numpy.ndarray
     learned: numpy.ndarray
     repeated: list[list[int]]
@@ -54,10 +57,11 @@ class Facts:
 
 
 def facts_of(documents: Sequence[Document], texts: Sequence[str]) -> Facts:
-    """``texts``: of each document, as it was tokenized."""
     lengths = numpy.array([len(document.input_ids) for document in documents])
     learned = numpy.array([int((document.labels != NOT_LEARNED).sum()) for document in documents])
-    return Facts(lengths, learned, _repeated(documents), _longest(lengths), _strange(lengths, learned, texts))
+    longest = numpy.argsort(-lengths, kind="stable")[:MOST_SHOWN].tolist()
+    strange = _strange(lengths, learned, texts)
+    return Facts(documents, texts, lengths, learned, _repeated(documents), longest, strange)
 
 
 def histogram(lengths: numpy.ndarray) -> list[tuple[int, int, int]]:
@@ -84,10 +88,6 @@ def _repeated(documents: Sequence[Document]) -> list[list[int]]:
         if digest in often:
             places.setdefault(digest, []).append(number)
     return sorted(places.values(), key=len, reverse=True)
-
-
-def _longest(lengths: numpy.ndarray) -> list[int]:
-    return numpy.argsort(-lengths, kind="stable")[:MOST_SHOWN].tolist()
 
 
 def _strange(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str]) -> list[Strange]:

@@ -21,8 +21,6 @@ def data_page(
     lines: Sequence[str],
     shown: Sequence[tuple[Document, Sequence[Stretch]]],
     facts: Facts,
-    documents: Sequence[Document],
-    texts: Sequence[str],
     block_size: int,
     written: str,
 ) -> str:
@@ -31,9 +29,9 @@ def data_page(
         Section("What is read", [Text(line) for line in lines]),
         Section("Some rows, as they are learned", _rows(shown)),
         Section("Lengths in tokens", _lengths(facts, block_size)),
-        Section("The longest", [_named(facts.longest, documents, texts, lambda n: f"{facts.lengths[n]:,} tokens")]),
-        Section("The strangest", _strange(facts, documents, texts)),
-        Section("There more than once", _repeated(facts, documents, texts)),
+        Section("The longest", [_named(facts, facts.longest, lambda n: f"{facts.lengths[n]:,} tokens")]),
+        Section("The strangest", _strange(facts)),
+        Section("There more than once", _repeated(facts)),
     ]
     return html(Page(title, sample, [], sections, written))
 
@@ -63,21 +61,21 @@ def _lengths(facts: Facts, block_size: int) -> list[Text | Table]:
     return [Text(f"{said}{block_size:,}: {longer:,}."), Table(("tokens", "documents", ""), rows)]
 
 
-def _named(numbers: Sequence[int], documents: Sequence[Document], texts: Sequence[str], what) -> Table:
-    rows = [(documents[number].name, what(number), excerpt(texts[number])) for number in numbers]
+def _named(facts: Facts, numbers: Sequence[int], what) -> Table:
+    rows = [(facts.documents[number].name, what(number), excerpt(facts.texts[number])) for number in numbers]
     return Table(("row", "", "begins with"), rows)
 
 
-def _strange(facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> list[Text | Table]:
+def _strange(facts: Facts) -> list[Text | Table]:
     if not facts.strange:
         return [Text(f"No document is unlike the others by {STRANGE:g} robust standard deviations.")]
     by_number = {one.number: f"{one.measure}: {one.value:.3g}, median {one.median:.3g}" for one in facts.strange}
-    return [_named(list(by_number), documents, texts, by_number.get)]
+    return [_named(facts, list(by_number), by_number.get)]
 
 
-def _repeated(facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> list[Text | Table]:
+def _repeated(facts: Facts) -> list[Text | Table]:
     if not facts.repeated:
         return [Text("No document appears twice.")]
     often = {places[0]: f"{len(places)} times" for places in facts.repeated[:10]}
     said = f"Documents that repeat an earlier one, token by token: {facts.duplicates:,}."
-    return [Text(said), _named(list(often), documents, texts, often.get)]
+    return [Text(said), _named(facts, list(often), often.get)]

@@ -28,16 +28,14 @@ def legend(console: Console) -> str:
     return "green is learned" if _has_color(console) else f"{OPEN}learned{CLOSE}"
 
 
-def print_facts(
-    console: Console, facts: Facts, documents: Sequence[Document], texts: Sequence[str], block_size: int
-) -> None:
+def print_facts(console: Console, facts: Facts, block_size: int) -> None:
     _print_lengths(console, facts, block_size)
-    _print_repeated(console, facts, documents, texts)
+    _print_repeated(console, facts)
     table = _table("the longest", "row", "tokens")
     for number in facts.longest:
-        table.add_row(documents[number].name, f"{facts.lengths[number]:,}", excerpt(texts[number]))
+        table.add_row(facts.documents[number].name, f"{facts.lengths[number]:,}", excerpt(facts.texts[number]))
     console.print("", table, sep="\n")
-    _print_strange(console, facts, documents, texts)
+    _print_strange(console, facts)
 
 
 def _print_lengths(console: Console, facts: Facts, block_size: int) -> None:
@@ -55,25 +53,25 @@ def _print_lengths(console: Console, facts: Facts, block_size: int) -> None:
         console.print(f"{start:>9,} to {end - 1:<9,} {bar(count, most, BAR_WIDTH):<{BAR_WIDTH}} {count:,}{mark}")
 
 
-def _print_repeated(console: Console, facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> None:
+def _print_repeated(console: Console, facts: Facts) -> None:
     if not facts.repeated:
         console.print("\nno document appears twice")
         return
     console.print(f"\ndocuments that repeat an earlier one, token by token: {facts.duplicates:,}")
     for places in facts.repeated[:MOST_SHOWN]:
-        named = ", ".join(documents[number].name for number in places[:3])
+        named = ", ".join(facts.documents[number].name for number in places[:3])
         more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
-        console.print(f"  {len(places)} x {excerpt(texts[places[0]], 50)!r}: {named}{more}", soft_wrap=True)
+        console.print(f"  {len(places)} x {excerpt(facts.texts[places[0]], 50)!r}: {named}{more}", soft_wrap=True)
 
 
-def _print_strange(console: Console, facts: Facts, documents: Sequence[Document], texts: Sequence[str]) -> None:
+def _print_strange(console: Console, facts: Facts) -> None:
     if not facts.strange:
         console.print(f"\nno document is unlike the others (by {STRANGE:g} robust standard deviations)")
         return
     table = _table(f"the strangest (by {STRANGE:g} robust standard deviations or more)", "row", "what is strange", "")
     for one in facts.strange:
         values = f"{one.value:.3g}, median {one.median:.3g}"
-        table.add_row(documents[one.number].name, one.measure, values, excerpt(texts[one.number]))
+        table.add_row(facts.documents[one.number].name, one.measure, values, excerpt(facts.texts[one.number]))
     console.print("", table, sep="\n")
 
 

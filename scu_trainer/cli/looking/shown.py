@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
@@ -21,14 +22,10 @@ def stretches(tokenizer: Any, document: Document) -> list[Stretch]:
     labelled = list(zip(document.input_ids.tolist(), (document.labels != NOT_LEARNED).tolist(), strict=True))
     found = [
         Stretch(tokenizer.decode([token for token, _ in part], clean_up_tokenization_spaces=False), is_learned)
-        for is_learned, part in ((key, list(group)) for key, group in groupby(labelled[:MOST_TOKENS], _is_learned))
+        for is_learned, part in ((key, list(group)) for key, group in groupby(labelled[:MOST_TOKENS], itemgetter(1)))
     ]
     left = len(labelled) - MOST_TOKENS
     return [*found, Stretch(f" … and {left:,} tokens more", False)] if left > 0 else found
-
-
-def _is_learned(pair: tuple[int, bool]) -> bool:
-    return pair[1]
 
 
 def excerpt(text: str, characters: int = 90) -> str:
