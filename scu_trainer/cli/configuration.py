@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Optional, get_type_hints
 import yaml
 
 from scu_trainer import shipped
-from scu_trainer.cli.names.known import PREFIX, known_names, stock_names, stock_number
+from scu_trainer.cli.names.known import PREFIX, SETTINGS, known_names, stock_names, stock_number
 from scu_trainer.cli.names.tools import TOOLS, as_word, hint, imported, owner_of, signs_of
 from scu_trainer.cli.names.translation import flags_of, notes_of, translated, translated_entries
 from scu_trainer.cli.presets import fitted
@@ -32,16 +32,13 @@ from scu_trainer.hardware.probe import usable_cores
 from scu_trainer.run_files import read_regular
 from scu_trainer.secrets import redact, redact_data
 from scu_trainer.settings import (
-    CurriculumSettings,
     DataSettings,
     MemorySettings,
     ModelSettings,
     RegularizationSettings,
     RetentionSettings,
-    SafetySettings,
 )
 from scu_trainer.settings.base import check_text, check_values, require, short
-from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.settings.mixture import FILE_SUFFIXES, dataset_of
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.settings.safety import beside_early_stopping
@@ -91,31 +88,27 @@ class InFile:
 
 def regularization_flags() -> type:
     """``RegularizationSettings`` as flags: ``scu`` and every field with the prefix ``scu_``."""
-    hints = get_type_hints(RegularizationSettings)
-    hints["target_s"] = Optional[str]  # a number or a word; RegularizationSettings tells them apart
     about = "S is measured, and with scu_target_s steered; false: neither"
     switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": about}))
-    fields = [
-        (
-            PREFIX + item.name,
-            hints[item.name],
-            dataclasses.field(default=item.default, metadata=dict(item.metadata)),
-        )
-        for item in dataclasses.fields(RegularizationSettings)
-    ]
-    return dataclasses.make_dataclass("RegularizationFlags", [switch, *fields])
+    texts = {"target_s": Optional[str]}  # a number or a word; RegularizationSettings tells them apart
+    return _flags("RegularizationFlags", RegularizationSettings, texts, [switch], PREFIX)
 
 
 def memory_flags() -> type:
     """``MemorySettings`` as flags; numbers that may also be a word are read as text, the settings tell them apart."""
     texts = {"token_cap": Optional[str], "target_headroom_gb": str}
     texts |= {"max_gpu_mem": Optional[str], "cpu_mem": Optional[str]}
-    hints = {**get_type_hints(MemorySettings), **texts}
+    return _flags("MemoryFlags", MemorySettings, texts)
+
+
+def _flags(name: str, kind: type, texts: Mapping[str, Any], first: Sequence[tuple] = (), prefix: str = "") -> type:
+    """The dataclass ``kind`` with other types of the fields ``texts``, after the fields ``first``."""
+    hints = {**get_type_hints(kind), **texts}
     fields = [
-        (item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))
-        for item in dataclasses.fields(MemorySettings)
+        (prefix + item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))
+        for item in dataclasses.fields(kind)
     ]
-    return dataclasses.make_dataclass("MemoryFlags", fields)
+    return dataclasses.make_dataclass(name, [*first, *fields])
 
 
 def our_parser(*more: type) -> HfArgumentParser:
@@ -125,10 +118,8 @@ def our_parser(*more: type) -> HfArgumentParser:
         def error(self, message: str):
             raise SettingsError(plain_words(message))
 
-    kinds = [_grouped(TaskSettings, "task"), _grouped(ModelSettings, "model"), _grouped(DataSettings, "data")]
-    kinds += [_grouped(regularization_flags(), "regularization"), _grouped(memory_flags(), "memory")]
-    kinds += [_grouped(CurriculumSettings, "curriculum"), _grouped(EfficiencySettings, "efficiency")]
-    kinds += [_grouped(SafetySettings, "safety"), _grouped(RetentionSettings, "retention")]
+    otherwise = {"regularization": regularization_flags(), "memory": memory_flags()}
+    kinds = [_grouped(otherwise.get(title, kind), title) for title, kind in SETTINGS.items()]
     kinds += [_grouped(kind.settings, f"task {name}") for name, kind in KINDS.items() if kind.settings is not None]
     kinds += more
     parser = Parser(
@@ -262,7 +253,7 @@ def check_values_early(entries: Mapping[str, Any]) -> None:
 
 
 def _check_typed(parser: HfArgumentParser, typed: Mapping[str, Any]) -> None:
-    _task_of(argparse.Namespace(**typed))
+    _made_of(TaskSettings, argparse.Namespace(**typed))
     for kind in parser.dataclass_types:
         check_values(kind, typed, ALLOWED)
 
@@ -278,15 +269,12 @@ def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSetti
     known = {name: value for name, value in entries.items() if name in names}
     given = _given(flags, names)
     typed, _ = parser.parse_known_args([*_all_as_flags(known), *flags])
-    task = _task_of(typed)
+    task = _made_of(TaskSettings, typed)
     if "mode" in given:  # a typed one goes before the file
         known = {name: value for name, value in known.items() if name not in task.mode_values}
     parser.set_defaults(**{name: value for name, value in task.defaults.items() if name in names})
     typed, _ = parser.parse_known_args([*_all_as_flags(known), *flags])
-    return typed.task, *(
-        kind(**{item.name: getattr(typed, item.name) for item in dataclasses.fields(kind)})
-        for kind in (ModelSettings, DataSettings)
-    )
+    return typed.task, _made_of(ModelSettings, typed), _made_of(DataSettings, typed)
 
 
 def _read(
@@ -334,7 +322,7 @@ def _arguments(
     note: tuple[str, ...] = ()
     if "mode" in typed_names:
         typed = parser.parse_args([*_all_as_flags(entries), *flags])
-        task = _task_of(typed)
+        task = _made_of(TaskSettings, typed)
         meant = {name: value for name, value in task.mode_values.items() if name not in typed_names}
         replaced = {name: entries[name] for name in meant if name in entries and entries[name] != meant[name]}
         entries = {name: value for name, value in entries.items() if name not in meant}
@@ -366,8 +354,8 @@ def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]
     return ["--retain", SAMPLED] if ("retain_budget_bits" in typed_names or is_in_file) and not is_known else []
 
 
-def _task_of(typed: argparse.Namespace) -> TaskSettings:
-    return TaskSettings(**{item.name: getattr(typed, item.name) for item in dataclasses.fields(TaskSettings)})
+def _made_of(kind: type, typed: Any, prefix: str = "") -> Any:
+    return kind(**{item.name: getattr(typed, prefix + item.name) for item in dataclasses.fields(kind)})
 
 
 def _word(value: Any) -> str:
@@ -378,7 +366,7 @@ def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[
     """The task, whose defaults, preset and mode stand in for everybody's defaults of ``parser``; lines about what of
     the preset follows from this machine."""
     typed, given = parser.parse_args(arguments), _given(arguments, names)
-    task = _task_of(typed)
+    task = _made_of(TaskSettings, typed)
     task.check_typed(given)
     parser.set_defaults(**task.defaults)
     if task.preset is None:
@@ -460,10 +448,7 @@ def _has_cuda() -> bool:
 
 
 def _regularization(flags: Any) -> RegularizationSettings | None:
-    if not flags.scu:
-        return None
-    fields = dataclasses.fields(RegularizationSettings)
-    return RegularizationSettings(**{item.name: getattr(flags, PREFIX + item.name) for item in fields})
+    return _made_of(RegularizationSettings, flags, PREFIX) if flags.scu else None
 
 
 def field_names(parser: argparse.ArgumentParser) -> set[str]:
@@ -595,7 +580,10 @@ def _check_shape(place: str, value: Any, takes_list: bool, takes_mapping: bool) 
         )
         require(all(map(_is_word, value)), f"{place} has an entry that is neither text nor a number; take it out")
     else:
-        require(value is None or _is_word(value), f"{place} is {_kind(value)}; it takes text, a number, true or false")
+        require(
+            value is None or _is_word(value),
+            f"{place} is a {type(value).__name__}; it takes text, a number, true or false",
+        )
 
 
 def _is_mixture(name: str, value: Any) -> bool:
@@ -619,10 +607,6 @@ def _check_content(place: str, value: Any) -> None:
 
 def _is_word(value: Any) -> bool:
     return isinstance(value, (str, int, float, date))
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
 
 
 def _all_as_flags(entries: dict[str, Any]) -> list[str]:

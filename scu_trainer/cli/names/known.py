@@ -25,16 +25,18 @@ from scu_trainer.settings.tasks import KINDS, TaskSettings
 PREFIX = "scu_"
 """Of the fields of ``RegularizationSettings`` on the command line."""
 
-KINDS_OF_SETTINGS = (
-    TaskSettings,
-    ModelSettings,
-    DataSettings,
-    RetentionSettings,
-    MemorySettings,
-    CurriculumSettings,
-    EfficiencySettings,
-    SafetySettings,
-)
+SETTINGS = {
+    "task": TaskSettings,
+    "model": ModelSettings,
+    "data": DataSettings,
+    "regularization": RegularizationSettings,
+    "memory": MemorySettings,
+    "curriculum": CurriculumSettings,
+    "efficiency": EfficiencySettings,
+    "safety": SafetySettings,
+    "retention": RetentionSettings,
+}
+"""Of every job, by the title of their group on the command line; a task has more of its own."""
 
 
 def known_names() -> frozenset[str]:
@@ -44,9 +46,9 @@ def known_names() -> frozenset[str]:
 
 
 def own_names() -> set[str]:
-    own = [kind.settings for kind in KINDS.values() if kind.settings is not None]
-    named = {item.name for kind in (*KINDS_OF_SETTINGS, *own) for item in fields(kind)}
-    return named | {"scu"} | {PREFIX + item.name for item in fields(RegularizationSettings)}
+    kinds = [*SETTINGS.values(), *(kind.settings for kind in KINDS.values() if kind.settings is not None)]
+    prefixes = {RegularizationSettings: PREFIX}
+    return {"scu", *(prefixes.get(kind, "") + item.name for kind in kinds for item in fields(kind))}
 
 
 def stock_names() -> frozenset[str]:
