@@ -57,7 +57,7 @@ def has_causal_loss(trainer: Trainer) -> bool:
 def computes_causal_loss(model: torch.nn.Module) -> bool:
     """Whether the model's own loss is the stock one over next tokens, by code that can be replaced in it."""
     inner = inner_model(model)
-    # Whoever asks a class without a kind of loss (multiple choice) gets this one, with a warning: ask for the call first.
+    # A class without a kind of loss (multiple choice) has this one too, with a warning: ask first whether it is called.
     is_causal = _calls_loss_function(type(inner)) and inner.loss_function is LOSS_MAPPING["ForCausalLM"]
     return is_causal and not is_compiled(inner) and not inner.config.is_encoder_decoder
 
