@@ -160,12 +160,6 @@ def keeps_small_steps(optim: str, optim_args: Optional[str]) -> bool:
     return optim in ("adamw_torch_8bit", "adamw_torch_4bit") and rounds_by_chance
 
 
-def updates_in_backward(optim: str) -> bool:
-    """Whether weights change while gradients are still being computed, so that there is no step to repeat or steer."""
-    needs = OPTIMIZERS.get(optim)
-    return needs is not None and needs.in_backward
-
-
 def _obstacles(needs: Needs, place: _Place) -> Iterator[str]:
     """What stands in the way; what cannot be installed away comes first."""
     if needs.devices is not None and place.device not in needs.devices:

@@ -9,15 +9,20 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
 from scu_trainer.hardware import cgroup
 from scu_trainer.run_files import free_bytes
+
+LONGEST_S = 20.0
+"""That the driver may take for an answer."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,18 @@ def resident_bytes(process: Path) -> Optional[int]:
     if not process.parent.is_dir():
         return None
     return int((process / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def ask_driver(words: Sequence[str]) -> Optional[str]:
+    """What nvidia-smi answers to ``words``: it knows of all users' processes, and needs no torch. None where it is not
+    there, or has no driver behind it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        return subprocess.run([tool, *words], capture_output=True, text=True, timeout=LONGEST_S, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
 
 
 def free_port() -> int:

@@ -10,7 +10,6 @@ import io
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,14 @@ from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware import cgroup
-from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version, ram_bytes, usable_cores
+from scu_trainer.hardware.probe import (
+    Accelerator,
+    accelerators,
+    ask_driver,
+    installed_version,
+    ram_bytes,
+    usable_cores,
+)
 from scu_trainer.run_files import free_bytes, nearest_existing
 
 CPU_FEATURES = (
@@ -48,14 +54,9 @@ class GpuUser:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Gpu(Accelerator):
     """``compute_capability``: "9.0" on CUDA, else None. ``users``: None where nobody can say."""
 
-    kind: str
-    index: int
-    name: str
-    total_bytes: int
-    free_bytes: int
     compute_capability: Optional[str] = None
     users: Optional[tuple[GpuUser, ...]] = None
 
@@ -159,29 +160,15 @@ def cpuinfo(root: Path = cgroup.ROOT) -> dict[str, str]:
 
 
 def _gpu(item: Accelerator) -> Gpu:
-    found = (item.kind, item.index, item.name, item.total_bytes, item.free_bytes)
     if item.kind != "cuda":
-        return Gpu(*found)
+        return Gpu(**vars(item))
     import torch
 
     properties = torch.cuda.get_device_properties(item.index)
-    capability = f"{properties.major}.{properties.minor}"
-    return Gpu(*found, capability, _users(getattr(properties, "uuid", None)))
-
-
-def _users(uuid: Any) -> Optional[tuple[GpuUser, ...]]:
-    """Asks the driver's own tool, which knows of processes of others as well. None where it is not there."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None or uuid is None:
-        return None
-    query = "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory"
-    try:
-        answer = subprocess.run(
-            [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (subprocess.SubprocessError, OSError):  # no driver behind it: nobody can say
-        return None
-    return gpu_users(answer.stdout, str(uuid))
+    uuid, query = getattr(properties, "uuid", None), "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory"
+    answer = None if uuid is None else ask_driver([query, "--format=csv,noheader,nounits"])
+    users = None if answer is None else gpu_users(answer, str(uuid))
+    return Gpu(**vars(item), compute_capability=f"{properties.major}.{properties.minor}", users=users)
 
 
 def gpu_users(table: str, uuid: str) -> tuple[GpuUser, ...]:

@@ -7,7 +7,7 @@ from typing import Optional
 
 from scu_trainer.hardware.precision import DeviceFacts, choose_precision, device_facts
 from scu_trainer.hardware.presets import Preset, find, parse_bytes
-from scu_trainer.hardware.probe import accelerators, probe
+from scu_trainer.hardware.probe import probe
 
 USABLE_SHARE = 0.95
 """Of a card's memory as sold: the driver and the screen take the rest."""
@@ -45,7 +45,7 @@ def here(use_cpu: bool) -> Target:
         return Target(
             "this machine's CPU" if facts.kind == "cpu" else "this machine", facts, available, available, True
         )
-    gpu = accelerators()[0]
+    gpu = machine.accelerators[0]
     return Target(f"this machine's {gpu.name}", facts, gpu.free_bytes, available, True)
 
 

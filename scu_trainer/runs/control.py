@@ -97,16 +97,14 @@ def start(wish: Wish, root: Path, hands: Hands) -> RunRecord:
     except OSError as error:
         raise StorageError(f"{run.path} cannot be made: {error.strerror}; set --root to another directory") from error
     write_text(run.config, wish.config)
-    record = RunRecord(
-        token=uuid.uuid4().hex,
-        flags=wish.flags,
-        options=wish.options,
-        cwd=str(Path.cwd()),
-        environment=environment(),
-        asked_s=time.time(),
-        spawner=hands.machine.identity(),
-    )
+    cwd, variables = str(Path.cwd()), environment()
+    record = _record(hands, flags=wish.flags, options=wish.options, cwd=cwd, environment=variables)
     return _begin(run, record, hands)
+
+
+def _record(hands: Hands, **fields: Any) -> RunRecord:
+    """Of a start that is asked for now."""
+    return RunRecord(token=uuid.uuid4().hex, asked_s=time.time(), spawner=hands.machine.identity(), **fields)
 
 
 def _begin(run: Run, record: RunRecord, hands: Hands) -> RunRecord:
@@ -184,22 +182,9 @@ def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
             raise SettingsError(f"processes of {run.name} are still ending; try again, or runs stop {run.name} --now")
         checkpoint = newest_checkpoint(run.path, seen.progress.step)
         require_room(run.path, NEEDED_BYTES, "--root")
-        return _begin(run, _again(before, hands), hands), checkpoint
-
-
-def _again(before: RunRecord, hands: Hands) -> RunRecord:
-    """The record of one more start of the same."""
-    return RunRecord(
-        token=uuid.uuid4().hex,
-        flags=before.flags,
-        options=before.options,
-        cwd=before.cwd,
-        environment=before.environment,
-        asked_s=time.time(),
-        spawner=hands.machine.identity(),
-        starts=before.starts + 1,
-        goes_on=True,
-    )
+        same = {name: getattr(before, name) for name in ("flags", "options", "cwd", "environment")}
+        record = _record(hands, **same, starts=before.starts + 1, goes_on=True)
+        return _begin(run, record, hands), checkpoint
 
 
 def _own_record(run: Run, done: str) -> RunRecord:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.errors import RequirementError
-from scu_trainer.runs.room import GPU, Ask, ask_driver
+from scu_trainer.hardware.probe import ask_driver
+from scu_trainer.runs.room import GPU, Ask
 
 SYS = Path("/sys")
 AUTO, OFF = "auto", "off"

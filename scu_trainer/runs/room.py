@@ -5,33 +5,19 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware import cgroup
-from scu_trainer.hardware.probe import ram_bytes, usable_cores
+from scu_trainer.hardware.probe import ask_driver, ram_bytes, usable_cores
 
 CPU = "cpu"
 GPU = "gpu-"
-LONGEST_S = 20.0
 
 Ask = Callable[[Sequence[str]], Optional[str]]
 """Words for nvidia-smi -> its answer; None where there is none."""
-
-
-def ask_driver(words: Sequence[str]) -> Optional[str]:
-    """nvidia-smi knows of all users' processes, and answers without torch."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    try:
-        return subprocess.run([tool, *words], capture_output=True, text=True, timeout=LONGEST_S, check=True).stdout
-    except (subprocess.SubprocessError, OSError):  # no driver behind it: nobody can say
-        return None
 
 
 def devices(environment: Mapping[str, str] = os.environ, ask: Ask = ask_driver) -> list[str]:

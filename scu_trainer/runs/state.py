@@ -27,7 +27,6 @@ SILENT_S = 600.0
 
 NO_ROOM_BYTES = 1 << 20
 FULL_DISK_WORDS = ("the disk is full", "No space left on device", "Disk quota exceeded")
-LIVING = ("queued", "starting", "running", "stopping")
 
 
 @dataclass(frozen=True)
@@ -85,15 +84,10 @@ def judge(seen: Evidence) -> RunState:
         return RunState("failed", seen.error or f"ended with exit code {seen.record.exit_code}", "error")
     if seen.error is not None and seen.record is not None and seen.record.options.launcher != "python":
         return RunState("failed", seen.error, "error")  # nobody noted the exit code of a launcher
+    gone = f"it ended without an error message while {_doing(status)}"
     if seen.fact == "other program":
-        return RunState(
-            "killed", f"it ended without an error message while {_doing(status)}; another program now has its "
-            f"process number",
-            "number re-used",
-        )  # fmt: skip
-    return RunState(
-        "killed", f"it ended without an error message while {_doing(status)}: killed, or out of memory", "killed"
-    )
+        return RunState("killed", f"{gone}; another program now has its process number", "number re-used")
+    return RunState("killed", f"{gone}: killed, or out of memory", "killed")
 
 
 def _living(seen: Evidence, status: str) -> RunState:
@@ -213,8 +207,7 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
 def _process(run: Run, record: Optional[RunRecord], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
     if record is not None:
         return (None, None) if record.process is None else (record.process.pid, look(record.process, machine))
-    status = run.status()
-    return _of_a_terminal(status, machine)
+    return _of_a_terminal(run.status(), machine)
 
 
 def _of_a_terminal(status: Mapping[str, Any], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
@@ -244,5 +237,4 @@ def _ahead(state: RunState, record: Optional[RunRecord], machine: Machine) -> Op
     if state.status != "queued" or record is None or not record.devices:
         return None
     places = Line(record.devices[-1], machine=machine).waiting()
-    mine = next((index for index, place in enumerate(places) if place.process == record.process), None)
-    return mine
+    return next((index for index, place in enumerate(places) if place.process == record.process), None)

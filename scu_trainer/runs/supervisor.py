@@ -82,7 +82,7 @@ class _Supervisor:
         record = self._register()
         self.outside.platform.watch_for_stop(self.run.stop_request)
         record = self._wait(record)
-        words = [*training_words(self.run, record)]
+        words = training_words(self.run, record)
         self.run.change(phase="training", waiting=None)
         self.is_training = True
         if record.options.launcher != "python":

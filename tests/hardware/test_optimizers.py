@@ -14,7 +14,7 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 from transformers.training_args import OptimizerNames
 
 from scu_trainer.errors import RequirementError
-from scu_trainer.hardware.optimizers import OPTIMIZERS, check_optimizer, updates_in_backward
+from scu_trainer.hardware.optimizers import OPTIMIZERS, check_optimizer
 from tests.tiny import arguments
 
 
@@ -139,9 +139,8 @@ def test_unknown_names_are_left_to_transformers():
 
 
 def test_what_updates_in_backward():
-    found = {name for name in OPTIMIZERS if updates_in_backward(name)}
+    found = {name for name, needs in OPTIMIZERS.items() if needs.in_backward}
     assert found == {name for name in OPTIMIZERS if "lomo" in name or name.endswith("layerwise")}
-    assert not updates_in_backward("adamw_of_mine")
 
 
 def test_nothing_imports_torch():

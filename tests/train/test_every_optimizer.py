@@ -8,7 +8,7 @@ from transformers.training_args import OptimizerNames
 
 from scu_trainer.errors import UserError
 from scu_trainer.hardware.optimizer_bytes import state_bytes, uncounted
-from scu_trainer.hardware.optimizers import check_optimizer, updates_in_backward
+from scu_trainer.hardware.optimizers import OPTIMIZERS, check_optimizer
 from scu_trainer.settings import MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from tests.tiny import llama, same, trained, weights_of
@@ -20,7 +20,7 @@ def runs(name: str) -> bool:
         check_optimizer(name, "cpu")
     except UserError:
         return False
-    return not updates_in_backward(name)
+    return not OPTIMIZERS[name].in_backward
 
 
 NAMES = [one.value for one in OptimizerNames if runs(one.value)] + ["muon"]

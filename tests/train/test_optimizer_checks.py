@@ -11,7 +11,7 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 from transformers.training_args import OptimizerNames
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.hardware.optimizers import check_optimizer, updates_in_backward
+from scu_trainer.hardware.optimizers import OPTIMIZERS, check_optimizer
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule, taken_by
@@ -41,7 +41,7 @@ def runs(name: str) -> bool:
         check_optimizer(name, "cpu")
     except Exception:
         return False
-    return not updates_in_backward(name)
+    return not OPTIMIZERS[name].in_backward
 
 
 @pytest.mark.parametrize("optim", [one.value for one in OptimizerNames if runs(one.value)])

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.hardware import cgroup
-from scu_trainer.hardware.probe import Accelerator, accelerators, ram_bytes
+from scu_trainer.hardware.probe import Accelerator, accelerators, ask_driver, ram_bytes
 from scu_trainer.run_files import read_json, read_rows
 
 if TYPE_CHECKING:
@@ -226,15 +224,8 @@ def _sizes(process: psutil.Process) -> Optional[tuple[int, Optional[int]]]:
 def gpu_bytes(pids: set[int]) -> Optional[int]:
     """Bytes that these processes hold on GPUs; None where the driver's tool is not there, or knows none of them (inside
     of a container it sees none)."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (subprocess.SubprocessError, OSError):  # no driver behind it
-        return None
-    return used_by(answer, pids)
+    answer = ask_driver(["--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"])
+    return None if answer is None else used_by(answer, pids)
 
 
 def used_by(table: str, pids: set[int]) -> Optional[int]:

@@ -11,6 +11,7 @@ from typing import Any, Optional
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json
 from scu_trainer.runs.progress import START_LINE, tail
+from scu_trainer.runs.store import Run
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences, run_name
 
 Key = tuple[str, int]
@@ -41,18 +42,14 @@ def _found(plan: ComparisonPlan, key: Key, before: Mapping[str, Any], retry_fail
         return ArmState("finished")
     if before.get("status") == "failed" and not retry_failed:
         return ArmState("failed", before["error"])
-    status = _status(folder)
+    status = Run(folder).status()
     if not status:
         return ArmState("missing", NOT_STARTED)
     return ArmState("missing", f"ended at step {status.get('step') or 0} of {status.get('max_steps') or '?'}")
 
 
 def is_finished(folder: Path) -> bool:
-    return _status(folder).get("status") == "finished" and (folder / "scu_metrics.json").is_file()
-
-
-def _status(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    return Run(folder).status().get("status") == "finished" and (folder / "scu_metrics.json").is_file()
 
 
 def _require_own(plan: ComparisonPlan, key: Key, folder: Path) -> None:
@@ -82,7 +79,7 @@ def progress_line(plan: ComparisonPlan, states: Mapping[Key, ArmState]) -> str:
 
 
 def _place(plan: ComparisonPlan, key: Key) -> str:
-    status = _status(plan.run_folder(*key))
+    status = Run(plan.run_folder(*key)).status()
     if not status.get("max_steps"):
         return f"{run_name(*key)} starts"
     return f"{run_name(*key)} {status.get('step') or 0}/{status['max_steps']}"

@@ -14,7 +14,7 @@ LORA = ("--tuning", "lora")
 CHECKPOINTED = ("--checkpoint_every_layer", "true")
 FULL = ("--tuning", "full")
 QLORA = ("--tuning", "qlora")
-NO_SHARDED_DECAY = "the regularization loop works under ZeRO stage 1 and 2"
+SHARDED = {"regularization": "the regularization loop works under ZeRO stage 1 and 2"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,6 @@ class Variant:
 def _zero(stage: str, *flags: str) -> tuple[str, ...]:
     return (*flags, "--deepspeed", f"ds_configs/{stage}.json")
 
-
-SHARDED = {"regularization": NO_SHARDED_DECAY}
 
 VARIANTS = (
     Variant("lora", "the default: adapters on frozen weights as they are stored", LORA),

@@ -87,9 +87,6 @@ class Outcome:
     parts: dict[str, int] = field(default_factory=dict)
 
 
-# -- starting ----------------------------------------------------------------------------------------------------------
-
-
 def missing(variant: Variant, has_gpu: bool) -> Optional[str]:
     """What this machine lacks for ``variant``, and what to do, in one line. None where it can run."""
     if "gpu" in variant.needs and not has_gpu:
@@ -250,14 +247,10 @@ def broken_promises(outcomes: Sequence[Outcome], loops_are_on: bool = True) -> l
             continue
         if outcome.bpt is not None and not outcome.bpt[1] < outcome.bpt[0]:
             found.append("{}: held-out bits per token went from {:.3f} to {:.3f}".format(outcome.name, *outcome.bpt))
-        lazy = [loop for loop, state in outcome.loops.items() if _is_lazy(state)] if loops_are_on else []
-        found += [f"{outcome.name}: {loop} is {outcome.loops[loop]}" for loop in lazy]
+        loops = outcome.loops.items() if loops_are_on else ()
+        found += [f"{outcome.name}: {loop} is {state}" for loop, state in loops if state not in ("acts", "refused")]
         found += _exceeded(outcome, by_name)
     return found
-
-
-def _is_lazy(state: str) -> bool:
-    return state not in ("acts", "refused")
 
 
 def _exceeded(outcome: Outcome, by_name: dict[str, Outcome]) -> Iterator[str]:
