@@ -125,6 +125,17 @@ def test_a_run_is_not_the_base_of_those_beside_it_or_of_itself(adapter_dir, mode
     assert base_of(run) == name
 
 
+def test_a_base_in_the_home_folder_gives_its_tokenizer_too(adapter_dir, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    base = shutil.copytree(model_dir, tmp_path / "base")
+    adapter = shutil.copytree(adapter_dir, tmp_path / "mine")
+    for file in adapter.glob("*token*"):
+        file.unlink()
+    edit_json(adapter / "adapter_config.json", base_model_name_or_path="~/base")
+    assert base_of("~/mine") == str(base)
+    assert load_tokenizer(ModelSettings(model_name_or_path=str(adapter)))("a")["input_ids"]
+
+
 def test_a_base_that_moved_is_set_in_the_file_that_names_it(adapter_dir, copy_of, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = copy_of(adapter_dir)

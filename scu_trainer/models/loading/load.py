@@ -67,7 +67,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     check_source(name, "tokenizer")
     source = located(name)
     if Path(source).is_dir() and not _has_tokenizer(Path(source)):
-        source = base_of(Path(source))
+        source = base_of(source)
     with as_model_error(source, "tokenizer", settings.model_revision, name):
         announce_code(source, settings)
         try:
@@ -118,7 +118,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     device = device or torch.device("cpu")
-    name = base_of(Path(located(settings.model_name_or_path)))
+    name = base_of(settings.model_name_or_path)
     check_source(settings.model_name_or_path)
     require_quantization(settings, device)
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
@@ -126,8 +126,8 @@ def load_model(
         dtype = torch.float32
     folder = None if placement is None else placement.private_folder()
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
-        announce_code(located(name), settings)
-        require_safe_weights(located(name), settings)
+        announce_code(name, settings)
+        require_safe_weights(name, settings)
         config = _config_of(name, settings)
         require_causal(config, name)
         packing = _packing(name, settings, device)
@@ -139,7 +139,7 @@ def load_model(
         if placement is not None:
             given |= placement.arguments(folder)
         model, report = AutoModelForCausalLM.from_pretrained(
-            located(name),
+            name,
             dtype=dtype,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
@@ -157,12 +157,18 @@ def load_model(
     return prepare_quantized(model)
 
 
+def random_weights(report: dict) -> list[str]:
+    """Names of the weights that the files lack or hold in another shape: transformers fills them with random numbers.
+    ``report``: its loading info."""
+    return sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
+
+
 def causal_config(settings: ModelSettings) -> PretrainedConfig:
     """Of the model that ``load_model`` would load. Raises ModelError where it is no causal language model."""
-    name = base_of(Path(located(settings.model_name_or_path)))
+    name = base_of(settings.model_name_or_path)
     check_source(settings.model_name_or_path)
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
-        announce_code(located(name), settings)
+        announce_code(name, settings)
         config = _config_of(name, settings)
     require_causal(config, name)
     return config
@@ -173,8 +179,8 @@ def check_weights(settings: ModelSettings) -> bool:
     not whole, by the headers of its files alone."""
     from safetensors import safe_open
 
-    name = base_of(Path(located(settings.model_name_or_path)))
-    folder = Path(located(name))
+    name = base_of(settings.model_name_or_path)
+    folder = Path(name)
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         require_safe_weights(str(folder), settings)
         whole, index = (folder / file for file in SAFE_WEIGHTS)
@@ -199,7 +205,7 @@ def _config_of(name: str, settings: ModelSettings) -> PretrainedConfig:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(
-        located(name), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+        name, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
     )
 
 
@@ -221,16 +227,16 @@ def plan_placement(
     if settings.device_map is None:
         return None
     check_source(settings.model_name_or_path)
-    name = base_of(Path(located(settings.model_name_or_path)))
+    name = base_of(settings.model_name_or_path)
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
-        announce_code(located(name), settings)
-        there = replace(settings, model_name_or_path=located(name))
+        announce_code(name, settings)
+        there = replace(settings, model_name_or_path=name)
         return place(there, memory, free, _packing(name, settings, device))
 
 
 def _require_complete(name: str, report: dict) -> None:
-    """Raise ModelError for weights that the files do not hold: transformers fills them with random numbers."""
-    random = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
+    """Raise ModelError for weights that the files do not hold."""
+    random = random_weights(report)
     if random:
         more = f" and {len(random) - 1} more" if len(random) > 1 else ""
         raise ModelError(
@@ -269,14 +275,19 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
     """A base model, or a base with the adapter found in ``path_or_id``, frozen and in evaluation mode."""
     import torch
 
-    path = Path(path_or_id).expanduser()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(replace(settings, model_name_or_path=path_or_id), device=device)
+    model = for_evaluation(model, path_or_id, settings)
+    return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved
+
+
+def for_evaluation(model: PreTrainedModel, name: str, settings: ModelSettings) -> nn.Module:
+    """``model`` with the adapter in the folder ``name`` if there is one, frozen and in evaluation mode."""
+    path = Path(name).expanduser()
     if is_adapter(path):
         grow_embeddings(model, rows_of_adapter(path))
         model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
-    model = model.eval().requires_grad_(False)
-    return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved
+    return model.eval().requires_grad_(False)
 
 
 def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool, allow_pickle: bool) -> nn.Module:

@@ -7,7 +7,7 @@ import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import Optional
+from typing import Optional, Union
 
 from scu_trainer.errors import ModelError, UserError, nearest
 from scu_trainer.models.loading.possible import require_sane_config
@@ -52,11 +52,13 @@ def located(name: str) -> str:
     return str(path) if path.is_dir() else name
 
 
-def base_of(adapter: Path) -> str:
-    """Name or path of the base model that an adapter folder was trained on; the folder itself when it is no adapter.
+def base_of(name: Union[str, Path]) -> str:
+    """The folder or Hub id of the base model that an adapter was trained on; ``name`` itself, as ``located`` has it,
+    when it is no adapter.
 
     Raises ModelError if the adapter does not tell, or if its base is a folder that is gone.
     """
+    adapter = Path(located(str(name)))
     if not is_adapter(adapter):
         return str(adapter)
     config_file = adapter / "adapter_config.json"
@@ -70,7 +72,7 @@ def base_of(adapter: Path) -> str:
         check_source(base)
     except ModelError as error:
         raise ModelError(f"the adapter {adapter} needs its base model: {error}; {_names_base(adapter)}") from error
-    return base
+    return located(base)
 
 
 def _names_base(adapter: Path) -> str:

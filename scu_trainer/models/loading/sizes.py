@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
-from scu_trainer.models.loading.names import as_model_error, base_of, check_source, located
+from scu_trainer.models.loading.names import as_model_error, base_of, check_source
 from scu_trainer.models.quantize import quantizable_layers, skeleton_of
 
 
@@ -17,7 +16,7 @@ def weight_counts(name_or_path: str) -> dict[str, float]:
     from transformers import AutoConfig
 
     check_source(name_or_path)
-    name = located(base_of(Path(located(name_or_path))))
+    name = base_of(name_or_path)
     with as_model_error(name, "configuration", asked_for=name_or_path):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     model, dtype = skeleton_of(config), config.dtype or torch.float16

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import AdapterPlan
 from scu_trainer.models.loading.dispatch import Free, Placement, place
-from scu_trainer.models.loading.load import with_adapter
-from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter, located
+from scu_trainer.models.loading.load import for_evaluation, random_weights
+from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter
 from scu_trainer.models.loading.safety import require_safe_weights, safetensors_only
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
@@ -61,11 +61,11 @@ def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
     if settings.model_name_or_path is None:
         return None
     check_source(settings.model_name_or_path)
-    name = base_of(Path(located(settings.model_name_or_path)))
+    name = base_of(settings.model_name_or_path)
     from transformers import AutoConfig
 
     with as_model_error(name, "configuration"):
-        config = AutoConfig.from_pretrained(located(name), revision=settings.model_revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=False)
     if not isinstance(config, TridentConfig):
         raise ModelError(
             f"{name!r} is a {config.model_type} model; task: sensor-classification takes models that it has trained "
@@ -112,7 +112,7 @@ def require_same_classes(settings: ModelSettings, label_names: Sequence[str]) ->
         raise ModelError(
             f"the adapter {settings.model_name_or_path} has a head for the classes {', '.join(known[:5])}, and the "
             f"recordings are of {', '.join(label_names[:5])}; give recordings of its classes, or tune its "
-            f"base, {base_of(Path(located(settings.model_name_or_path)))}"
+            f"base, {base_of(settings.model_name_or_path)}"
         )
 
 
@@ -161,7 +161,7 @@ def plan_trident_placement(
     if settings.device_map is None:
         return None
     config = stored_config(settings)
-    there = replace(settings, model_name_or_path=located(base_of(Path(located(settings.model_name_or_path)))))
+    there = replace(settings, model_name_or_path=base_of(settings.model_name_or_path))
     packing = _packing(settings, own, config, device)
     return place(there, memory, free, packing, AutoModelForSequenceClassification, kept=(HEAD, REPORT))
 
@@ -180,10 +180,7 @@ def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Hea
             f"the recordings ({', '.join(label_names[:5])}); give recordings that it was trained for"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module = _loaded(settings, own, config, heads, device)
-    if is_adapter(path):
-        model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
-    model = model.eval().requires_grad_(False)
+    model = for_evaluation(_loaded(settings, own, config, heads, device), settings.model_name_or_path, settings)
     return model if settings.tuning == "qlora" else model.to(device)
 
 
@@ -243,7 +240,7 @@ def _loaded(
     device: torch.device,
     placement: Optional[Placement] = None,
 ) -> TridentForSensorClassification:
-    name = base_of(Path(located(settings.model_name_or_path)))
+    name = base_of(settings.model_name_or_path)
     folder = None if placement is None else placement.private_folder()
     packing = _packing(settings, own, config, device)
     given: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
@@ -252,9 +249,9 @@ def _loaded(
     if placement is not None:
         given |= placement.arguments(folder)
     with as_model_error(name, "model"):
-        require_safe_weights(located(name), settings)
+        require_safe_weights(name, settings)
         model, report = TridentForSensorClassification.from_pretrained(
-            located(name),
+            name,
             dtype=_dtype(settings),
             revision=settings.model_revision,
             use_safetensors=safetensors_only(settings),
@@ -264,7 +261,7 @@ def _loaded(
             **heads.fields(),
         )
     model.offload_folder = folder  # there as long as the model is
-    lacking = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
+    lacking = random_weights(report)
     new = (f"{HEAD}.", *([] if config.report_words else [f"{REPORT}."]))
     inside = [key for key in lacking if not key.startswith(new)]
     if inside:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.loading.load import with_adapter
+from scu_trainer.models.loading.load import for_evaluation, random_weights
 from scu_trainer.models.loading.names import as_model_error, base_of, is_adapter, located
 from scu_trainer.models.loading.safety import announce_code, require_safe_weights, safetensors_only
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs
@@ -58,13 +58,10 @@ def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], 
     not ``label_names``."""
     import torch
 
-    path = Path(settings.model_name_or_path).expanduser()
     _require_classes(settings, label_names)
-    model = _loaded(settings, label_names)[0]
-    if is_adapter(path):
-        model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
+    model = for_evaluation(_loaded(settings, label_names)[0], settings.model_name_or_path, settings)
     watch_pixels(model, view.processor)
-    return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def watch_pixels(model: nn.Module, processor: BaseImageProcessor, changes: nn.Module | None = None) -> None:
@@ -132,10 +129,10 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
     name = base_of(path)
     before = classes_of(load_config(settings))
     with as_model_error(name, "image classifier", settings.model_revision):
-        announce_code(located(name), settings)
-        require_safe_weights(located(name), settings)
+        announce_code(name, settings)
+        require_safe_weights(name, settings)
         model, report = AutoModelForImageClassification.from_pretrained(
-            located(name),
+            name,
             dtype=_dtype(settings),
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
@@ -145,7 +142,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
             output_loading_info=True,
             **_classes(label_names),
         )
-    random = sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
+    random = random_weights(report)
     inside = [key for key in random if key.startswith(f"{model.base_model_prefix}.")]
     if inside:
         raise ModelError(

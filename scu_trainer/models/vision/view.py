@@ -66,7 +66,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     check_source(name)
     with as_model_error(name, "configuration", settings.model_revision):
         source = located(name)
-        source = source if _has_config(Path(source)) else located(base_of(Path(source)))
+        source = source if _has_config(Path(source)) else base_of(source)
         announce_code(source, settings)
         return AutoConfig.from_pretrained(
             source,
@@ -118,7 +118,7 @@ def _stored_processor(settings: ModelSettings) -> BaseImageProcessor | None:
 
     name = located(settings.model_name_or_path)
     if Path(name).is_dir() and not (Path(name) / PROCESSOR_FILE).is_file():
-        name = located(base_of(Path(name)))
+        name = base_of(name)
     with as_model_error(name, "image processor"):
         options = {"revision": settings.model_revision}
         if cached_file(name, PROCESSOR_FILE, _raise_exceptions_for_missing_entries=False, **options) is None:
