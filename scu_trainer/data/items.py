@@ -83,8 +83,7 @@ class ItemCollator:
             return {PART.format(0): item}
         raise DataError(
             f"the dataset returns a {type(item).__name__} per item; allowed: tuples such as (x, y), or dicts of "
-            "tensors, "
-            "arrays and numbers. Let its __getitem__ return one of them, or give the trainer a data_collator"
+            "tensors, arrays and numbers. Let its __getitem__ return one of them, or give the trainer a data_collator"
         )
 
     def _of_tuple(self, item: Sequence[Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 
 from scu_trainer.data.json_files import TO_UTF_8, read_json_file, read_json_lines
 from scu_trainer.data.opening import opened, shown_name
-from scu_trainer.data.records import Record, without_padding
+from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError
 
 BLANK_TWICE = 2  # a document of a single .txt ends at this many blank lines
@@ -52,7 +52,7 @@ def read_file(path: Path, text_column: str) -> Iterator[Record]:
     Raises DataError for a file that cannot be read, or is of none of the kinds."""
     kind = require_kind(path)
     if kind == ".txt":
-        yield Record(shown_name(path), {text_column: _whole_text(path)})
+        yield Record(shown_name(path), {text_column: "".join(_text_lines(path))})
     else:
         yield from READERS[kind](path)
 
@@ -91,10 +91,6 @@ def _text_lines(path: Path) -> Iterator[str]:
             yield from lines
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}; {TO_UTF_8}") from None
-
-
-def _whole_text(path: Path) -> str:
-    return "".join(_text_lines(path))
 
 
 def _csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
@@ -141,13 +137,11 @@ def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
-    name = shown_name(path)
     try:
         # By default all row groups are fetched ahead: the whole file. A buffered stream holds a page at a time.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as file:
             rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=1):
-                yield Record(f"{name} row {number}", {key: without_padding(value) for key, value in row.items()})
+            yield from table_records(shown_name(path), rows)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a torn file: any of them
         raise DataError(f"{path} is not readable as parquet: {error}") from None
 
@@ -156,7 +150,6 @@ def _arrow(path: Path) -> Iterator[Record]:
     """An IPC file (Feather) or stream, as pyarrow and the datasets library write them; mapped, not read whole."""
     import pyarrow
 
-    name = shown_name(path)
     try:
         with pyarrow.memory_map(str(path)) as file:
             is_file = file.read(6) == b"ARROW1"
@@ -164,8 +157,7 @@ def _arrow(path: Path) -> Iterator[Record]:
             reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             rows = (row for batch in batches for part in _slices(batch) for row in part.to_pylist())
-            for number, row in enumerate(rows, start=1):
-                yield Record(f"{name} row {number}", {key: without_padding(value) for key, value in row.items()})
+            yield from table_records(shown_name(path), rows)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path} is not readable as an Arrow file: {error}") from None
 

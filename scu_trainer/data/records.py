@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Optional, Union
 
 
@@ -16,11 +17,16 @@ class Record(NamedTuple):
     problem: Optional[str] = None
 
 
-def without_padding(value: Any) -> Any:
-    """A value of Arrow or Parquet without the keys that such files add to every object because another one has them."""
+def table_records(name: str, rows: Iterable[dict]) -> Iterator[Record]:
+    """Of the rows of an Arrow table, whose objects have keys with nothing in them because another one has these."""
+    for number, row in enumerate(rows, start=1):
+        yield Record(f"{name} row {number}", {column: _without_padding(value) for column, value in row.items()})
+
+
+def _without_padding(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_padding(inner) for key, inner in value.items() if inner is not None}
-    return [without_padding(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_padding(inner) for key, inner in value.items() if inner is not None}
+    return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
 class BadRow(Exception):

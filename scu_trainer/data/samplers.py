@@ -204,8 +204,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             raise CheckpointError(
                 f"the checkpoint was written with {state['samples']:,} training rows, now there are "
                 f"{len(self.lengths):,}, {difference}: its scores, order and weights would apply to other rows. Use "
-                "the "
-                "same data, or start over from its weights with model_name_or_path"
+                "the same data, or start over from its weights with model_name_or_path"
             )
 
 
@@ -219,8 +218,8 @@ def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_agai
         )
     if rows_cut_again:
         sentences.append(
-            f"the {rows_cut_again:,} rows that epoch {epoch + 1} has not seen yet are divided again: none is "
-            f"lost, none repeats"
+            f"the {rows_cut_again:,} rows that epoch {epoch + 1} has not seen yet are divided again: none is lost, "
+            "none repeats"
         )
     return sentences
 

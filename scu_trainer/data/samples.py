@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Optional
 
-MOST_EXAMPLES = 3  # per reason
+from scu_trainer.data.statistics import Dropping
+
 MOST_NAMES = 10  # in a line for a person
 
 
 @dataclass
-class SampleStatistics:
+class SampleStatistics(Dropping):
     """Counts of one preparation. ``item``: what a sample is called, in the singular.
 
     read: samples that were looked at. train, eval: samples of each. per_class: training samples by name of the class, a
@@ -30,25 +31,10 @@ class SampleStatistics:
     examples: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def drop(self, reason: str, place: str) -> None:
-        """Count what is left out; the first few places are kept as examples."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        if len(self.examples.setdefault(reason, [])) < MOST_EXAMPLES:
-            self.examples[reason].append(place)
-
     @property
     def supervised_tokens(self) -> int:
         """Labels of one pass over the training samples: one each."""
         return self.train
-
-    @property
-    def is_anything_dropped(self) -> bool:
-        return bool(self.dropped)
-
-    def dropped_in_words(self) -> str:
-        """Phrase for a message, for instance "2 × cannot be read (digits/3/7.png)", or "nothing"."""
-        parts = [f"{count:,} × {reason} ({self.examples[reason][0]})" for reason, count in self.dropped.items()]
-        return "; ".join(parts) or "nothing"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-like."""

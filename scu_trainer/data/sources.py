@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -33,7 +33,7 @@ from scu_trainer.data.readers import (
     shown_name,
     split_among,
 )
-from scu_trainer.data.records import Record, without_padding
+from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
 
@@ -44,13 +44,13 @@ WHOLE_HASH_BYTES = 2**20  # files up to this size are known by content, larger o
 @dataclass(frozen=True)
 class Source:
     """``read()`` starts at the first record each time; ``identity`` is JSON-like and changes with the content.
-    ``columns_not_read()``: columns of a dataset that its records come without."""
+    ``columns_not_read``: columns of a dataset that its records come without."""
 
     name: str
     identity: list
     read: Callable[[], Iterable[Record]]
     held_out: Optional[Source] = None
-    columns_not_read: Callable[[], Sequence[str]] = tuple
+    columns_not_read: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -135,7 +135,7 @@ def _nearest_in_folder(path: Path) -> str:
 def _from_folder(
     folder: Path, wanted: tuple[str, ...], settings: DataSettings, will_split: bool, columns: tuple[str, ...]
 ) -> Source:
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+    if is_saved(folder):
         return _from_saved(folder, wanted, settings, columns)
     visible = visible_files(folder)
     files = [path for path in visible if kind_of(path) is not None]
@@ -231,6 +231,11 @@ def _from_saved(folder: Path, wanted: tuple[str, ...], settings: DataSettings, c
     return _from_loaded(str(folder), loaded, wanted, settings, lambda split: [*identity, split], columns)
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether ``folder`` is one of ``save_to_disk``."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
 def load_saved(folder: Path):
     """What ``datasets.load_from_disk`` gives. Raises DataError for a folder that is torn or of something else."""
     import datasets
@@ -279,13 +284,13 @@ def _from_loaded(
 ) -> Source:
     def build(label: str, split: str) -> Source:
         rows = loaded[split] if isinstance(loaded, Mapping) else loaded
-        read, left = _selected(rows, (*named_columns(settings), *columns))
-        return Source(label, identity(split), partial(_read_rows, label, read), columns_not_read=partial(tuple, left))
+        kept, left = _selected(rows, (*named_columns(settings), *columns))
+        return Source(label, identity(split), partial(table_records, label, kept), columns_not_read=left)
 
     if isinstance(loaded, Mapping):
         return _from_splits(name, {split: split for split in loaded}, wanted, settings, build)
-    if wanted[-1] != "train" and "[" not in wanted[-1]:
-        raise DataError(f"dataset_split is {wanted[-1]!r}, but {name} has no splits; leave dataset_split out")
+    if "[" not in wanted[-1]:
+        _refuse_split(name, wanted)
     return build(name, wanted[-1])
 
 
@@ -295,17 +300,12 @@ def named_columns(settings: DataSettings) -> tuple[str, ...]:
     return tuple(name for name in (*given, settings.messages_column) if name is not None)
 
 
-def _selected(rows, wanted: tuple[str, ...]) -> tuple[Any, list[str]]:
+def _selected(rows, wanted: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
     """Rows with the columns that a format may read, and the other columns: they may hold images or audio, which cost
     time to decode."""
     names = list(rows.column_names or ())
     known = [column for column in names if column in (*KNOWN_COLUMNS, *wanted)]
-    return (rows.select_columns(known), [name for name in names if name not in known]) if known else (rows, [])
-
-
-def _read_rows(name: str, rows) -> Iterator[Record]:
-    for number, row in enumerate(rows, start=1):
-        yield Record(f"{name} row {number}", {column: without_padding(value) for column, value in row.items()})
+    return (rows.select_columns(known), tuple(name for name in names if name not in known)) if known else (rows, ())
 
 
 def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: DataSettings, build) -> Source:

@@ -9,8 +9,40 @@ from typing import Any
 MOST_EXAMPLES = 3  # per reason
 
 
+class Dropping:
+    """Counts, by reason, what is left out; of each reason the first few places are kept as examples."""
+
+    dropped: dict[str, int]
+    examples: dict[str, list[str]]
+
+    def drop(self, reason: str, example: str) -> None:
+        """Count one."""
+        self.add_dropped({reason: 1}, {reason: [example]})
+
+    def add_dropped(self, counts: Mapping[str, int], examples: Mapping[str, list[str]]) -> None:
+        """Take over what was left out elsewhere."""
+        count_all(self.dropped, counts)
+        for reason in counts:
+            self.examples[reason] = [*self.examples.get(reason, []), *examples[reason]][:MOST_EXAMPLES]
+
+    @property
+    def is_anything_dropped(self) -> bool:
+        return bool(self.dropped)
+
+    def dropped_in_words(self) -> str:
+        """Phrase for a message, for instance "2 × empty text (notes.jsonl row 3)", or "nothing"."""
+        parts = [f"{count:,} × {reason} ({self.examples[reason][0]})" for reason, count in self.dropped.items()]
+        return "; ".join(parts) or "nothing"
+
+
+def count_all(into: dict[str, int], more: Mapping[str, int]) -> None:
+    """Add the counts of ``more``."""
+    for name, count in more.items():
+        into[name] = into.get(name, 0) + count
+
+
 @dataclass
-class DataStatistics:
+class DataStatistics(Dropping):
     """Counts of one preparation. While streaming they grow as training reads, and start over with each pass.
 
     documents, eval_documents: documents in training and held out. documents_cut: documents longer than a row, cut into
@@ -48,11 +80,9 @@ class DataStatistics:
     sources: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def drop(self, reason: str, example: str, count: int = 1) -> None:
-        """Count what is left out; the first few places are kept as examples."""
-        self.rows_dropped[reason] = self.rows_dropped.get(reason, 0) + count
-        if len(self.examples.setdefault(reason, [])) < MOST_EXAMPLES:
-            self.examples[reason].append(example)
+    @property
+    def dropped(self) -> dict[str, int]:
+        return self.rows_dropped
 
     def unknown_role(self, role: str, place: str) -> None:
         """Count a turn that is not learned because of its role."""
@@ -62,9 +92,7 @@ class DataStatistics:
     def add(self, other: DataStatistics) -> None:
         """Take over the rows that ``other`` read and dropped."""
         self.rows_read += other.rows_read
-        for reason, count in other.rows_dropped.items():
-            self.rows_dropped[reason] = self.rows_dropped.get(reason, 0) + count
-            self.examples[reason] = [*self.examples.get(reason, []), *other.examples[reason]][:MOST_EXAMPLES]
+        self.add_dropped(other.rows_dropped, other.examples)
         for name in ("formats", "columns_not_used", "rendered_away", "roles_not_known"):
             count_all(getattr(self, name), getattr(other, name))
         self.role_places = {**other.role_places, **self.role_places}
@@ -121,21 +149,6 @@ class DataStatistics:
                 "assistant in the data if its words are to be learned"
             )
         return lines
-
-    @property
-    def is_anything_dropped(self) -> bool:
-        return bool(self.rows_dropped)
-
-    def dropped_in_words(self) -> str:
-        """Phrase for an error message, for instance "2 × empty text (notes.jsonl row 3)", or "nothing"."""
-        parts = [f"{count:,} × {reason} ({self.examples[reason][0]})" for reason, count in self.rows_dropped.items()]
-        return "; ".join(parts) or "nothing"
-
-
-def count_all(into: dict[str, int], more: Mapping[str, int]) -> None:
-    """Add the counts of ``more``."""
-    for name, count in more.items():
-        into[name] = into.get(name, 0) + count
 
 
 @dataclass

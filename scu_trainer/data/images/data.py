@@ -19,9 +19,10 @@ from scu_trainer.data.images.embedded import embedded_source
 from scu_trainer.data.images.folders import folder_source
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageSource, in_classes, refuse_hub_settings
 from scu_trainer.data.images.store import Kind, StoredImages, stored_images
-from scu_trainer.data.images.tables import is_saved, table_source
+from scu_trainer.data.images.tables import table_source
 from scu_trainer.data.readers import HELD_OUT_SPLITS
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
+from scu_trainer.data.sources import is_saved
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
@@ -194,11 +195,8 @@ def _held_out_numbers(labels: numpy.ndarray, count: int, seed: int) -> numpy.nda
 
 
 def _take_over(statistics: SampleStatistics, stored: StoredImages, name: str) -> None:
-    about = stored.about
-    statistics.read += about.read
-    for reason, count in about.dropped.items():
-        statistics.dropped[reason] = statistics.dropped.get(reason, 0) + count
-        statistics.examples.setdefault(reason, []).extend(about.examples[reason])
+    statistics.read += stored.about.read
+    statistics.add_dropped(stored.about.dropped, stored.about.examples)
     statistics.notes += stored.lines(name)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from scu_trainer.data.images.decode import MODES, NORMALISING, Pixels, decode_all
 from scu_trainer.data.images.records import ImageSource
-from scu_trainer.data.samples import SampleStatistics
+from scu_trainer.data.statistics import Dropping
 from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError, StorageError
 from scu_trainer.run_files import require_room
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class About:
+class About(Dropping):
     """What became of a source. ``modes``: images by kind. ``smallest``, ``largest``: sides in pixels as found."""
 
     count: int = 0
@@ -189,20 +189,19 @@ def stored_images(
 
 def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind, skip_bad_rows: bool) -> None:
     require_room(folder, len(numbers) * int(numpy.prod(kind.shape)), setting="cache_dir")
-    about, statistics = About(), SampleStatistics()
+    about = About()
     for reason, place in source.dropped:
-        statistics.drop(reason, place)
+        about.drop(reason, place)
     decoded = decode_all(source.read(numbers.tolist()), kind.processor, kind.channels)
-    usable = _usable(decoded, statistics, skip_bad_rows, about)
+    usable = _usable(decoded, skip_bad_rows, about)
     try:
         kept = _write_pixels(folder / "pixels.u8", zip(numbers.tolist(), usable, strict=True), kind)
         if not kept:
-            raise DataError(f"{source.name} has no image to learn from; dropped: {statistics.dropped_in_words()}")
+            raise DataError(f"{source.name} has no image to learn from; dropped: {about.dropped_in_words()}")
         for name, kind_of_number in (("number", numpy.int64), ("label", numpy.int64), ("digest", numpy.uint64)):
             values = [getattr(image, name) for image in kept]
             numpy.save(folder / f"{name}s.npy", numpy.array(values, kind_of_number))
         (folder / "places.json").write_text(json.dumps([image.place for image in kept]))
-        about.dropped, about.examples = statistics.dropped, statistics.examples
         (folder / "about.json").write_text(json.dumps(vars(about)))
     except OSError as error:
         raise StorageError(f"cannot write images to {folder}: {error}; set cache_dir to another folder") from error
@@ -231,9 +230,7 @@ def _digest(pixels: numpy.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(pixels.tobytes(), digest_size=8).digest(), "little")
 
 
-def _usable(
-    decoded: Iterable[Pixels], statistics: SampleStatistics, skip_bad_rows: bool, about: About
-) -> Iterator[Optional[Pixels]]:
+def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: About) -> Iterator[Optional[Pixels]]:
     """Each image, or None for one that is left out and counted. Raises DataError at the first if none may be."""
     for image in decoded:
         about.read += 1
@@ -246,7 +243,7 @@ def _usable(
                 f"{image.place}: {image.bad.reason}: {image.bad}. Correct it, or set skip_bad_rows: true to leave such "
                 "images out, counted"
             )
-        statistics.drop(image.bad.reason, f"{image.place} ({image.bad})")
+        about.drop(image.bad.reason, f"{image.place} ({image.bad})")
         yield None
 
 

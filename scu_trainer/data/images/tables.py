@@ -25,10 +25,6 @@ IMAGE_COLUMNS = ("image", "img", "jpg", "png")
 ROWS_PER_READ = 256
 
 
-def is_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-
-
 def table_source(
     name: str,
     wanted: Sequence[str],

@@ -36,7 +36,7 @@ Infrared frames and crops are kept in float16: 0.03 °C below 64 °C, 0.06 °C b
 convention accelerations x, y, z in m/s² and rates of turn x, y, z in rad/s. The model has no clock: other rates are
 fine if all recordings share them.
 
-``write_recordings`` writes this format; ``sensor_synthetic.export_synthetic`` writes generated recordings in it.
+``write_recordings`` writes this format; ``synthetic.export_synthetic`` writes generated recordings in it.
 """
 
 from __future__ import annotations

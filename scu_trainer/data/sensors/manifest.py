@@ -1,4 +1,4 @@
-"""The manifest of a folder of recordings: which files, which classes, which split. See ``sensor_format``."""
+"""The manifest of a folder of recordings: which files, which classes, which split. See ``format.py``."""
 
 from __future__ import annotations
 

@@ -69,10 +69,6 @@ class SensorSource:
     numbers: numpy.ndarray
     statistics: SampleStatistics
 
-    @property
-    def fingerprint(self) -> str:
-        return self.store.folder.name
-
     def recordings(self, offered: numpy.ndarray) -> Recordings:
         """Those of the numbers ``offered`` that can be used."""
         rows = numpy.flatnonzero(numpy.isin(self.numbers, offered))
@@ -138,7 +134,7 @@ def folder_source(
     known: Optional[Sequence[str]] = None,
     shapes: Optional[Mapping[str, tuple[int, ...]]] = None,
 ) -> SensorSource:
-    """Recordings of the folder ``name``, in the format of ``sensor_format``.
+    """Recordings of the folder ``name``, in the format of ``format.py``.
 
     ``limit``: of them, chosen by chance. ``known``: classes of a trained model. ``shapes``: those that the training
     data have. Raises DataError at the first bad recording, unless ``skip_bad_rows``.

@@ -23,7 +23,7 @@ from scu_trainer.data.sensors.format import FORMS
 from scu_trainer.errors import StorageError
 
 Sample = tuple[int, dict[str, numpy.ndarray]]
-"""Label, and arrays by name as ``sensor_format.read_arrays`` gives them; those of missing branches are left out."""
+"""Label, and arrays by name as ``format.read_arrays`` gives them; those of missing branches are left out."""
 
 
 def write_store(folder: Path, names: Sequence[str], samples: Iterable[Sample]) -> None:

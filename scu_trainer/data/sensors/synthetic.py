@@ -84,7 +84,7 @@ def _in_words(level: int, side: int, lowest: str, highest: str) -> str:
 
 
 def export_synthetic(folder: str | Path, samples: int = 200, classes: int = DEFAULT_CLASSES, seed: int = 0) -> int:
-    """Write generated recordings in the format of ``sensor_format``; a tenth lacks a sensor. For instance
+    """Write generated recordings in the format of ``format.py``; a tenth lacks a sensor. For instance
 
     python -c "from scu_trainer.data.sensors.synthetic import export_synthetic; export_synthetic('recordings')"
     """

@@ -65,7 +65,10 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
         return ids, [True] * len(ids), text
     if learn == "assistant" and _GENERATION.search(template) and not _has_weights(chat):
         return *_by_generation_marks(tokenizer, chat), text
-    spans = [_completion_span(render, chat)] if learn == "completion" else _assistant_spans(render, chat)
+    if learn == "completion":
+        spans = [_span(render, chat.messages, chat.prompt_turns, len(chat.messages))]
+    else:
+        spans = _assistant_spans(render, chat)
     return *_by_spans(tokenizer, text, spans), text
 
 
@@ -95,10 +98,6 @@ def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
 def _has_weights(chat: Chat) -> bool:
     """Whether a turn is not to be learned: a weight of 0, as OpenAI's files have it."""
     return any(message.get("weight") == 0 for message in chat.messages)
-
-
-def _completion_span(render, chat: Chat) -> tuple[int, int]:
-    return _span(render, chat.messages, chat.prompt_turns, len(chat.messages))
 
 
 def _assistant_spans(render, chat: Chat) -> list[tuple[int, int]]:
@@ -140,9 +139,8 @@ def _start(render, messages: list[dict]) -> str:
 def _by_spans(tokenizer, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
     if not tokenizer.is_fast:
         raise DataError(
-            "this tokenizer does not report which characters a token covers (it is not a fast tokenizer), so "
-            "the answers "
-            "alone cannot be learned; set --assistant_only_loss false --completion_only_loss false"
+            "this tokenizer does not report which characters a token covers (it is not a fast tokenizer), so the "
+            "answers alone cannot be learned; set --assistant_only_loss false --completion_only_loss false"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     learned = [any(begin < last and end > first for first, last in spans) for begin, end in encoded["offset_mapping"]]

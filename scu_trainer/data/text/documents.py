@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from scu_trainer.data.sources import Source
-from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.data.statistics import DataStatistics, count_all
 from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, Reading, encoded
 from scu_trainer.data.text.packing import NumberedDocument, record_batches
@@ -88,12 +88,11 @@ def usable_documents(
     from tqdm.auto import tqdm
 
     results = encoded(source.read(), encoder, processes)
-    not_read = source.columns_not_read()
     shown = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
     yield from islice(_kept(shown, encoder.skip_bad_rows, statistics), limit)
     if not statistics.rows_read and limit != 0:
         raise DataError(f"{source.name} is empty: it has no rows")
-    statistics.columns_not_used.update(dict.fromkeys(not_read, statistics.rows_read))
+    statistics.columns_not_used.update(dict.fromkeys(source.columns_not_read, statistics.rows_read))
 
 
 def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics: DataStatistics) -> Iterator[Document]:
@@ -109,13 +108,9 @@ def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics
 
 
 def _count_reading(document: Document, read: Reading, statistics: DataStatistics) -> None:
-    statistics.formats[read.format] = statistics.formats.get(read.format, 0) + 1
-    for counts, names in (
-        (statistics.columns_not_used, read.not_used),
-        (statistics.rendered_away, read.rendered_away),
-    ):
-        for name in names:
-            counts[name] = counts.get(name, 0) + 1
+    count_all(statistics.formats, {read.format: 1})
+    count_all(statistics.columns_not_used, dict.fromkeys(read.not_used, 1))
+    count_all(statistics.rendered_away, dict.fromkeys(read.rendered_away, 1))
     for role in read.unknown_roles:
         statistics.unknown_role(role, document.name)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, TypeVar
 
 import numpy
 import xxhash
@@ -18,6 +18,8 @@ from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat
 from scu_trainer.data.text.rendering import rendered_away
 from scu_trainer.settings import DataSettings
+
+Item = TypeVar("Item")
 
 NOT_LEARNED = -100
 RULES = ("completion_only_loss", "assistant_only_loss", "skip_bad_rows")
@@ -209,7 +211,7 @@ def _tokenizer_state(tokenizer) -> list:
 
 def encoded(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> Iterator[Document | Dropped]:
     """Results in the order of the records; only a few batches are in memory."""
-    batches = _batches(records)
+    batches = batched(records, lambda record: _characters(record.value), BATCH_RECORDS, BATCH_CHARACTERS)
     if processes == 1:
         for batch in batches:
             yield from encoder.encode(batch)
@@ -238,14 +240,17 @@ def _work(batch: list[Record]) -> list[Document | Dropped]:
     return _worker_encoder.encode(batch)
 
 
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    batch, characters = [], 0
-    for record in records:
-        batch.append(record)
-        characters += _characters(record.value)
-        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_RECORDS:
+def batched(
+    items: Iterable[Item], size_of: Callable[[Item], int], most_items: int, most_size: int
+) -> Iterator[list[Item]]:
+    """``items`` in lists of ``most_items`` or fewer, each ended by the item that brings its size to ``most_size``."""
+    batch, size = [], 0
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if len(batch) == most_items or size >= most_size:
             yield batch
-            batch, characters = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 

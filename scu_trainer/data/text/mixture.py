@@ -21,10 +21,10 @@ from scu_trainer.data.store import built_once, open_arrow, write_arrow
 from scu_trainer.data.text import prepare as one_source
 from scu_trainer.data.text.mixture_plan import (
     MixturePlan,
-    described_in_mixture,
     mixture_plan,
     number_schema,
     numbers,
+    prepared,
     renumbered,
     renumbered_in_memory,
     row_tokens,
@@ -44,11 +44,14 @@ if TYPE_CHECKING:
 def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str) -> PreparedData:
     """Training rows and held-out rows of one dataset or of a mixture, from the cache if nothing changed.
 
-    Everything else as in ``prepare.prepare``, whose rows a mixture is made of.
+    ``settings.chat_template`` becomes the tokenizer's own, so that it is saved with the model.
+    ``model_name`` appears in messages only. Raises DataError if there is nothing to learn from, StorageError if
+    ``cache_dir`` cannot be written.
     """
+    of_model = (tokenizer, seed, cache_dir, model_name)
     if not settings.is_mixture:
-        return one_source.prepare(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=model_name)
-    mixture = mixture_plan(settings, tokenizer, seed, cache_dir, model_name)
+        return one_source.prepare_plan(one_source.plan_of(settings, *of_model))
+    mixture = mixture_plan(settings, *of_model)
     parts = [one_source.prepare_plan(plan) for plan in mixture.plans]
     held_out = None if mixture.held_out is None else one_source.prepare_plan(mixture.held_out)
     if settings.streaming:
@@ -60,12 +63,14 @@ def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, mo
 def whole_held_out(
     settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str
 ) -> Optional[datasets.Dataset]:
-    """As ``prepare.whole_held_out``, also of a mixture."""
+    """The documents that ``prepare`` holds out, in memory, each in one row however long it is; columns and numbers of
+    documents as in ``PreparedData.eval``. None if nothing is held out."""
     import datasets
 
+    settings, of_model = replace(settings, block_size=one_source.WHOLE), (tokenizer, seed, cache_dir, model_name)
     if not settings.is_mixture:
-        return one_source.whole_held_out(settings, tokenizer, seed=seed, cache_dir=cache_dir, model_name=model_name)
-    mixture = mixture_plan(replace(settings, block_size=one_source.WHOLE), tokenizer, seed, cache_dir, model_name)
+        return one_source.whole_held_out_of(one_source.plan_of(settings, *of_model))
+    mixture = mixture_plan(settings, *of_model)
     if mixture.held_out is not None:
         return one_source.whole_held_out_of(mixture.held_out)
     parts = [one_source.whole_held_out_of(plan) for plan in mixture.plans]
@@ -141,15 +146,12 @@ def _open(
     if mixture.shares is not None:
         train = train.select(_order(mixture, parts))
     statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
-    if held_out is not None:
-        return PreparedData(train, held_out.eval, statistics, folder.name, held_out.eval_documents)
     own = [
         renumbered(part.eval, "document", open_arrow(folder / f"eval-{source}.arrow"))
         for source, part in enumerate(parts)
         if part.eval is not None
     ]
-    rows = datasets.concatenate_datasets(own) if own else None
-    return PreparedData(train, rows, statistics, folder.name, described_in_mixture(parts), sources=mixture.names)
+    return prepared(mixture, train, statistics, parts, own, held_out)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
 import numpy
 
@@ -15,7 +15,7 @@ from scu_trainer.data.statistics import DataStatistics, SourceStatistics
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.encode import NOT_LEARNED, Encoder
 from scu_trainer.data.text.packing import held_out_schema, training_schema
-from scu_trainer.data.text.plan import EncodingPlan, HeldOutDocument, PreparedData
+from scu_trainer.data.text.plan import EncodingPlan, PreparedData
 from scu_trainer.data.text.prepare import plan_of
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.mixture import SourceSettings, shares_of
@@ -127,12 +127,26 @@ def rows_of_others(held_out: datasets.Dataset, source: int, count: int) -> Optio
     return held_out.select(left) if len(left) else None
 
 
-def described_in_mixture(parts: Sequence[PreparedData]) -> tuple[HeldOutDocument, ...]:
-    return tuple(
+def prepared(
+    mixture: MixturePlan,
+    train: Union[datasets.Dataset, datasets.IterableDataset],
+    statistics: DataStatistics,
+    parts: Sequence[PreparedData],
+    own: Sequence[datasets.Dataset],
+    held_out: Optional[PreparedData],
+) -> PreparedData:
+    """``own``: what the sources hold out, with their numbers in the mixture. ``held_out``: what takes its place."""
+    import datasets
+
+    if held_out is not None:
+        return PreparedData(train, held_out.eval, statistics, mixture.fingerprint, held_out.eval_documents)
+    described = tuple(
         item._replace(document=number_in_mixture(item.document, source, len(parts)))
         for source, part in enumerate(parts)
         for item in part.eval_documents
     )
+    rows = datasets.concatenate_datasets(list(own)) if own else None
+    return PreparedData(train, rows, statistics, mixture.fingerprint, described, sources=mixture.names)
 
 
 def number_schema(column: str) -> pyarrow.Schema:

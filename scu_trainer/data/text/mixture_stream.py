@@ -10,8 +10,8 @@ from scu_trainer.data.statistics import DataStatistics, SourceStatistics, set_sh
 from scu_trainer.data.text.encode import NOT_LEARNED
 from scu_trainer.data.text.mixture_plan import (
     MixturePlan,
-    described_in_mixture,
     number_in_mixture,
+    prepared,
     renumbered_in_memory,
     source_statistics,
     statistics_of,
@@ -94,17 +94,12 @@ def prepare_mixture_stream(
     features = datasets.Features.from_arrow_schema(training_schema(mixture.settings.isolate_documents))
     rows_of = MixtureStream(mixture, streams, statistics, beside)
     train = datasets.IterableDataset.from_generator(rows_of, features=features)
-    if held_out is not None:
-        return PreparedData(train, held_out.eval, statistics, mixture.fingerprint, held_out.eval_documents)
     own = [
         renumbered_in_memory(part.eval, source, len(parts))
         for source, part in enumerate(parts)
         if part.eval is not None
     ]
-    rows = datasets.concatenate_datasets(own) if own else None
-    return PreparedData(
-        train, rows, statistics, mixture.fingerprint, described_in_mixture(parts), sources=mixture.names
-    )
+    return prepared(mixture, train, statistics, parts, own, held_out)
 
 
 def _skipped(part: PreparedData, mixture: MixturePlan, plan) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.text.encode import NOT_LEARNED, NOTHING_TO_LEARN
+from scu_trainer.data.text.encode import NOT_LEARNED, NOTHING_TO_LEARN, batched
 from scu_trainer.settings import DataSettings
 
 if TYPE_CHECKING:
@@ -200,18 +200,10 @@ def record_batches(rows: Iterable[dict], schema: pyarrow.Schema) -> Iterator[pya
     Python lists."""
     import pyarrow
 
-    for batch in _batches(rows):
+    for batch in batched(rows, _values, MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH):
         columns = [pyarrow.array([row[name] for row in batch], type=schema.field(name).type) for name in schema.names]
         yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _batches(rows: Iterable[dict]) -> Iterator[list[dict]]:
-    batch, values = [], 0
-    for row in rows:
-        batch.append(row)
-        values += sum(len(value) for value in row.values() if hasattr(value, "__len__"))
-        if len(batch) == MOST_ROWS_PER_BATCH or values >= MOST_VALUES_PER_BATCH:
-            yield batch
-            batch, values = [], 0
-    if batch:
-        yield batch
+def _values(row: dict) -> int:
+    return sum(len(value) for value in row.values() if hasattr(value, "__len__"))

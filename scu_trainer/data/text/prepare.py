@@ -38,34 +38,19 @@ WHOLE = 2**31 - 1
 """Tokens in a row that no document exceeds."""
 
 
-def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str) -> PreparedData:
-    """Training rows and held-out rows, from the cache if nothing changed.
-
-    ``settings.chat_template`` becomes the tokenizer's own, so that it is saved with the model.
-    ``model_name`` appears in messages only. Raises DataError if there is nothing to learn from, StorageError if
-    ``cache_dir`` cannot be written.
-    """
-    return prepare_plan(plan_of(settings, tokenizer, seed, cache_dir, model_name))
-
-
 def prepare_plan(plan: EncodingPlan) -> PreparedData:
-    """The same, of one source whose plan is made."""
+    """Training rows and held-out rows of one source, from the cache if nothing changed.
+
+    Raises DataError if there is nothing to learn from, StorageError if ``cache_dir`` cannot be written.
+    """
     if plan.settings.streaming:
         return prepare_stream(plan)
     folder = built_once(plan.cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
     return _open(folder)
 
 
-def whole_held_out(
-    settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str
-) -> Optional[datasets.Dataset]:
-    """The documents that ``prepare`` holds out, in memory, each in one row however long it is; columns and numbers of
-    documents as in ``PreparedData.eval``. None if nothing is held out."""
-    return whole_held_out_of(plan_of(replace(settings, block_size=WHOLE), tokenizer, seed, cache_dir, model_name))
-
-
 def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
-    """The same, of one source whose plan is made with a block_size of WHOLE."""
+    """The held-out documents of a plan with a block_size of WHOLE, in memory, each in one row."""
     import datasets
     import pyarrow
 
@@ -78,7 +63,8 @@ def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
 
 
 def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> EncodingPlan:
-    """What decides the rows of one source. Raises DataError if it cannot be found or read."""
+    """What decides the rows of one source. ``settings.chat_template`` becomes the tokenizer's own. Raises DataError if
+    the source cannot be found or read."""
     source = training_source(settings, cache_dir)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
@@ -135,7 +121,7 @@ def both_sides(
 
 
 def sides_of(plan: EncodingPlan) -> tuple[TokenizedDocuments, numpy.ndarray, TokenizedDocuments, numpy.ndarray]:
-    """``both_sides`` once more, when ``prepare`` has counted them."""
+    """``both_sides`` once more, when ``prepare_plan`` has counted them."""
     uncounted = DataStatistics()
     return both_sides(plan, functools.partial(tokenized, plan, statistics=uncounted), uncounted)
 

@@ -60,5 +60,4 @@ def _train(cache_dir: Path) -> PreTrainedTokenizerFast:
         unk_token=UNK,
         additional_special_tokens=[TURN_START, TURN_END],
         clean_up_tokenization_spaces=False,
-        chat_template=read_chat_template(CHAT_TEMPLATE),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -218,8 +217,8 @@ def _texts(plan: _Plan, source: Source, limit: int | None, statistics: WordStati
 def _learned(texts: Texts, order: numpy.ndarray, own: WordSettings) -> _Known:
     """Words and categories of the training texts, the most frequent category first."""
     tokenizer = word_tokenizer(([text.text for _, text in batch] for batch in texts.batches(order)), own)
-    counts = Counter(category for category in texts.categories(order) if category not in (None, UNKNOWN_CATEGORY))
-    names = sorted(counts, key=lambda name: (-counts[name], name))
+    counts = texts.category_counts(order)
+    names = sorted(counts.keys() - {None, UNKNOWN_CATEGORY}, key=lambda name: (-counts[name], name))
     return _Known(tokenizer, (UNKNOWN_CATEGORY, *names))
 
 

@@ -16,7 +16,7 @@ from scu_trainer.data.sources import Source
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.text.documents import StoredDocuments
-from scu_trainer.data.text.encode import EMPTY, UNREADABLE
+from scu_trainer.data.text.encode import EMPTY, UNREADABLE, batched
 from scu_trainer.data.text.packing import record_batches
 from scu_trainer.errors import DataError, nearest
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TEXTS_VERSION = 1  # raise it when the same rows would give other texts
 TEXTS_PER_READ = 64
-BATCH_BYTES = 2**20  # a text is longer than its tokens; arrow holds what one batch was given until it is written
+BATCH_CHARACTERS = 2**20  # a text is longer than its tokens; arrow holds what one batch was given until it is written
 
 
 class Columns(NamedTuple):
@@ -46,22 +46,17 @@ class LabelledText(NamedTuple):
 class Texts(StoredDocuments):
     """Texts with their categories."""
 
-    def categories(self, order: numpy.ndarray) -> Iterator[Optional[str]]:
-        """Of the texts in the given order."""
-        rows = self._rows.select_columns("category")
-        for numbers in _blocks(order):
-            yield from rows[numbers]["category"].to_pylist()
+    def category_counts(self, numbers: numpy.ndarray) -> dict[Optional[str], int]:
+        """How many of these texts there are of each category."""
+        categories = self._rows.select_columns("category")[:]["category"].take(numbers)
+        return {found["values"]: found["counts"] for found in categories.value_counts().to_pylist()}
 
     def batches(self, order: numpy.ndarray) -> Iterator[list[tuple[int, LabelledText]]]:
         """Numbers and texts in the given order; a few are in memory at a time."""
-        for numbers in _blocks(order):
+        for start in range(0, len(order), TEXTS_PER_READ):
+            numbers = order[start : start + TEXTS_PER_READ]
             table = self._rows[numbers].select(LabelledText._fields)
             yield [(int(n), LabelledText(**row)) for n, row in zip(numbers, table.to_pylist(), strict=True)]
-
-
-def _blocks(order: numpy.ndarray) -> Iterator[numpy.ndarray]:
-    for start in range(0, len(order), TEXTS_PER_READ):
-        yield order[start : start + TEXTS_PER_READ]
 
 
 def stored_texts(source: Source, columns: Columns, skip_bad_rows: bool, limit: int | None, cache_dir: Path) -> Texts:
@@ -143,22 +138,11 @@ def _schema() -> pyarrow.Schema:
 
 
 def _batches(texts: Iterable[LabelledText]) -> Iterator[pyarrow.RecordBatch]:
-    """Arrow batches of few texts or few bytes."""
-    for batch in _batches_of(texts):
-        yield from record_batches(({**text._asdict(), "digest": _digest(text.text)} for text in batch), _schema())
+    """Arrow batches of few texts or few characters."""
+    for batch in batched(texts, lambda text: len(text.text), 4 * TEXTS_PER_READ, BATCH_CHARACTERS):
+        yield from record_batches(map(_columns_of, batch), _schema())
 
 
-def _batches_of(texts: Iterable[LabelledText]) -> Iterator[list[LabelledText]]:
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text.text)
-        if size >= BATCH_BYTES or len(batch) == 4 * TEXTS_PER_READ:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _digest(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")) - 2**63
+def _columns_of(text: LabelledText) -> dict:
+    digest = xxhash.xxh3_64_intdigest(text.text.encode("utf-8", "surrogatepass")) - 2**63
+    return {**text._asdict(), "digest": digest}
