@@ -80,17 +80,17 @@ def _resolve(
     columns: tuple[str, ...],
 ) -> Source:
     path = Path(name).expanduser()
-    if name in EMBEDDED_DATASETS or path.exists():
-        _refuse_configuration(name, wanted, settings)
+    if len(wanted) == 1 and (name in EMBEDDED_DATASETS or path.exists()):  # one: the training data
+        refuse_hub_settings(name, None, settings.dataset_config_name or None)
     if name in EMBEDDED_DATASETS:
-        _refuse_split(name, wanted)
+        refuse_hub_settings(name, wanted[-1])
         read = partial(read_embedded, name, cache_dir, settings.text_column)
         return Source(name, embedded_identity(name), read)
     if path.is_dir():
         return _from_folder(path, wanted, settings, will_split, columns)
     if path.exists():
         require_kind(path)
-        _refuse_split(name, wanted)
+        refuse_hub_settings(name, wanted[-1])
         return _from_files(name, [path], settings, will_split)
     require_there(name)
     return _from_hub(name, wanted, settings, cache_dir, columns)
@@ -104,16 +104,12 @@ def require_there(name: str) -> None:
         raise DataError(f"{name}{link} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
 
 
-def _refuse_split(name: str, wanted: tuple[str, ...]) -> None:
-    if wanted[-1] != "train":
-        raise DataError(f"dataset_split is {wanted[-1]!r}, but {name} has no splits; leave dataset_split out")
-
-
-def _refuse_configuration(name: str, wanted: tuple[str, ...], settings: DataSettings) -> None:
-    if settings.dataset_config_name and len(wanted) == 1:  # one wanted split: the training data, which it belongs to
-        raise DataError(
-            f"dataset_config_name is {settings.dataset_config_name!r}, but {name} is not a Hub id; leave it out"
-        )
+def refuse_hub_settings(name: str, split: Optional[str], config: Optional[str] = None) -> None:
+    """Raise DataError where ``dataset_split`` or ``dataset_config_name`` was given for data that have no such thing."""
+    if split not in (None, "train"):
+        raise DataError(f"dataset_split is {split!r}, but {name} has no splits; leave dataset_split out")
+    if config is not None:
+        raise DataError(f"dataset_config_name is {config!r}, but {name} is not a Hub id; leave it out")
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -167,7 +163,7 @@ def _from_one_split(
     will_split: bool,
 ) -> Source:
     """All files that are data, whatever split they name: there is no other one."""
-    _refuse_split(str(folder), wanted)
+    refuse_hub_settings(str(folder), wanted[-1])
     [(split, files)] = by_split.items()
     if split not in wanted:
         notes += (f"all data in {folder} name the split {split!r}; they are read as training data",)
@@ -290,7 +286,7 @@ def _from_loaded(
     if isinstance(loaded, Mapping):
         return _from_splits(name, {split: split for split in loaded}, wanted, settings, build)
     if "[" not in wanted[-1]:
-        _refuse_split(name, wanted)
+        refuse_hub_settings(name, wanted[-1])
     return build(name, wanted[-1])
 
 

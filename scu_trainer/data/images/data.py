@@ -17,12 +17,12 @@ import numpy
 from scu_trainer.data.images.decode import BadImage, open_image
 from scu_trainer.data.images.embedded import embedded_source
 from scu_trainer.data.images.folders import folder_source
-from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageSource, in_classes, refuse_hub_settings
+from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageSource, in_classes
 from scu_trainer.data.images.store import Kind, StoredImages, stored_images
 from scu_trainer.data.images.tables import table_source
 from scu_trainer.data.readers import HELD_OUT_SPLITS
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
-from scu_trainer.data.sources import is_saved
+from scu_trainer.data.sources import is_saved, refuse_hub_settings
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings

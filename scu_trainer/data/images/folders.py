@@ -13,9 +13,10 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
 from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, split_among, split_of
 from scu_trainer.data.records import Record
+from scu_trainer.data.sources import refuse_hub_settings
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings.base import short
 
@@ -45,7 +46,7 @@ def folder_source(
     folder, descended = _only_folders(folder, classes)
     splits = _splits(folder)
     if not splits:
-        refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None, None)
+        refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None)
         return _noted(_of_classes(folder, _search(folder, labels), skip_bad, classes, labels), descended)
     by_name = {**{path.name: path for path in splits.values()}, **splits}
     chosen = by_name.get(split_among(by_name, wanted))

@@ -10,8 +10,6 @@ from typing import NamedTuple, Optional, Union
 
 import numpy
 
-from scu_trainer.errors import DataError
-
 NO_LABEL = -1
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 
@@ -67,11 +65,3 @@ def _read_relabelled(
 ) -> Iterator[ImageRecord]:
     for number, record in zip(numbers, read(numbers), strict=True):
         yield record._replace(label=int(labels[number]))
-
-
-def refuse_hub_settings(name: str, split: Optional[str], config: Optional[str]) -> None:
-    """Raise DataError where ``dataset_split`` or ``dataset_config_name`` was given for data that have no such thing."""
-    if split not in (None, "train"):
-        raise DataError(f"dataset_split is {split!r}, but {name} has no splits; leave dataset_split out")
-    if config is not None:
-        raise DataError(f"dataset_config_name is {config!r}, but {name} is not a Hub id; leave it out")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy
 
-from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource, refuse_hub_settings
+from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
 from scu_trainer.data.readers import HELD_OUT_SPLITS, split_among
-from scu_trainer.data.sources import load_saved
+from scu_trainer.data.sources import load_saved, refuse_hub_settings
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
@@ -40,7 +40,7 @@ def table_source(
     loaded = _load(name, wanted[0], data, cache_dir)
     if not isinstance(loaded, Mapping):
         is_slice = "[" in wanted[0] and not Path(name).expanduser().is_dir()
-        refuse_hub_settings(name, wanted[0] if len(wanted) == 1 and not is_slice else None, None)
+        refuse_hub_settings(name, wanted[0] if len(wanted) == 1 and not is_slice else None)
         return _of_table(name, loaded, own, classes)
     chosen = split_among(loaded, wanted)
     if chosen is None:

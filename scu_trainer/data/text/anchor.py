@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
@@ -13,7 +13,7 @@ from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.documents import TokenizedDocuments
 from scu_trainer.data.text.mixture_plan import mixture_plan
-from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
+from scu_trainer.data.text.packing import held_out_rows, held_out_schema, in_memory, training_rows, training_schema
 from scu_trainer.data.text.prepare import plan_of, sides_of, tokenized
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
@@ -78,14 +78,13 @@ def read_anchor(
     parts, statistics = found.parts, DataStatistics()
 
     def held_out(which: str) -> datasets.Dataset:
-        rows = _stored(
-            held_out_rows(found.judges.numbered(parts[which]), found.settings, statistics), held_out_schema()
-        )
+        documents = found.judges.numbered(parts[which])
+        rows = in_memory(held_out_rows(documents, found.settings, statistics), held_out_schema())
         few = spread(numpy.asarray(rows["document"]))[:MOST_ROWS_PER_JUDGE]
         return rows if len(few) == len(rows) else rows.select(numpy.sort(few))
 
     schema = training_schema(bool(settings.isolate_documents))
-    replayed = _stored(training_rows(found.trained.numbered(parts["replayed"]), found.settings, statistics), schema)
+    replayed = in_memory(training_rows(found.trained.numbered(parts["replayed"]), found.settings, statistics), schema)
     is_enough, reason = choose(len(replayed))
     if not is_enough:
         spare = parts["replayed"] if place is None else parts["replayed"][:0]
@@ -210,10 +209,3 @@ def spread(documents: numpy.ndarray) -> numpy.ndarray:
     _, starts, counts = numpy.unique(documents[order], return_index=True, return_counts=True)
     place = numpy.arange(len(documents)) - numpy.repeat(starts, counts)
     return order[numpy.lexsort((order, place))]
-
-
-def _stored(rows: Iterable[dict], schema: Any) -> datasets.Dataset:
-    import datasets
-    import pyarrow
-
-    return datasets.Dataset(pyarrow.Table.from_batches(list(record_batches(rows, schema)), schema))

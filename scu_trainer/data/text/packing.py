@@ -16,6 +16,7 @@ from scu_trainer.data.text.encode import NOT_LEARNED, NOTHING_TO_LEARN, batched
 from scu_trainer.settings import DataSettings
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow
 
 MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH = 8192, 2**21
@@ -203,6 +204,13 @@ def record_batches(rows: Iterable[dict], schema: pyarrow.Schema) -> Iterator[pya
     for batch in batched(rows, _values, MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH):
         columns = [pyarrow.array([row[name] for row in batch], type=schema.field(name).type) for name in schema.names]
         yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def in_memory(rows: Iterable[dict], schema: pyarrow.Schema) -> datasets.Dataset:
+    import datasets
+    import pyarrow
+
+    return datasets.Dataset(pyarrow.Table.from_batches(list(record_batches(rows, schema)), schema))
 
 
 def _values(row: dict) -> int:

@@ -22,7 +22,14 @@ from scu_trainer.data.store import built_once, open_arrow, write_arrow
 from scu_trainer.data.text.chat import read_chat_template, spelled_markers
 from scu_trainer.data.text.documents import TokenizedDocuments, tokenized_documents
 from scu_trainer.data.text.encode import Encoder
-from scu_trainer.data.text.packing import held_out_rows, held_out_schema, record_batches, training_rows, training_schema
+from scu_trainer.data.text.packing import (
+    held_out_rows,
+    held_out_schema,
+    in_memory,
+    record_batches,
+    training_rows,
+    training_schema,
+)
 from scu_trainer.data.text.plan import EncodingPlan, HeldOutDocument, PreparedData
 from scu_trainer.data.text.stream import prepare_stream
 from scu_trainer.errors import DataError
@@ -51,15 +58,11 @@ def prepare_plan(plan: EncodingPlan) -> PreparedData:
 
 def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
     """The held-out documents of a plan with a block_size of WHOLE, in memory, each in one row."""
-    import datasets
-    import pyarrow
-
     if plan.settings.streaming:
         return prepare_stream(plan).eval
     _, _, documents, order = sides_of(plan)
-    rows = held_out_rows(documents.numbered(order), plan.settings, DataStatistics())
-    batches = list(record_batches(rows, held_out_schema()))
-    return datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None
+    rows = in_memory(held_out_rows(documents.numbered(order), plan.settings, DataStatistics()), held_out_schema())
+    return rows if len(rows) else None
 
 
 def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> EncodingPlan:

@@ -18,7 +18,7 @@ from scu_trainer.data.text.packing import (
     NumberedDocument,
     held_out_rows,
     held_out_schema,
-    record_batches,
+    in_memory,
     training_rows,
     training_schema,
 )
@@ -58,21 +58,19 @@ class TrainingStream:
 def prepare_stream(plan: EncodingPlan) -> PreparedData:
     """The same as ``prepare``, with an IterableDataset to train on."""
     import datasets
-    import pyarrow
 
     statistics, first = DataStatistics(streaming=True, notes=[*plan.source.notes]), DataStatistics()
     held_out = _held_out_documents(plan, statistics, first)
     skip = 0 if plan.held_out else len(held_out)
     if skip:
         statistics.notes.append(f"streaming: the first {skip} documents are held out")
-    rows = held_out_rows(_numbered(held_out), plan.settings, statistics)
-    batches = list(record_batches(rows, held_out_schema()))
+    rows = in_memory(held_out_rows(_numbered(held_out), plan.settings, statistics), held_out_schema())
     features = datasets.Features.from_arrow_schema(training_schema(plan.settings.isolate_documents))
     train = datasets.IterableDataset.from_generator(TrainingStream(plan, skip, statistics), features=features)
     statistics.add(first)  # to be shown until training reads these rows again, and counts them then
     return PreparedData(
         train=train,
-        eval=datasets.Dataset(pyarrow.Table.from_batches(batches)) if batches else None,
+        eval=rows if len(rows) else None,
         statistics=statistics,
         fingerprint=plan.fingerprint,
         eval_documents=tuple(
