@@ -77,10 +77,14 @@ def probe(paths: Iterable[Path] = (), packages: Iterable[str] = (), cgroup_root:
     )
 
 
+def allowed_cores() -> int:
+    """By the CPU affinity of this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_cores(cgroup_root: Path = cgroup.ROOT) -> float:
     """Cores that this process may use: its CPU affinity, cut by the quota of its container."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return _smaller(allowed, cgroup.cpu_quota_cores(cgroup_root))
+    return _smaller(allowed_cores(), cgroup.cpu_quota_cores(cgroup_root))
 
 
 def accelerators() -> tuple[Accelerator, ...]:

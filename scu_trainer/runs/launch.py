@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from scu_trainer.errors import RequirementError
-from scu_trainer.hardware.probe import free_port
+from scu_trainer.hardware.probe import allowed_cores, free_port
 from scu_trainer.shipped import ROOT
 
 Launcher = Literal["python", "torchrun", "accelerate", "deepspeed"]
@@ -41,15 +41,11 @@ def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: b
 def environment(processes: int, has_gpu: bool) -> dict[str, str]:
     """This process's own, with what launchers do not find out by themselves on a machine without a GPU."""
     found = dict(os.environ)
-    found.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+    found.setdefault("OMP_NUM_THREADS", str(max(1, allowed_cores() // processes)))
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
     if not has_gpu:
         found["DS_ACCELERATOR"] = "cpu"
     return found
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processes_here(launcher: Launcher, gpus: int, asked: Optional[int] = None) -> int:

@@ -178,21 +178,25 @@ _detached: list[subprocess.Popen] = []
 """Kept while they live: dropping the Popen of a process that runs is a ResourceWarning, and leaves its zombie."""
 
 
+def _started(
+    popen: Callable[..., Any],
+    words: Sequence[str],
+    cwd: Union[str, Path],
+    environment: Mapping[str, str],
+    log: Path,
+    **options: Any,
+) -> Any:
+    with open(log, "ab") as output:
+        files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        return popen(list(words), cwd=cwd, env=dict(environment), **files, **options)
+
+
 class Posix:
     """Linux and macOS."""
 
     def spawn(self, words: Sequence[str], cwd: Union[str, Path], environment: Mapping[str, str], log: Path) -> Any:
         """Start a process that outlives this one and its terminal. Returns its Popen."""
-        with open(log, "ab") as output:
-            child = subprocess.Popen(
-                list(words),
-                cwd=cwd,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        child = _started(subprocess.Popen, words, cwd, environment, log, start_new_session=True)
         _detached[:] = [*(before for before in _detached if before.poll() is None), child]
         return child
 
@@ -270,16 +274,7 @@ class Windows:
         self._interrupt = interrupt or (lambda: signal.raise_signal(signal.SIGINT))
 
     def spawn(self, words: Sequence[str], cwd: Union[str, Path], environment: Mapping[str, str], log: Path) -> Any:
-        with open(log, "ab") as output:
-            return self._popen(
-                list(words),
-                cwd=cwd,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                creationflags=self.DETACHED,
-            )
+        return _started(self._popen, words, cwd, environment, log, creationflags=self.DETACHED)
 
     def lower_priority(self, nice: int) -> list[str]:
         """From 1 on below normal, from 15 on idle: Windows has classes, not numbers."""

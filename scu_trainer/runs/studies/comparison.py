@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,19 +33,11 @@ TRAINED, CANNOT, FAULT = 0, 2, 1
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path], Any]
 
 
-def spawn(words: Sequence[str], variables: Mapping[str, str], console: Path) -> subprocess.Popen:
+def spawn(words: Sequence[str], variables: Mapping[str, str], console: Path) -> Any:
     """A session of its own: Ctrl-C at the terminal is ours to pass on, once."""
-    with console.open("ab") as output:
-        output.write(f"{START_LINE}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-        output.flush()
-        return subprocess.Popen(
-            list(words),
-            env=dict(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    with console.open("a") as output:
+        output.write(f"{START_LINE}{time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    return this_platform().spawn(words, Path.cwd(), variables, console)
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,8 @@ def check_comparable(arm: str, settings: Mapping[str, Any]) -> None:
     loss that is compared. ``settings``: resolved."""
     if settings.get("push_to_hub"):
         raise SettingsError(
-            f"arm {arm} has push_to_hub: true, and all runs would go to one repository and overwrite each "
-            f"other; drop it, "
-            "and give the run that you want to scu-trainer push"
+            f"arm {arm} has push_to_hub: true, and all runs would go to one repository and overwrite each other; drop "
+            "it, and give the run that you want to scu-trainer push"
         )
     reason = _obstacle(settings)
     if reason is not None:
