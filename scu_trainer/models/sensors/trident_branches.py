@@ -66,48 +66,53 @@ class ThermalBranch(Branch):
         return (celsius.to(self.dtype) - self.center) / self.scale
 
 
-class InfraredBranch(ThermalBranch):
+class DetectingBranch(ThermalBranch):
+    """A detection CNN finds hot spots in each frame: one token. ``channels``: of a frame."""
+
+    channels = 1
+
+    def __init__(self, config: TridentConfig) -> None:
+        super().__init__(config)
+        sizes = (self.channels, config.stem_channels, 2 * config.stem_channels)
+        self.detector = nn.ModuleList([FrameConvolution(*pair, time=1) for pair in itertools.pairwise(sizes)])
+        self.spots = HotSpots(sizes[-1])
+        self.project = nn.Linear(self.spots.features, config.hidden_size)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from self.detector
+
+    def _detected(self, frames: Tensor, mask: Tensor) -> Tensor:
+        """frames: (rows, frames, channels, height, width). Returns (rows, frames, width)."""
+        for convolution in self.detector:
+            frames = convolution(frames, mask)
+        return placed(self.project(self.spots(frames.flatten(0, 1)).unflatten(0, mask.shape)))
+
+
+class InfraredBranch(DetectingBranch):
     """Thermal video and the curve of cooling: a detection CNN finds hot spots in each frame, an MLP reads the curve."""
 
     inputs = ("infrared", "cooling_curve")
 
     def __init__(self, config: TridentConfig) -> None:
         super().__init__(config)
-        first, second, width = config.stem_channels, 2 * config.stem_channels, config.hidden_size
-        self.detector = nn.ModuleList([FrameConvolution(1, first, time=1), FrameConvolution(first, second, time=1)])
-        self.spots = HotSpots(second)
-        self.project = nn.Linear(self.spots.spots * (second + self.spots.features), width)
-        self.curve = CoolingCurve(width)
+        self.curve = CoolingCurve(config.hidden_size)
 
     def blocks(self) -> Iterator[nn.Module]:
         yield from (*self.detector, self.curve)
 
     def forward(self, infrared: Tensor, mask: Tensor, curve: Tensor, curve_mask: Tensor) -> tuple[Tensor, Tensor]:
         """infrared: (rows, frames, height, width), curve: (rows, points), both in degrees Celsius."""
-        frames = self._normal(infrared)[:, :, None]
-        for convolution in self.detector:
-            frames = convolution(frames, mask)
-        spots = self.project(self.spots(frames.flatten(0, 1)).unflatten(0, mask.shape))
+        spots = self._detected(self._normal(infrared)[:, :, None], mask)
         cooled = self.curve(self._normal(curve), curve_mask)
-        tokens = torch.cat([placed(spots), cooled[:, None]], dim=1)
-        return tokens, torch.cat([mask, curve_mask.any(dim=1, keepdim=True)], dim=1)
+        return torch.cat([spots, cooled[:, None]], dim=1), torch.cat([mask, curve_mask.any(dim=1, keepdim=True)], dim=1)
 
 
-class DualVisionBranch(ThermalBranch):
+class DualVisionBranch(DetectingBranch):
     """Both cameras at once: a detection CNN whose input channels are a visible and an infrared frame of the same
     moment. A frame counts where a recording has both."""
 
     inputs = ("visible", "infrared")
-
-    def __init__(self, config: TridentConfig) -> None:
-        super().__init__(config)
-        first, second = config.stem_channels, 2 * config.stem_channels
-        self.detector = nn.ModuleList([FrameConvolution(4, first, time=1), FrameConvolution(first, second, time=1)])
-        self.spots = HotSpots(second)
-        self.project = nn.Linear(self.spots.spots * (second + self.spots.features), config.hidden_size)
-
-    def blocks(self) -> Iterator[nn.Module]:
-        yield from self.detector
+    channels = 4
 
     def forward(
         self, visible: Tensor, visible_mask: Tensor, infrared: Tensor, infrared_mask: Tensor
@@ -117,10 +122,7 @@ class DualVisionBranch(ThermalBranch):
         mask = infrared_mask & visible_mask.any(dim=1, keepdim=True)
         colours = _of_the_same_moment(visible, visible_mask, infrared_mask).to(self.dtype) / 127.5 - 1
         heat = functional.interpolate(self._normal(infrared), colours.shape[-2:], mode="bilinear")
-        frames = torch.cat([colours, heat[:, :, None]], dim=2)
-        for convolution in self.detector:
-            frames = convolution(frames, mask)
-        return placed(self.project(self.spots(frames.flatten(0, 1)).unflatten(0, mask.shape))), mask
+        return self._detected(torch.cat([colours, heat[:, :, None]], dim=2), mask), mask
 
 
 class PlumeBranch(ThermalBranch):

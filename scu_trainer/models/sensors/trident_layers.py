@@ -110,13 +110,8 @@ class HotSpots(nn.Module):
 
     def __init__(self, channels: int, spots: int = 2) -> None:
         super().__init__()
-        self.spots = spots
         self.heat = nn.Conv2d(channels, spots, 1)
-
-    @property
-    def features(self) -> int:
-        """Numbers per spot beside those of the channels."""
-        return 2
+        self.features = spots * (channels + 2)
 
     def forward(self, maps: Tensor) -> Tensor:
         """maps: (frames, channels, height, width) -> (frames, spots * (channels + 2))."""
