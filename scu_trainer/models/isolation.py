@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Optional
 
+from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 
 if TYPE_CHECKING:
@@ -67,13 +68,10 @@ def leak(model: nn.Module, vocab_size: int) -> tuple[float, bool]:
     first = torch.arange(TOKENS, device=device) % vocab_size
     second = (torch.arange(TOKENS, device=device) * 5 + 3) % vocab_size
     positions = torch.arange(TOKENS, device=device)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model):
         # With a key-value cache transformers takes restarting positions for no border at all.
         alone = model(input_ids=second[None], position_ids=positions[None], use_cache=False).logits[0]
         packed, restarting = torch.cat([first, second])[None], positions.repeat(2)[None]
         both = model(input_ids=packed, position_ids=restarting, use_cache=False).logits[0, TOKENS:]
-    model.train(was_training)
     is_half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
     return float((alone - both).abs().max() / alone.abs().max().clamp_min(1e-12)), is_half

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scu_trainer.errors import ModelError, nearest
 from scu_trainer.models.checkpointing import StatisticsKept
+from scu_trainer.models.quantize import is_mamba
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -102,14 +103,8 @@ def _flash_is_installed(wanted: str) -> bool:
 
 
 def kernel_line(model: nn.Module, inputs: dict[str, Any], autocast: Optional[AbstractContextManager] = None) -> str:
-    """``kernels_in_use`` in one line: "attention: sdpa, the flash kernel for CPU; mamba: reference path (...)"."""
-    return "; ".join(kernels_in_use(model, inputs, autocast))
-
-
-def kernels_in_use(
-    model: nn.Module, inputs: dict[str, Any], autocast: Optional[AbstractContextManager] = None
-) -> list[str]:
-    """One phrase for attention and, where there are mamba layers, one for them; measured by one forward of ``inputs``.
+    """What attention and, where there are any, mamba layers run, measured by one forward of ``inputs``: "attention:
+    sdpa, the flash kernel for CPU; mamba: reference path (...)".
 
     It runs as training does, in training mode with gradients enabled: dropout and gradients decide about kernels.
     ``inputs``: on the device of ``model``, of few tokens. ``autocast``: the context of the training's forward. Mode,
@@ -118,8 +113,8 @@ def kernels_in_use(
     with _training_mode(model), _rng_kept(model), StatisticsKept(model), _Watch(model) as watch, torch.enable_grad():
         with autocast or contextlib.nullcontext():
             model(**inputs)
-    phrases = [f"attention: {watch.attention()}" if watch.attention() else "no attention layers"]
-    return [*phrases, f"mamba: {watch.mamba()}"] if watch.calls["mamba"] else phrases
+    attention = f"attention: {watch.attention()}" if watch.attention() else "no attention layers"
+    return f"{attention}; mamba: {watch.mamba()}" if watch.calls["mamba"] else attention
 
 
 @contextlib.contextmanager
@@ -202,7 +197,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _kind(module: nn.Module) -> str:
-    if hasattr(module, "A_log") and hasattr(module, "conv1d"):
+    if is_mamba(module):
         return "mamba"
     return "attention" if "attention" in type(module).__name__.lower() else ""
 

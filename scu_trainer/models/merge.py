@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Union
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.asking import evaluating
 from scu_trainer.models.quantize import stored_bits
 
 if TYPE_CHECKING:
@@ -205,7 +206,11 @@ def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Inputs) -> 
     held against ``merge_tolerance``; NaN where either model gives nothing finite, which no tolerance allows.
     """
     inputs = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
-    expected, found = logits_of(adapter_model, inputs), logits_of(merged, inputs)
+    return relative_difference(logits_of(adapter_model, inputs), logits_of(merged, inputs), inputs)
+
+
+def relative_difference(expected: torch.Tensor, found: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> float:
+    """Largest difference of logits by the largest ``expected`` one; where ``inputs`` are padding it does not count."""
     mask = inputs.get("attention_mask")
     if mask is not None:
         expected, found = expected[mask.cpu().bool()], found[mask.cpu().bool()]
@@ -214,13 +219,6 @@ def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Inputs) -> 
 
 def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """float32 on the CPU, in evaluation mode."""
-    import torch
-
-    was_training = model.training
     device = next(model.parameters()).device
-    try:
-        with torch.no_grad():
-            there = {name: value.to(device) for name, value in inputs.items()}
-            return model.eval()(**there).logits.float().cpu()
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        return model(**{name: value.to(device) for name, value in inputs.items()}).logits.float().cpu()

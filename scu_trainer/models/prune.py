@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.asking import evaluating
 
 if TYPE_CHECKING:
     import torch
@@ -212,8 +213,6 @@ def pruned(model: PreTrainedModel, plan: PruningPlan, batches: Iterable[Mapping[
 
 def _mean_squares(model: nn.Module, names: set[str], batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Of each input of the named modules, in float64 (inputs,)."""
-    import torch
-
     sums: dict[str, Tensor] = {}
 
     def watch(name: str, module: nn.Module):
@@ -228,14 +227,11 @@ def _mean_squares(model: nn.Module, names: set[str], batches: Iterable[Mapping[s
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(watch(name, model.get_submodule(name))) for name in names
     ]
-    was_training = model.training
     try:
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model):
             for batch in batches:
                 model(**batch)
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     return sums

@@ -158,13 +158,18 @@ def _repeated_blocks(model: PreTrainedModel) -> tuple[str, ...]:
     )
 
 
+def is_mamba(module: nn.Module) -> bool:
+    """Whether it is the mixer of a state-space layer, by what all families call their parts."""
+    return hasattr(module, "A_log") and hasattr(module, "conv1d")
+
+
 def _read_by_kernels(model: nn.Module) -> Iterator[str]:
     """Projections of state-space mixers whose weight is handed to a kernel or multiplied by hand: all but the first.
     Packed into 4 or 8 bits they have another shape there."""
     from torch import nn
 
     for name, mixer in model.named_modules():
-        if hasattr(mixer, "A_log") and hasattr(mixer, "conv1d"):
+        if is_mamba(mixer):
             inner = (child for child, module in mixer.named_modules() if isinstance(module, nn.Linear))
             yield from (f"{name}.{child}" for child in inner if not child.startswith("in_proj"))
 

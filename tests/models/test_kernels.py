@@ -9,7 +9,7 @@ from transformers import BertForMaskedLM
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.kernels import best_attention, kernel_line, kernels_in_use
+from scu_trainer.models.kernels import best_attention, kernel_line
 from tests import tiny
 
 FLASH_CPU = "attention: sdpa, the flash kernel for CPU"
@@ -73,11 +73,11 @@ def test_two_kernels_in_one_model_are_both_named():
 def test_a_checkpointed_model_under_autocast():
     model = tiny.granite_hybrid()
     checkpoint_every_layer(model)
-    assert kernels_in_use(model, TOKENS, torch.autocast("cpu", torch.bfloat16)) == [FLASH_CPU, REFERENCE]
+    assert kernel_line(model, TOKENS, torch.autocast("cpu", torch.bfloat16)) == f"{FLASH_CPU}; {REFERENCE}"
 
 
 def test_a_model_without_attention_says_so():
-    assert kernels_in_use(tiny.conv_net(), IMAGES) == ["no attention layers"]
+    assert kernel_line(tiny.conv_net(), IMAGES) == "no attention layers"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ class FusedMamba(nn.Module):
 
 
 def test_fused_mamba_kernels():
-    assert kernels_in_use(FusedMamba(), TOKENS) == ["no attention layers", "mamba: fused kernels"]
+    assert kernel_line(FusedMamba(), TOKENS) == "no attention layers; mamba: fused kernels"
 
 
 def test_the_model_is_left_as_it_was():

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.merge import merge_tolerance
+from scu_trainer.models.exports import llama_cpp
+from scu_trainer.models.exports.llama_cpp import LlamaCpp
+from scu_trainer.models.exports.onnx import onnx_logits
+from scu_trainer.models.merge import logits_of, merge_tolerance, relative_difference
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from scu_trainer.models.exports.llama_cpp import LlamaCpp
 
 GGUF_TOLERANCE = {"f32": 1e-4, "f16": 0.01, "bf16": 0.05, "q8_0": 0.05}
 """Largest difference of logits, relative to the largest logit, by the type of a GGUF file's weights. Measured on the
@@ -30,14 +31,12 @@ def in_llama_cpp(
 ) -> dict[str, Any]:
     """difference, tolerance, and at how many ``positions`` (the middle and the end of every row) the most likely next
     token is the ``same_likeliest``. Raises ModelError where the model or its tokens are others."""
-    from scu_trainer.models.exports.llama_cpp import in_llama_cpp as served
-
     most = (getattr(model.config, "max_position_embeddings", None) or 2**30) - 1  # one token is drawn after a row
     rows = [
         row[mask.bool()].tolist()[:most]
         for row, mask in zip(inputs["input_ids"].cpu(), inputs["attention_mask"].cpu(), strict=True)
     ]
-    with served(file, max(map(len, rows)) + 8) as read:
+    with llama_cpp.in_llama_cpp(file, max(map(len, rows)) + 8) as read:
         _require_same_tokens(read, tokenizer, [tokenizer.decode(row) for row in rows])
         measured = [_against(model, read, row[:end]) for row in rows for end in {max(1, len(row) // 2), len(row)}]
         note = _template_note(read, tokenizer)
@@ -99,16 +98,9 @@ def in_onnx(
     dtype: torch.dtype,
 ) -> tuple[float, float]:  # fmt: skip
     """(difference, tolerance). ``inputs``: for ``model``; ``floats``: the same for a stock one. Raises ModelError."""
-    from scu_trainer.models.exports.onnx import OnnxModel
-    from scu_trainer.models.merge import logits_of
-
-    expected, found = logits_of(model, inputs), OnnxModel(folder).logits(floats).cpu()
-    mask = inputs.get("attention_mask")
-    if mask is not None:
-        expected, found = expected[mask.cpu().bool()], found[mask.cpu().bool()]
+    difference = relative_difference(logits_of(model, inputs), onnx_logits(folder, floats), inputs)
     name = str(dtype).removeprefix("torch.")
     tolerance = max(ONNX_TOLERANCE.get(name, 0.0), merge_tolerance(model, dtype))
-    difference = float((found - expected).abs().max() / expected.abs().max())
     _require(difference, tolerance, name, "--dtype float32")
     return difference, tolerance
 
@@ -118,6 +110,5 @@ def _require(difference: float, tolerance: float, type_name: str, finer: str) ->
         return
     raise ModelError(
         f"what was written is not the same model: its logits differ by {difference:.2g} of the largest, and "
-        f"{tolerance:g} "
-        f"is allowed for {type_name}; nothing is kept. Try {finer}, or --to safetensors"
+        f"{tolerance:g} is allowed for {type_name}; nothing is kept. Try {finer}, or --to safetensors"
     )

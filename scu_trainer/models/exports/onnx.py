@@ -32,26 +32,20 @@ def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Pat
     try:
         with _quiet(), torch.no_grad():
             OnnxExporter().export(model.eval(), dict(inputs), OnnxConfig(dynamic=True)).save_pretrained(folder)
-    except (
-        Exception
-    ) as error:  # an operator without a translation, a shape that cannot be free: torch raises many kinds
+    except Exception as error:  # an operator without a translation, a shape that cannot be free, and many kinds more
         reason = str(error).strip().splitlines()
         raise ModelError(
             f"ONNX cannot hold {type(model).__name__}: {reason[0] if reason else type(error).__name__}"
         ) from error
 
 
-class OnnxModel:
-    """What was written, as ONNX Runtime reads it on the CPU, called as a model of transformers."""
+def onnx_logits(folder: Path, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """float32 on the CPU: of what was written, as ONNX Runtime computes it there."""
+    from transformers.exporters import ExportedModel
 
-    def __init__(self, folder: Path) -> None:
-        from transformers.exporters import ExportedModel
-
-        with _quiet():
-            self.exported = ExportedModel.from_pretrained(str(folder))
-
-    def logits(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.exported(**inputs).logits.float()
+    with _quiet():
+        exported = ExportedModel.from_pretrained(str(folder))
+    return exported(**inputs).logits.float().cpu()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError, nearest
+from scu_trainer.models.quantize import is_mamba
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -39,7 +40,7 @@ def bypassed_projections(model: nn.Module) -> Iterator[str]:
     the first mamba those of the state. peft refuses LoRA on the former for the families it knows, and Granite's hybrid
     is not yet among them."""
     for name, module in model.named_modules():
-        if hasattr(module, "A_log") and hasattr(module, "conv1d"):
+        if is_mamba(module):
             yield from (f"{name}.{leaf}" for leaf in ("out_proj", "x_proj", "dt_proj") if hasattr(module, leaf))
 
 

@@ -84,6 +84,8 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
     """Raise SettingsError for launchers and options under which a model with a ``device_map`` cannot be trained."""
     if settings.device_map is None:
         return
+    from accelerate.utils import parse_flag_from_env
+
     name = f"device_map {settings.device_map}"
     require(
         training.world_size == 1,
@@ -91,19 +93,18 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
         f"memory; start one process, or {DROP} (DDP copies the model, DeepSpeed ZeRO-3 shards it)",
     )
     require(
-        not (training.deepspeed or _launched_with("ACCELERATE_USE_DEEPSPEED")),
+        not (training.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")),
         f"{name} and DeepSpeed both decide where weights are placed; {DROP}: ZeRO-3 with offload_param is "
         f"DeepSpeed's way",
     )
     require(
-        not (training.fsdp or _launched_with("ACCELERATE_USE_FSDP")),
+        not (training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")),
         f"{name} and FSDP both decide where weights are placed; {DROP}",
     )
     require(
         not training.torch_compile,
-        f"{name} fetches weights in hooks that torch.compile cannot trace, so its graph would break at every "
-        f"layer; set "
-        f"torch_compile: false, or {DROP}",
+        f"{name} fetches weights in hooks that torch.compile cannot trace, so its graph would break at every layer; "
+        f"set torch_compile: false, or {DROP}",
     )
     for option in ("bf16_full_eval", "fp16_full_eval"):
         require(
@@ -116,12 +117,6 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
         kind in ("cpu", "cuda"),
         f"{name} knows CUDA GPUs, main memory and disk, and training would run on {kind}; set use_cpu: true, or {DROP}",
     )
-
-
-def _launched_with(flag: str) -> bool:
-    from accelerate.utils import parse_flag_from_env
-
-    return parse_flag_from_env(flag)
 
 
 def check_limits(settings: ModelSettings, memory: MemorySettings, gpus: int) -> None:

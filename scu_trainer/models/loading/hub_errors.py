@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any, Optional
@@ -17,20 +18,15 @@ STALL_S = 120.0
 AGAIN = "run the same command again: what has arrived is not sent twice"
 
 
-class as_hub_error:
-    """Context manager: what huggingface_hub raises about ``repo_id`` becomes one HubError."""
-
-    def __init__(self, repo_id: str) -> None:
-        self.repo_id = repo_id
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, trace) -> bool:
-        is_reported = not isinstance(error, Exception) or isinstance(error, UserError)
-        line = None if is_reported else hub_line(error, self.repo_id)
+@contextlib.contextmanager
+def as_hub_error(repo_id: str) -> Iterator[None]:
+    """What huggingface_hub raises about ``repo_id`` becomes one HubError."""
+    try:
+        yield
+    except Exception as error:
+        line = None if isinstance(error, UserError) else hub_line(error, repo_id)
         if line is None:
-            return False
+            raise
         raise HubError(line) from error
 
 

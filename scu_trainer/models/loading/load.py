@@ -6,7 +6,7 @@ import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import (
@@ -108,9 +108,9 @@ def _require_vocabulary(source: str, settings: ModelSettings) -> None:
 def load_model(
     settings: ModelSettings, *, device: Optional[torch.device] = None, placement: Optional[Placement] = None
 ) -> PreTrainedModel:
-    """Base weights only (of an adapter: those it was trained on), on the CPU, in ``settings.dtype``. Full tuning in
-    ``auto`` loads float32: AdamW's small steps vanish in bfloat16 weights. ``tuning: qlora``: packed into 4 or 8 bits
-    on ``device`` (default: the CPU) as the files are read, and frozen. ``placement``: where else weights go.
+    """Base weights only (of an adapter: those it was trained on), on the CPU, see ``loading_dtype``. ``tuning: qlora``:
+    packed into 4 or 8 bits on ``device`` (default: the CPU) as the files are read, and frozen. ``placement``: where
+    else weights go.
 
     Raises ModelError, and RequirementError where the machine cannot quantize.
     """
@@ -121,9 +121,7 @@ def load_model(
     name = base_of(settings.model_name_or_path)
     check_source(settings.model_name_or_path)
     require_quantization(settings, device)
-    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    if settings.dtype == "auto" and settings.tuning == "full":
-        dtype = torch.float32
+    dtype = loading_dtype(settings)
     folder = None if placement is None else placement.private_folder()
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(name, settings)
@@ -155,6 +153,15 @@ def load_model(
         return model
     release_mapped_files()  # what was packed is not read again
     return prepare_quantized(model)
+
+
+def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
+    """What weights are loaded in. Full tuning in ``auto``: float32, for AdamW's small steps vanish in bfloat16."""
+    import torch
+
+    if settings.dtype != "auto":
+        return getattr(torch, settings.dtype)
+    return torch.float32 if settings.tuning == "full" else "auto"
 
 
 def random_weights(report: dict) -> list[str]:

@@ -3,8 +3,10 @@ cannot be used."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Optional, Union
@@ -150,34 +152,32 @@ STUMBLES = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeErr
 """What a library runs into that computes with files nobody has looked at: zero heads, text for a number."""
 
 
-class as_model_error:
-    """Context manager: what transformers raises for a name it cannot use becomes one ModelError. ``asked_for``: what a
-    person named; where it is an adapter, ``name`` is its base."""
-
-    def __init__(self, name: str, what: str, revision: Optional[str] = None, asked_for: Optional[str] = None) -> None:
-        self.name, self.what, self.revision, self.asked_for = name, what, revision, asked_for
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, trace) -> bool:
+@contextlib.contextmanager
+def as_model_error(
+    name: str, what: str, revision: Optional[str] = None, asked_for: Optional[str] = None
+) -> Iterator[None]:
+    """What transformers raises for a name it cannot use becomes one ModelError. ``asked_for``: what a person named;
+    where it is an adapter, ``name`` is its base."""
+    try:
+        yield
+    except Exception as error:
         if not _is_of_the_files(error) or _is_out_of_memory(error):
-            return False
+            raise
         if needs_code(error):
-            raise code_refusal(located(self.name), self.revision) from error
+            raise code_refusal(located(name), revision) from error
         first, hint = _first_line(error), ""
         if _is_torn(error):
-            hint = f"; {_torn_file(self.name)} is damaged or cut off: copy or download it again"
-        elif not Path(self.name).expanduser().exists():
-            hint = f"; {_not_here(self.name)}; if it is a Hub id, check its spelling and the connection"
-            adapter = Path(self.asked_for or "").expanduser()
+            hint = f"; {_torn_file(name)} is damaged or cut off: copy or download it again"
+        elif not Path(name).expanduser().exists():
+            hint = f"; {_not_here(name)}; if it is a Hub id, check its spelling and the connection"
+            adapter = Path(asked_for or "").expanduser()
             if is_adapter(adapter):
                 hint += f"; {_names_base(adapter)}"
         first = first.rstrip(".") if hint else first
-        raise ModelError(f"cannot load the {self.what} of {self.name!r}: {first}{hint}") from error
+        raise ModelError(f"cannot load the {what} of {name!r}: {first}{hint}") from error
 
 
-def _is_of_the_files(error: Optional[BaseException]) -> bool:
+def _is_of_the_files(error: Exception) -> bool:
     # The tokenizers library, which is no Python, raises nothing more narrow than Exception itself.
     return not isinstance(error, UserError) and (isinstance(error, loading_errors()) or type(error) is Exception)
 

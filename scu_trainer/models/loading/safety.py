@@ -74,9 +74,8 @@ def _refuse_or_warn(source: str, found: str, wanted: str, allow: bool) -> None:
     if not allow:
         raise ModelError(
             f"{source} has its weights in {found}, a pickle file, and no {wanted}: a pickle can contain code "
-            f"instead of weights. {_conversion(source, found, wanted)}or set allow_pickle: true, which reads "
-            f"tensors and plain "
-            "values and refuses everything else"
+            f"instead of weights. {_conversion(source, found, wanted)}or set allow_pickle: true, which reads tensors "
+            "and plain values and refuses everything else"
         )
     logger.warning("%s has no %s: its weights are read from the pickle file %s, tensors only", source, wanted, found)
 

@@ -44,7 +44,5 @@ def inner_targets(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
         found = (name for name, module in model.named_modules() if isinstance(module, kind))
         return [name for name in found if name.split(".")[0] not in heads]
 
-    linear = inside(nn.Linear)
-    if linear:
-        return linear
-    return [name for name in inside(nn.Conv2d) if dict(model.named_modules())[name].groups == 1] or None
+    convolutions = (name for name in inside(nn.Conv2d) if model.get_submodule(name).groups == 1)
+    return inside(nn.Linear) or [*convolutions] or None

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.loading.load import for_evaluation, random_weights
+from scu_trainer.models.asking import evaluating
+from scu_trainer.models.loading.load import for_evaluation, loading_dtype, random_weights
 from scu_trainer.models.loading.names import as_model_error, base_of, is_adapter, located
 from scu_trainer.models.loading.safety import announce_code, require_safe_weights, safetensors_only
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs
@@ -17,7 +18,6 @@ from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import BaseImageProcessor, PreTrainedModel
 
@@ -41,7 +41,7 @@ def make_classifier(
     """On the CPU, with ``label_names`` in its config, and lines for a person. Raises ModelError where it cannot be
     loaded, is no image classifier, or does not take images of this size."""
     if settings.model_name_or_path is None:
-        model = _from_scratch(own.architecture, label_names, view).to(_dtype(settings))
+        model = _from_scratch(own.architecture, label_names, view).to(loading_dtype(settings))
         lines = [f"{own.architecture}, from scratch"]
     else:
         if is_adapter(Path(settings.model_name_or_path).expanduser()):
@@ -133,7 +133,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
         require_safe_weights(name, settings)
         model, report = AutoModelForImageClassification.from_pretrained(
             name,
-            dtype=_dtype(settings),
+            dtype=loading_dtype(settings),
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=safetensors_only(settings),
@@ -174,14 +174,6 @@ def _head_line(is_new: bool, before: Sequence[str], label_names: Sequence[str]) 
     return None
 
 
-def _dtype(settings: ModelSettings) -> str | torch.dtype:
-    import torch
-
-    if settings.dtype != "auto":
-        return getattr(torch, settings.dtype)
-    return torch.float32 if settings.tuning == "full" else "auto"
-
-
 def _require_classes(settings: ModelSettings, label_names: Sequence[str]) -> None:
     known = known_classes(settings)
     if known != tuple(label_names):
@@ -199,15 +191,11 @@ def _require_takes(model: PreTrainedModel, view: View, name: str) -> None:
     """One black image, to hear early what the model thinks of its size."""
     import torch
 
-    was_training = model.training
-    pixels = torch.zeros(1, view.channels, *view.size, dtype=model.dtype)
     try:
-        with torch.no_grad():
-            model.eval()(pixel_values=pixels)
+        with evaluating(model):
+            model(pixel_values=torch.zeros(1, view.channels, *view.size, dtype=model.dtype))
     except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"{name} does not take images of {view.size[1]} x {view.size[0]} pixels and {view.channels} channels "
             f"({error}); set image_size to what it was made for"
         ) from error
-    finally:
-        model.train(was_training)

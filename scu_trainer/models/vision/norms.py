@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from scu_trainer.models.asking import evaluating
 from scu_trainer.models.vision.view import View
 
 
@@ -37,10 +38,8 @@ def needs_several_rows(model: nn.Module, view: View) -> bool:
     seen: list[bool] = []
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     hooks = [norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, 0].numel() == 1)) for norm in norms]
-    was_training = model.training
-    with torch.no_grad():
-        model.eval()(pixel_values=torch.zeros(1, view.channels, *view.size, dtype=model.dtype))
-    model.train(was_training)
+    with evaluating(model):
+        model(pixel_values=torch.zeros(1, view.channels, *view.size, dtype=model.dtype))
     for hook in hooks:
         hook.remove()
     return any(seen)
