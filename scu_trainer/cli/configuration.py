@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, get_type_hints
+from typing import TYPE_CHECKING, Any, Optional
 
 import yaml
 
@@ -38,7 +39,7 @@ from scu_trainer.settings import (
     RegularizationSettings,
     RetentionSettings,
 )
-from scu_trainer.settings.base import check_text, check_values, require, short
+from scu_trainer.settings.base import check_text, check_values, hints_of, require, short
 from scu_trainer.settings.mixture import FILE_SUFFIXES, dataset_of
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.settings.safety import beside_early_stopping
@@ -86,6 +87,7 @@ class InFile:
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@functools.cache
 def regularization_flags() -> type:
     """``RegularizationSettings`` as flags: ``scu`` and every field with the prefix ``scu_``."""
     about = "S is measured, and with scu_target_s steered; false: neither"
@@ -94,6 +96,7 @@ def regularization_flags() -> type:
     return _flags("RegularizationFlags", RegularizationSettings, texts, [switch], PREFIX)
 
 
+@functools.cache
 def memory_flags() -> type:
     """``MemorySettings`` as flags; numbers that may also be a word are read as text, the settings tell them apart."""
     texts = {"token_cap": Optional[str], "target_headroom_gb": str}
@@ -103,7 +106,7 @@ def memory_flags() -> type:
 
 def _flags(name: str, kind: type, texts: Mapping[str, Any], first: Sequence[tuple] = (), prefix: str = "") -> type:
     """The dataclass ``kind`` with other types of the fields ``texts``, after the fields ``first``."""
-    hints = {**get_type_hints(kind), **texts}
+    hints = {**hints_of(kind), **texts}
     fields = [
         (prefix + item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))
         for item in dataclasses.fields(kind)
@@ -564,7 +567,7 @@ def _content(config: str) -> dict[str, Any]:
 def _containers(parser: HfArgumentParser) -> tuple[set[str], set[str]]:
     """Fields that take several values, and fields that take a mapping."""
     several = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
-    hints = {name: hint for kind in parser.dataclass_types for name, hint in get_type_hints(kind).items()}
+    hints = {name: hint for kind in parser.dataclass_types for name, hint in hints_of(kind).items()}
     return several, {name for name, hint in hints.items() if "dict" in str(hint)}
 
 

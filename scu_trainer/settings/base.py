@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import types
@@ -42,9 +43,15 @@ def option(default, help: str):
     return field(default=default, metadata={"help": help})
 
 
+@functools.cache
+def hints_of(kind: type) -> Mapping[str, Any]:
+    """Types of the fields of a dataclass. Kept, because Python compiles every annotation again for whoever asks."""
+    return types.MappingProxyType(get_type_hints(kind))
+
+
 def check_choices(settings) -> None:
     """Reject a value outside a ``Literal`` field's choices, naming the nearest one."""
-    hints = get_type_hints(type(settings))
+    hints = hints_of(settings.__class__)
     for item in fields(settings):
         choices = get_args(hints[item.name])
         if getattr(hints[item.name], "__origin__", None) is not Literal:
@@ -84,7 +91,7 @@ KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
 
 def check_kinds(settings, prefix: str = "") -> None:
     """Reject a text where a number or a switch is asked for: Python takes "false" for true."""
-    hints = get_type_hints(type(settings))
+    hints = hints_of(settings.__class__)
     for item in fields(settings):
         value, parts = getattr(settings, item.name), {get_origin(part) or part for part in _parts(hints[item.name])}
         kinds = parts - {type(None)}
@@ -102,7 +109,7 @@ def check_values(
 ) -> None:
     """Reject numbers and texts among ``values`` that no field of the dataclass ``kind`` can mean, by what the fields
     declare; ``allowed`` narrows single ones. ``prefix``: of the names on the command line. Raises SettingsError."""
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     for item in fields(kind):
         if item.name not in values:
             continue

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Optional, get_type_hints
+from typing import Literal, Optional
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import check_fields, hints_of, option, require
 from scu_trainer.settings.mixture import SourceSettings, dataset_of, is_same_dataset, shown, sources_of
 from scu_trainer.settings.stock import MOST_WORKERS
 
@@ -116,7 +116,7 @@ class DataSettings:
     @property
     def sources(self) -> tuple[SourceSettings, ...]:
         """Entries of a list; empty for one dataset."""
-        return sources_of(self.dataset, get_type_hints(type(self))) if isinstance(self.dataset, list) else ()
+        return sources_of(self.dataset, hints_of(type(self))) if isinstance(self.dataset, list) else ()
 
     def place_of_source(self, name: str) -> Optional[int]:
         """Of a list: the place of the source with that name, or with that dataset; None if there is none. Raises
