@@ -232,7 +232,10 @@ def _import_everything() -> None:
     import deepspeed
     import deepspeed.module_inject.auto_ep_layer
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import kornia.augmentation  # noqa: F401
     import pytest  # noqa: F401
+    import rich._emoji_codes  # noqa: F401
+    import sklearn.datasets  # noqa: F401
     import torch.utils.serialization
     import torch.utils.tensorboard  # noqa: F401
 
@@ -247,8 +250,9 @@ def _import_everything() -> None:
     import scu_trainer.train.tasks.sensors
     import scu_trainer.train.tasks.text
     import scu_trainer.train.tasks.words  # noqa: F401
-    from tests import tiny  # noqa: F401 - and the models of transformers that it takes
+    from tests import tiny, warm  # noqa: F401 - and the models of transformers that it takes
 
+    warm.make_what_is_kept()
     gc.freeze()  # the collections of the children need not walk over what was imported
     gc.enable()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests import tiny, warm
 from tests.faults import campaign
 
 SENTENCES = ["The cat sat on the mat and looked at the door.", "A list is a sequence that can be changed in place."]
@@ -45,6 +45,7 @@ def make_site(folder: Path) -> Site:
 
     import scu_trainer.train.session.session  # noqa: F401
 
+    warm.make_what_is_kept()
     documents = folder / "documents.jsonl"
     rows = [{"text": f"{SENTENCES[i % 2]} Number {i}. " * (2 + i % 5)} for i in range(48)]
     documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
