@@ -17,8 +17,6 @@ from types import ModuleType
 
 import pytest
 
-from tests.warm import look_up_packages_once
-
 ROOT = Path(__file__).parents[1]
 PRIVATE = Path(tempfile.mkdtemp(prefix="scu_trainer_tests_"))
 
@@ -81,7 +79,6 @@ def _imports_are_no_garbage() -> None:
         gc.unfreeze()
     gc.collect()
     gc.freeze()
-    look_up_packages_once()
 
 
 def pytest_sessionfinish() -> None:
