@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError, NonFiniteLoss
+from scu_trainer.hardware import heap
 from scu_trainer.models.loading.hub_errors import as_hub_error
 from scu_trainer.models.loading.safety import tensors_only
 from scu_trainer.secrets import secret
@@ -253,6 +254,8 @@ class SCUTrainer(Trainer):
                 f"{', '.join(missing)} was removed from this trainer, which was set up to use it; create the trainer "
                 "without the loop, or put it back with add_callback"
             )
+        if not self.is_stock:
+            heap.settle()
         for loop in self.loops:
             loop.trainer = self  # it may have been given to another one since
             loop.begin()

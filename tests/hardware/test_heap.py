@@ -55,6 +55,26 @@ def test_without_it_large_blocks_come_again():
     assert int(held_mib) < 80
 
 
+SMALL = """
+import resource, sys, torch
+from scu_trainer.hardware import heap
+
+if sys.argv[1] == "settle":
+    heap.settle()
+for _ in range(4):
+    begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(20 << 18) for _ in range(3)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
+"""
+
+
+@pytest.mark.parametrize(("mode", "zeroes"), [("stock", True), ("settle", False)])
+def test_settled_small_blocks_do_not_go_back_and_forth(mode, zeroes):
+    ran = subprocess.run([sys.executable, "-c", SMALL, mode], capture_output=True, text=True, check=True)
+    assert (int(ran.stdout) > 7_500) == zeroes  # of 4 KiB each; all blocks together are 15,360 of them
+
+
 def test_off_by_default_and_on_for_tasks_other_than_text():
     assert not EfficiencySettings().keep_freed_memory
     on = {name for name, kind in KINDS.items() if (kind.defaults or {}).get("keep_freed_memory")}
