@@ -222,7 +222,7 @@ class CpuGauge(Gauge):
     """
 
     # A step asks three times, and an answer of the kernel takes up to 0.2 ms: a tenth of a step of a few milliseconds.
-    good_for_s = 0.1
+    good_for_s = 0.25
 
     def __init__(self, root: Path = cgroup.ROOT, system_memory: Optional[Callable[[], Any]] = None):
         self._root = root
