@@ -81,8 +81,8 @@ NEAR = 0.65
 """Share of equal letters, in their order, from which on two words are near."""
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
+def nearest(name: str, allowed: Iterable[str], cutoff: float = NEAR) -> str:
     """Phrase that names the allowed word nearest to ``name``: " (did you mean 'block_size'?)"; nothing if none is near,
     for a far one sends people the wrong way."""
-    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=NEAR)
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -74,9 +74,14 @@ def write_state(path: AnyPath, state: Any) -> None:
     """As ``write_json``, for what its writer reads back: NaN and infinity stay, as in the trainer_state.json of
     transformers. Raises TypeError also for what would come back as another thing: no dict, a key that is no text.
     """
+    _replace(Path(path), state_text(state).encode())
+
+
+def state_text(state: Any) -> str:
+    """What ``write_state`` writes, and the TypeError that it raises."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a {type(state).__name__} is not a dict")
-    _replace(Path(path), json.dumps(_plain(state, exact=True), indent=2).encode() + b"\n")
+    return json.dumps(_plain(state, exact=True), indent=2) + "\n"
 
 
 def _as_json(data: Any) -> bytes:

@@ -49,7 +49,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError, NonFiniteLoss
-from scu_trainer.run_files import History, write_state
+from scu_trainer.run_files import History, state_text, write_state
 from scu_trainer.settings.base import short
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 
@@ -86,6 +86,8 @@ class Loop(TrainerCallback):
                 f"{called(self)} was passed to a trainer without loops, which would never call its hooks; pass it to "
                 "SCUTrainer, or wrap your Trainer class: with_loops(Trainer)"
             )
+
+    on_epoch_begin = on_train_begin  # for a loop whose own on_train_begin does not call this one
 
     # -- a training ----------------------------------------------------------------------------------------------------
 
@@ -135,11 +137,12 @@ class Loop(TrainerCallback):
         """``batches``: all accumulation batches of the next step; with the memory loop on the host."""
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
-        """An accumulation batch is about to be trained on."""
+        """An accumulation batch is about to be trained on; with the memory loop it may have been, with the first
+        of its step. Changes belong into ``batches``."""
 
     def on_forward(self, inputs: Any) -> Any:
-        """``inputs``: of a micro-batch, on the device, with their labels, also where rows are only asked or evaluated.
-        Returns what the loss is taken of."""
+        """``inputs``: of a micro-batch, on the device, with their labels, also where rows are only asked or evaluated,
+        and again where a micro-batch ran out of memory. Returns what the loss is taken of."""
         return inputs
 
     def task_loss(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
@@ -151,7 +154,8 @@ class Loop(TrainerCallback):
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         """``loss``: of an accumulation batch, detached, on the device, as the stock ``training_step`` returns it.
-        ``trainer.task_loss``: what of it is the task's own."""
+        ``trainer.task_loss``: what of it is the task's own. With the memory loop only the sum of a step is that of its
+        batches: a micro-batch with rows of several counts for the first of them."""
 
     def on_gradients(self, loss_scale: float) -> None:
         """The gradients of the step are complete. ``loss_scale``: what a GradScaler has multiplied them by."""
@@ -174,7 +178,7 @@ class Loop(TrainerCallback):
         """Before weights are saved. May raise, on all ranks, where that would be wrong."""
 
     def state_dict(self) -> Optional[dict[str, Any]]:
-        """What ``state_file`` holds, as JSON has it; None: no file."""
+        """What ``state_file`` holds, as JSON has it; None: no file. Also asked for once after the first step."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """``state``: as ``state_dict`` gave it."""
@@ -183,15 +187,27 @@ class Loop(TrainerCallback):
         """Into the folder of a checkpoint. Every rank calls it; the one with ``args.should_save`` writes."""
         if self.state_file is not None and self.trainer.args.should_save:
             state = self.state_dict()
-            if state is None:
-                return
-            try:
-                write_state(Path(folder) / self.state_file, state)
-            except TypeError as error:
-                raise ControlError(
-                    f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); return a dict of "
-                    "numbers, strings, lists and dicts with string keys, and call tolist() on tensors"
-                ) from error
+            if state is not None:
+                with self._state_as_json():
+                    write_state(Path(folder) / self.state_file, state)
+
+    def require_savable(self) -> None:
+        """Raises ControlError where ``state_dict`` gives what ``save_state`` could not write."""
+        if self.state_file is not None and type(self).save_state is Loop.save_state:
+            state = self.state_dict()
+            if state is not None:
+                with self._state_as_json():
+                    state_text(state)
+
+    @contextlib.contextmanager
+    def _state_as_json(self) -> Iterator[None]:
+        try:
+            yield
+        except TypeError as error:
+            raise ControlError(
+                f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); return a dict of "
+                "numbers, strings, lists and dicts with string keys, and call tolist() on tensors"
+            ) from error
 
     def load_state(self, checkpoint: str) -> None:
         """A checkpoint without the file is of a run without this loop: it starts fresh."""
@@ -267,17 +283,26 @@ class LoopEvents(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._is_due = self._is_scaled = False
+        self._steps_begun = 0
+        self._recording: list[Loop] = []
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.close()
+        self._steps_begun = 0
         folder = self.trainer._get_output_dir(self.trainer._trial)  # a hyperparameter search has one for each trial
         for loop in self.trainer.loops if args.should_save else ():
             if loop.history_file is not None:
                 stand_until = loop.rows_stand_until(state.global_step)
                 loop.history = opened(folder, loop.history_file, stand_until)
+                self._recording.append(loop)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._is_due, self.trainer.step_is_taken_back = True, False
+        self._steps_begun += 1
+        if self._steps_begun == 2 and args.should_save and args.save_strategy != "no":
+            for loop in self.trainer.loops:
+                if loop not in self.trainer._own_loops:  # of the user: at the first save all steps before it were lost
+                    loop.require_savable()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         """What builds on the last rate (``ReduceLROnPlateau``) must not find our factors in it."""
@@ -285,10 +310,11 @@ class LoopEvents(TrainerCallback):
             self._set_rates(1.0)
 
     def close(self) -> None:
-        for loop in self.trainer.loops:
+        for loop in self._recording:  # also one that was removed since
             if loop.history is not None:
                 loop.history.close()
                 loop.history = None
+        self._recording.clear()
 
     def scale_rates(self) -> None:
         """Once per step, when every loop has decided on its factor."""

@@ -51,12 +51,18 @@ def require_apart(loop: Loop, others: Collection[Loop]) -> None:
             "instance"
         )
     _require_known_hooks(loop)
+    _tell_of_near_hooks(loop)
     for kind in FILES:
         _require_file_name(loop, kind)
     if type(loop).state_dict is not Loop.state_dict and _saves_nothing(loop):
         raise ControlError(
             f"{called(loop)} has a state_dict but no state_file: checkpoints would not save its state, and a "
             f'resumed run would start it fresh; set state_file = "{loop.name or "own"}_state.json" in its class'
+        )
+    if type(loop).state_dict is not Loop.state_dict and _reads_nothing(loop):
+        raise ControlError(
+            f"{called(loop)} has a state_dict but no load_state_dict: a resumed run would not read the state that "
+            "checkpoints hold; add load_state_dict(self, state)"
         )
     for other in others:
         for kind in ("name", *FILES):
@@ -76,9 +82,28 @@ def _require_known_hooks(loop: Loop) -> None:
         raise ControlError(f"{called(loop)} has {found}, which nothing calls; use the name of a hook, or no on_")
 
 
+def _tell_of_near_hooks(loop: Loop) -> None:
+    """Of a method without on_, which may be the loop's own for all that: ``before_saves``, ``scalar``."""
+    hooks = [name for name in dir(Loop) if not name.startswith("_")]
+    own = [name for name in dir(type(loop)) if name[0] != "_" and callable(getattr(type(loop), name))]
+    for name in sorted(set(own) - set(hooks)):
+        if guess := nearest(name, hooks, cutoff=0.9):
+            logger.warning("%s has %s%s, which training does not call", called(loop), name, guess)
+
+
 def late(loop: Loop) -> ControlError:
     """Of a loop that is given while a training goes on: its ``begin`` was not called, and its history is not open."""
     return ControlError(f"{called(loop)} was added during training, too late for its begin hook; add it before train()")
+
+
+def changed_too_late(loop: Loop, before: Mapping[str, Any], after: Mapping[str, Any]) -> ControlError:
+    """Of a loop that has changed what was trained on already. ``before``, ``after``: marks of a batch."""
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return ControlError(
+        f"{called(loop)} changes {', '.join(changed)} of a batch in on_batch, but the memory loop takes all "
+        "accumulation batches of a step through the model at the first of them; change batches in the hook "
+        "batches, which also comes before their labels are counted"
+    )
 
 
 def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
@@ -97,6 +122,10 @@ def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
 
 def _saves_nothing(loop: Loop) -> bool:
     return loop.state_file is None and type(loop).save_state is Loop.save_state
+
+
+def _reads_nothing(loop: Loop) -> bool:
+    return type(loop).load_state_dict is Loop.load_state_dict and type(loop).load_state is Loop.load_state
 
 
 def _require_file_name(loop: Loop, kind: str) -> None:
@@ -167,6 +196,13 @@ def _require_free(who: str, names: Collection[str], taken: Collection[str]) -> N
             f"{who} {', '.join(both)}, which SCUTrainer uses for something else and would override; give it another "
             "name"
         )
+
+
+def forgotten_return(loop: Loop, hook: str) -> ControlError:
+    return ControlError(
+        f"{called(loop)} returns None from {hook}(), as where a return was forgotten; the docstring of Loop.{hook} "
+        "says what to return"
+    )
 
 
 def rate_of(loop: Loop) -> float:

@@ -37,6 +37,8 @@ from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents
 from scu_trainer.train.loop_checks import (
+    changed_too_late,
+    forgotten_return,
     late,
     rate_of,
     require_apart,
@@ -50,6 +52,7 @@ from scu_trainer.train.loop_checks import (
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
+from scu_trainer.train.step.batches.rows import marks
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
@@ -213,7 +216,7 @@ class SCUTrainer(Trainer):
             if not self.is_stock:
                 check_checkpoint(Path(str(given["resume_from_checkpoint"])), self.args, self.resumes_weights_only)
         self._begin()
-        self._is_training = True
+        self._is_training, loops = True, self.loops  # also those that are removed on the way end
         try:
             with self.engine.doing(lambda: f"step {self.state.global_step + 1} of training"):
                 return super().train(**given)
@@ -222,7 +225,7 @@ class SCUTrainer(Trainer):
             with contextlib.ExitStack() as ends:  # each is called, also where one raises
                 if self._events is not None:
                     ends.callback(self._events.close)
-                for loop in reversed(self.loops):
+                for loop in reversed(loops):
                     ends.callback(loop.end)
 
     def epochs(self, **arguments: Any) -> Iterator[dict[str, float]]:
@@ -274,7 +277,7 @@ class SCUTrainer(Trainer):
         values = super().set_initial_training_values(args, dataloader)
         self._steps_per_epoch = values[1]
         for loop in self.loops:
-            values = loop.training_values(values)
+            values = _returned(loop, "training_values", loop.training_values(values))
         return values
 
     @functools.wraps(Trainer.create_scheduler)
@@ -297,7 +300,8 @@ class SCUTrainer(Trainer):
         arguments = (max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
         position = super()._init_training_state(*arguments)
         for loop in self.loops if resume_from_checkpoint is not None else ():
-            position = loop.resume_position(resume_from_checkpoint, position)
+            found = loop.resume_position(resume_from_checkpoint, position)
+            position = _returned(loop, "resume_position", found)
         return position
 
     @property
@@ -312,7 +316,7 @@ class SCUTrainer(Trainer):
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
         skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
         for loop in self.loops:
-            kwargs |= loop.begin_epoch(kwargs["epoch"], skipped)
+            kwargs |= loop.begin_epoch(kwargs["epoch"], skipped) or {}
         run = functools.partial(super()._run_epoch, **kwargs)
         return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
 
@@ -327,7 +331,7 @@ class SCUTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         for loop in reversed(self.loops):
-            epoch_iterator = loop.batches(epoch_iterator, num_batches)
+            epoch_iterator = _returned(loop, "batches", loop.batches(epoch_iterator, num_batches))
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         for loop in self.loops:
             loop.on_window(batches, num_items)
@@ -339,8 +343,11 @@ class SCUTrainer(Trainer):
         loops = self.loops
         if loops:
             self._events.scale_rates()
+        read = marks(inputs) if self.engine.has_run_ahead else None
         for loop in loops:
             loop.on_batch(inputs, num_items_in_batch)
+            if read is not None and read != marks(inputs):
+                raise changed_too_late(loop, read, marks(inputs))
         try:
             loss = self.engine.loss(model, inputs, num_items_in_batch)
         except NonFiniteLoss as error:
@@ -387,7 +394,7 @@ class SCUTrainer(Trainer):
     def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Also of a plain module that returns its loss alone; the stock method looks for it inside of something."""
         for loop in self.loops:
-            inputs = loop.on_forward(inputs)
+            inputs = _returned(loop, "on_forward", loop.on_forward(inputs))
         given = {"num_items_in_batch": num_items_in_batch, **({"return_outputs": True} if return_outputs else {})}
         is_plain = not (isinstance(self.model, PreTrainedModel) or self.compute_loss_func or own_loss_between(self))
         with self.model.register_forward_hook(_bare_loss_in_tuple) if is_plain else contextlib.nullcontext():
@@ -449,7 +456,7 @@ class SCUTrainer(Trainer):
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         with self.engine.doing(lambda: "evaluation"), contextlib.ExitStack() as stack:
             for loop in self.loops:
-                stack.enter_context(loop.evaluation())
+                stack.enter_context(_returned(loop, "evaluation", loop.evaluation()))
             return self.engine.evaluated(evaluate, dataloader, loss_only)
 
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
@@ -533,6 +540,13 @@ def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
 def _first(answers: Iterable[Any]) -> Any:
     """That is not None; None where all are."""
     return next((answer for answer in answers if answer is not None), None)
+
+
+def _returned(loop: Loop, hook: str, value: Any) -> Any:
+    """``value``, which ``hook`` of ``loop`` gave."""
+    if value is None:
+        raise forgotten_return(loop, hook)
+    return value
 
 
 def _named(method: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

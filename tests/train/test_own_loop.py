@@ -16,7 +16,7 @@ from scu_trainer import Loop, SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
-from tests.tiny import Rows, arguments, llama, same, trained, weights_of
+from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 STEPS = 12
@@ -146,6 +146,14 @@ class Stateful(Named):
         self.state = state
 
 
+class Unread(Named):
+    def state_dict(self):
+        return {"best": 1.0}
+
+    def load_statedict(self, state):
+        """One letter from a hook."""
+
+
 class Misspelt(Named):
     def on_gradient(self, loss_scale):
         """One letter from a hook."""
@@ -167,6 +175,7 @@ def given(loop: Loop, **values) -> Loop:
         ([Silent()] * 2, "the loop Silent was passed twice"),
         ([Misspelt()], r"Misspelt has on_gradient \(did you mean 'on_gradients'\?\), which nothing calls"),
         ([given(Stateful(), state_file=None)], 'no state_file.*set state_file = "own_state.json"'),
+        ([given(Unread(), state_file="own.json")], "Unread has a state_dict but no load_state_dict"),
         ([given(Stateful(), state_file="memory_state.json")], "both have state_file 'memory_state.json'"),
         ([given(Named(), history_file="memory_history.json")], "both have history_file"),
         ([given(Named(), history_file="../rows.json")], "not a file name"),
@@ -373,3 +382,113 @@ def test_a_number_of_any_kind_is_a_scalar(tmp_path, value):
 def test_a_number_of_any_kind_is_a_factor(tmp_path, value):
     trainer = trained(llama(layers=1), tmp_path, callbacks=[given(Named(), rate_factor=value)], **RUN)
     assert trainer.state.log_history[0]["learning_rate"] == RUN["learning_rate"] / 2
+
+
+def test_a_method_whose_name_is_nearly_that_of_a_hook_is_told_of(tmp_path, caplog):
+    near = type("Near", (Named,), {"before_saves": lambda self: None, "of_its_own": lambda self: None})
+    SCUTrainer(llama(layers=1), arguments(tmp_path), callbacks=[near()])
+    assert caplog.messages == [
+        "the loop Near has before_saves (did you mean 'before_save'?), which training does not call"
+    ]
+
+
+class Begins(Named):
+    def on_train_begin(self, args, state, control, **kwargs):
+        """And does not call that of Loop."""
+
+
+def test_a_trainer_without_loops_is_refused_whatever_the_loop_does_when_training_begins(tmp_path):
+    trainer = Trainer(llama(layers=1), arguments(tmp_path), train_dataset=Rows(), callbacks=[Begins()])
+    with pytest.raises(ControlError, match="the loop Begins was passed to a trainer without loops"):
+        trainer.train()
+
+
+class Averages(Stateful):
+    """A tensor in its state from the first step on."""
+
+    def begin(self):
+        self.state = {"mean": 0.0}
+
+    def on_loss(self, loss, num_items):
+        self.state = {"mean": self.state["mean"] + loss}
+
+
+def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 6}
+    seen = {}
+    with pytest.raises(ControlError, match="Averages has a state_dict that cannot be saved"):
+        trained(llama(layers=1), tmp_path, callbacks=[Averages()], prepare=lambda t: seen.update(trainer=t), **saves)
+    assert seen["trainer"].state.global_step == 1
+
+
+def test_a_state_that_is_never_saved_may_be_anything(tmp_path):
+    assert trained(llama(layers=1), tmp_path, callbacks=[Averages()], save_strategy="no").state.global_step == 6
+
+
+class Leaves(Recording):
+    """Takes itself off the trainer on the way."""
+
+    history_file = "own.json"
+    has_ended = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control)
+        if state.global_step == 3:
+            self.trainer.remove_callback(self)
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_a_loop_that_is_removed_during_training_ends_with_it(tmp_path):
+    loop = Leaves()
+    trained(llama(layers=1), tmp_path, callbacks=[loop])
+    assert loop.has_ended and loop.history is None
+    assert [row["step"] for row in read_rows(tmp_path / "own.json")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("hook", ["training_values", "batches", "on_forward", "evaluation"])
+def test_a_return_that_was_forgotten_is_named(tmp_path, hook):
+    forgets = type("Forgets", (Named,), {hook: lambda self, *given: None})
+    with pytest.raises(ControlError, match=rf"the loop Forgets returns None from {hook}\(\)"):
+        trained(
+            llama(layers=1), tmp_path, callbacks=[forgets()], max_steps=1, eval_dataset=Rows(4), eval_strategy="epoch"
+        )
+
+
+def test_no_change_to_an_epoch_may_be_none(tmp_path):
+    same_epoch = type("SameEpoch", (Named,), {"begin_epoch": lambda self, epoch, skipped_batches: None})
+    assert trained(llama(layers=1), tmp_path, callbacks=[same_epoch()]).state.global_step == 6
+
+
+class Relabels(Named):
+    """Changes labels where ``where`` says."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def batches(self, batches, count):
+        for batch in batches:
+            yield self._changed(batch) if self.where == "batches" else batch
+
+    def on_batch(self, inputs, num_items):
+        if self.where == "on_batch":
+            self._changed(inputs)
+
+    def _changed(self, batch):
+        batch["labels"] = torch.where(batch["labels"] == -100, -100, 5)
+        return batch
+
+
+def test_batches_are_changed_where_every_loop_sees_it(tmp_path):
+    run = {"dataset": UnevenRows(), "data_collator": pad, "gradient_accumulation_steps": 2, "logging_steps": 1}
+
+    def losses(where, folder, **more):
+        trainer = trained(llama(layers=1), tmp_path / folder, callbacks=[Relabels(where)], **run, **more)
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    stock = losses("batches", "stock")
+    assert stock == pytest.approx(losses("on_batch", "late"))
+    assert stock == pytest.approx(losses("batches", "memory", memory=MemorySettings()), rel=1e-4)
+    with pytest.raises(ControlError, match="the loop Relabels changes labels of a batch in on_batch"):
+        losses("on_batch", "refused", memory=MemorySettings())

@@ -165,6 +165,11 @@ class MicroBatchStep:
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_run_ahead(self) -> bool:
+        """Whether the loss of the next accumulation batch is known, from a window of several."""
+        return bool(self._losses)
+
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         """The loss of one accumulation batch, as the stock ``training_step`` returns it."""
         if not self._losses:
