@@ -26,11 +26,11 @@ def give_back_freed() -> None:
 
 
 def settle() -> None:
-    """Brings glibc's moving thresholds at once to where the first freed block of up to 32 MiB brings them: smaller blocks
-    come from the heap, which gives back what is free at its end beyond 64 MiB.
+    """Moves glibc's thresholds at once to where the first freed block of 32 MiB would move them: smaller blocks come
+    from the heap, which gives back what is free at its end beyond 64 MiB.
 
-    Until then a training with smaller blocks may give some MiB back in each step, which the system zeroes again. Takes
-    no memory, as nothing is written to the block. No effect in other C libraries.
+    Before that, a training whose blocks are all smaller may give some MiB back in every step, and gets them zeroed
+    again. Takes no memory, as nothing is written to the block. No effect in other C libraries.
     """
     library = ctypes.CDLL(None)
     library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

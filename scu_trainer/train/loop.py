@@ -137,8 +137,7 @@ class Loop(TrainerCallback):
         """``batches``: all accumulation batches of the next step; with the memory loop on the host."""
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
-        """An accumulation batch is about to be trained on; with the memory loop it may have been, with the first
-        of its step. Changes belong into ``batches``."""
+        """An accumulation batch is about to be trained on. With the memory loop all of a step are, before its first."""
 
     def on_forward(self, inputs: Any) -> Any:
         """``inputs``: of a micro-batch, on the device, with their labels, also where rows are only asked or evaluated,

@@ -96,16 +96,6 @@ def late(loop: Loop) -> ControlError:
     return ControlError(f"{called(loop)} was added during training, too late for its begin hook; add it before train()")
 
 
-def changed_too_late(loop: Loop, before: Mapping[str, Any], after: Mapping[str, Any]) -> ControlError:
-    """Of a loop that has changed what was trained on already. ``before``, ``after``: marks of a batch."""
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return ControlError(
-        f"{called(loop)} changes {', '.join(changed)} of a batch in on_batch, but the memory loop takes all "
-        "accumulation batches of a step through the model at the first of them; change batches in the hook "
-        "batches, which also comes before their labels are counted"
-    )
-
-
 def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
     """A trainer that has no loop for a state in ``checkpoint`` continues without it, which no figure shows."""
     classes = read_manifest(checkpoint).get("loops")

@@ -37,7 +37,6 @@ from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents
 from scu_trainer.train.loop_checks import (
-    changed_too_late,
     forgotten_return,
     late,
     rate_of,
@@ -52,7 +51,6 @@ from scu_trainer.train.loop_checks import (
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
-from scu_trainer.train.step.batches.rows import marks
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
@@ -343,11 +341,9 @@ class SCUTrainer(Trainer):
         loops = self.loops
         if loops:
             self._events.scale_rates()
-        read = marks(inputs) if self.engine.has_run_ahead else None
-        for loop in loops:
-            loop.on_batch(inputs, num_items_in_batch)
-            if read is not None and read != marks(inputs):
-                raise changed_too_late(loop, read, marks(inputs))
+        for batch in self.engine.next_to_run(inputs):
+            for loop in loops:
+                loop.on_batch(batch, num_items_in_batch)
         try:
             loss = self.engine.loss(model, inputs, num_items_in_batch)
         except NonFiniteLoss as error:

@@ -40,10 +40,9 @@ class StockEngine:
         """Forward and backward of one accumulation batch. Returns its loss as the stock ``training_step`` does."""
         return self.trainer.stock_training_step(model, inputs, num_items)
 
-    @property
-    def has_run_ahead(self) -> bool:
-        """Whether the next accumulation batch went through the model with those before it."""
-        return False
+    def next_to_run(self, inputs: Any) -> Sequence[Any]:
+        """The accumulation batches that ``loss(inputs)`` will take through the model."""
+        return (inputs,)
 
     def adds_means(self, num_items: Any) -> bool:
         """Whether the losses of a window are several means that the stock loop takes for one."""
@@ -98,9 +97,8 @@ class MicroBatchEngine(StockEngine):
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         return self.micro_batches.loss(model, inputs, num_items)
 
-    @property
-    def has_run_ahead(self) -> bool:
-        return self.micro_batches.has_run_ahead
+    def next_to_run(self, inputs: Any) -> Sequence[Any]:
+        return self.micro_batches.next_to_run(inputs)
 
     def adds_means(self, num_items: Any) -> bool:
         return self.micro_batches.adds_means(num_items)

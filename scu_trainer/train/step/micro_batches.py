@@ -165,20 +165,23 @@ class MicroBatchStep:
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
-    @property
-    def has_run_ahead(self) -> bool:
-        """Whether the loss of the next accumulation batch is known, from a window of several."""
-        return bool(self._losses)
+    def next_to_run(self, inputs: Any) -> Sequence[Any]:
+        """The accumulation batches that ``loss(inputs)`` runs: all of a window at its first, then none."""
+        if self._losses:
+            return ()
+        return self._prefetched if self._begins_window(inputs) else (inputs,)
+
+    def _begins_window(self, inputs: Any) -> bool:
+        return bool(self._prefetched) and inputs is self._prefetched[0]
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         """The loss of one accumulation batch, as the stock ``training_step`` returns it."""
         if not self._losses:
-            known = bool(self._prefetched) and inputs is self._prefetched[0]
+            known = self._begins_window(inputs)
             completes = known or self.trainer.accelerator.sync_gradients
             if not known and len(self._prefetched) > 1:
                 self._warn_once("training_step does not get the batches of the loader: rows are not pooled across them")
-            raw = self._prefetched if known else [inputs]
-            self._losses.extend(self._run(model, raw, num_items, completes))
+            self._losses.extend(self._run(model, self.next_to_run(inputs), num_items, completes))
         loss = self._losses.popleft()
         if self.trainer.accelerator.sync_gradients:
             self.ranks.finish()

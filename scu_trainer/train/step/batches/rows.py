@@ -374,12 +374,3 @@ def _fit(part: torch.Tensor, width: int, fill: int) -> torch.Tensor:
         return part[:, :width].contiguous()  # as a collator gives it: models flatten labels with view
     padding = part.new_full((part.size(0), width - part.size(1), *part.shape[2:]), fill)
     return torch.cat([part, padding], dim=1)
-
-
-def marks(inputs: Any) -> dict[str, tuple[int, Optional[int]]]:
-    """Other ones where an entry of ``inputs`` was replaced, or written to."""
-    tensors = inputs.items() if isinstance(inputs, Mapping) else ()
-    return {
-        name: (id(value), value._version if torch.is_tensor(value) and not value.is_inference() else None)
-        for name, value in tensors
-    }
