@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import FrozenInstanceError, asdict, fields
 
+import numpy
 import pytest
 
 from scu_trainer.errors import SettingsError, UserError
@@ -16,6 +17,7 @@ from scu_trainer.settings import (
     MemorySettings,
     ModelSettings,
     RegularizationSettings,
+    SafetySettings,
 )
 
 SCU, MODEL, DATA, EFFICIENCY = RegularizationSettings, ModelSettings, DataSettings, EfficiencySettings
@@ -99,6 +101,16 @@ def test_bad_values_are_refused_with_a_way_out(settings, changes, message):
         settings(**changes)
     assert isinstance(caught.value, UserError)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("settings", [SCU, MODEL, DATA, EFFICIENCY, CurriculumSettings, MemorySettings, SafetySettings])
+def test_no_number_is_negative_or_not_finite_of_whatever_type(settings):
+    numbers = [item.name for item in fields(settings) if type(item.default) in (int, float)]
+    assert numbers
+    for name in numbers:
+        for value in (-1, -0.5, math.nan, math.inf, numpy.float32(-1), numpy.float32("inf"), numpy.int64(-1)):
+            with pytest.raises(SettingsError, match=rf"{name} is .*; (it must be|allowed: )"):
+                settings(**{name: value})
 
 
 def test_a_whole_number_may_be_written_as_a_float():

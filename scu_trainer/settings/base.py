@@ -8,7 +8,7 @@ import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Optional, Union, get_args, get_origin, get_type_hints
 
 from scu_trainer.errors import SettingsError, nearest
@@ -37,9 +37,7 @@ NOT_GIVEN = {"max_steps": "it must be 1 or more, or -1 to train for num_train_ep
 
 
 def option(default, help: str):
-    """A dataclass field; a default of several values becomes a list, as HfArgumentParser reads it."""
-    if isinstance(default, (list, tuple)):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
+    """A dataclass field."""
     return field(default=default, metadata={"help": help})
 
 
@@ -49,26 +47,27 @@ def hints_of(kind: type) -> Mapping[str, Any]:
     return types.MappingProxyType(get_type_hints(kind))
 
 
-def check_choices(settings) -> None:
-    """Reject a value outside a ``Literal`` field's choices, naming the nearest one."""
-    hints = hints_of(settings.__class__)
-    for item in fields(settings):
-        choices = get_args(hints[item.name])
-        if getattr(hints[item.name], "__origin__", None) is not Literal:
-            continue
-        value = getattr(settings, item.name)
-        if value not in choices:
-            raise SettingsError(
-                f"{item.name} is {value!r}; allowed: {', '.join(map(str, choices))}{nearest(str(value), choices)}"
-            )
+def changed(settings) -> list[str]:
+    """Names of the fields that have another value than their default."""
+    return [item.name for item in fields(settings) if getattr(settings, item.name) != item.default]
 
 
 def check_fields(settings, prefix: str = "") -> None:
-    """Reject what no field of its kind can mean: a choice that is none, a number that is none, a text that is no name.
-    Narrower limits are the business of the dataclass itself."""
-    check_choices(settings)
+    """Reject what no field of its kind can mean: an unknown choice, a value of another type, a number that is negative
+    or not finite, a text that is no name. Narrower limits are the business of the dataclass itself."""
+    _check_choices(settings)
     check_kinds(settings, prefix)
     check_values(type(settings), vars(settings), prefix=prefix)
+
+
+def _check_choices(settings) -> None:
+    """Reject a value outside a ``Literal`` field's choices, naming the nearest one."""
+    for name, hint in hints_of(settings.__class__).items():
+        value, choices = getattr(settings, name), get_args(hint)
+        if get_origin(hint) is Literal and value not in choices:
+            raise SettingsError(
+                f"{name} is {value!r}; allowed: {', '.join(map(str, choices))}{nearest(str(value), choices)}"
+            )
 
 
 def _is_number(value: Any) -> bool:
@@ -117,7 +116,7 @@ def check_values(
         for value in _single(values[item.name]):
             if isinstance(value, str):
                 check_text(prefix + item.name, value, is_name=is_name)
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            elif _is_number(value):
                 _check_number(prefix + item.name, item.default, value, allowed.get(item.name, Allowed()))
 
 
@@ -141,9 +140,9 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
         require(value == default, f"{name} is {short(value)}; {said}")
         return
     least = 0 if allowed.least is None else allowed.least
-    most = (MOST_COUNT if isinstance(value, int) else MOST_NUMBER) if allowed.most is None else allowed.most
+    most = (MOST_COUNT if isinstance(value, Integral) else MOST_NUMBER) if allowed.most is None else allowed.most
     usual = "" if default is None else f", such as {default}"
-    is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be too large for a float
+    is_finite = isinstance(value, Integral) or math.isfinite(value)  # an int may be too large for a float
     require(is_finite or least > -MOST_NUMBER, f"{name} is {value}; it must be a finite number{usual}")
     require(is_finite and value >= least, f"{name} is {short(value)}; it must be {least:,} or more{usual}")
     require(value <= most, f"{name} is {short(value)}; it must be {most:,} or less{usual}")
@@ -164,7 +163,8 @@ def short(value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """As it is typed."""
+    """As it is typed; also a member of an enum, such as ``optim`` of the stock arguments."""
+    value = getattr(value, "value", value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

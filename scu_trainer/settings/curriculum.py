@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Optional
 
@@ -70,10 +69,6 @@ class CurriculumSettings:
         )
         require(
             0 < self.acmds_fraction <= 1, f"acmds_fraction is {self.acmds_fraction}; it must be above 0 and at most 1"
-        )
-        require(
-            math.isfinite(self.length_warmup_steps) and self.length_warmup_steps >= 0,
-            f"length_warmup_steps is {self.length_warmup_steps}; it must be 0 or more",
         )
         require(
             self.length_warmup_start >= 1, f"length_warmup_start is {self.length_warmup_start}; it must be 1 or more"

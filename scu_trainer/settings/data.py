@@ -77,7 +77,6 @@ class DataSettings:
         for name in ("dataset_size", "max_eval_documents"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} is {value}; it must be 1 or more")
-        require(self.sample_prompts >= 0, f"sample_prompts is {self.sample_prompts}; it must be 0 or more")
         longest = self.sample_max_new_tokens
         require(longest >= 1, f"sample_max_new_tokens is {longest}; it must be 1 or more")
         workers = self.preprocessing_num_workers

@@ -3,11 +3,10 @@ otherwise."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import check_fields, option, plain, require
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -58,8 +57,7 @@ class EfficiencySettings:
     peak_tflops: Optional[float] = option(
         None,
         "peak of one device in TFLOP/s that throughput is compared with; default: the manufacturer's figure for "
-        "a known GPU, "
-        "a measured matrix product on a CPU",
+        "a known GPU, a measured matrix product on a CPU",
     )
     predict_memory: bool = option(
         True,
@@ -74,18 +72,14 @@ class EfficiencySettings:
         check_fields(self)
         decay, peak = self.ema_decay, self.peak_tflops
         require(decay is None or 0 < decay < 1, f"ema_decay is {decay}; allowed: above 0 and below 1, such as 0.999")
-        require(
-            peak is None or (math.isfinite(peak) and peak > 0),
-            f"peak_tflops is {peak}; it must be above 0, such as 312",
-        )
+        require(peak is None or peak > 0, f"peak_tflops is {peak}; it must be above 0, such as 312")
         require(peak is None or self.throughput, "peak_tflops has an effect only with throughput; add throughput: true")
-        require(self.profile_steps >= 0, f"profile_steps is {self.profile_steps}; it must be 0 or more")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
         size, milestones, gamma = self.lr_step_size, self.lr_milestones, self.lr_gamma
         require(size is None or size >= 1, f"lr_step_size is {size}; it must be 1 epoch or more")
-        require(math.isfinite(gamma) and gamma > 0, f"lr_gamma is {gamma}; it must be above 0, such as 0.1")
+        require(gamma > 0, f"lr_gamma is {gamma}; it must be above 0, such as 0.1")
         require(gamma == 0.1 or self.has_lr_steps, "lr_gamma needs lr_step_size or lr_milestones; give one of them")
         require(
             size is None or milestones is None, "lr_step_size and lr_milestones are two schedules; keep one of them"
@@ -94,7 +88,7 @@ class EfficiencySettings:
             return
         require(bool(milestones), "lr_milestones is empty; give epochs such as 30 60 80, or leave it out")
         require(
-            all(math.isfinite(m) and m > 0 for m in milestones) and sorted(set(milestones)) == list(milestones),
+            all(m > 0 for m in milestones) and sorted(set(milestones)) == list(milestones),
             f"lr_milestones are {milestones}; they must be above 0 and rise, such as 30 60 80",
         )
         require(
@@ -129,7 +123,7 @@ def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments
 
 
 def _check_muon(training: TrainingArguments) -> None:
-    optim = getattr(training.optim, "value", training.optim)
+    optim = plain(training.optim)
     require(
         optim in ("adamw_torch", "adamw_torch_fused") and not training.optim_args,
         f"use_muon replaces optim: {optim}{' and its optim_args' if training.optim_args else ''}; leave "
@@ -145,7 +139,7 @@ def _check_one_schedule(efficiency: EfficiencySettings, training: TrainingArgume
     if not efficiency.has_lr_steps:
         return
     name = "lr_step_size" if efficiency.lr_step_size is not None else "lr_milestones"
-    kind = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
+    kind = plain(training.lr_scheduler_type)
     require(
         kind in GIVES_WAY,
         f"{name} and lr_scheduler_type: {kind} are two schedules of the learning rate; add lr_scheduler_type: "

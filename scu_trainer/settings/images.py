@@ -21,8 +21,7 @@ class ImageSettings:
     image_size: Optional[int] = option(
         None,
         "pixels per side; default: the size that a loaded model was trained with, else the size of the first "
-        "image, rounded up "
-        "to 32, 64, 96, 128 or 224",
+        "image, rounded up to 32, 64, 96, 128 or 224",
     )
     image_channels: Optional[int] = option(
         None, "1: gray images, 3: RGB; default: the channels of a loaded model, else 3"

@@ -105,9 +105,6 @@ class MemorySettings:
             highest is None or self.min_batch_size <= highest,
             f"min_batch_size {self.min_batch_size} exceeds max_batch_size {highest}; lower min_batch_size",
         )
-        for name in ("pid_kp", "pid_ki", "pid_kd", "gc_threshold_gb", "ram_threshold_gb"):
-            value = getattr(self, name)
-            require(value is None or (math.isfinite(value) and value >= 0), f"{name} is {value}; it must be 0 or more")
         require(
             not self.padding_free or self.acts,
             "padding_free: true needs memory_control: true or a token_cap; leave it out for the stock Trainer",

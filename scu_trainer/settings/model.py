@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import changed, check_fields, option, require
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -137,10 +137,10 @@ class ModelSettings:
         require(self.embedded_base_steps >= 1, f"embedded_base_steps is {self.embedded_base_steps}; 1 or more")
         self._check_teacher()
         self._check_adapters()
-        maps = DEVICE_MAPS
+        place = self.device_map
         require(
-            self.device_map is None or self.device_map in maps,
-            f"device_map is {self.device_map!r}; allowed: {', '.join(maps)}{nearest(str(self.device_map), maps)}",
+            place is None or place in DEVICE_MAPS,
+            f"device_map is {place!r}; allowed: {', '.join(DEVICE_MAPS)}{nearest(str(place), DEVICE_MAPS)}",
         )
         require(
             not (self.load_in_8bit and self.tuning != "qlora"),
@@ -152,15 +152,13 @@ class ModelSettings:
         """Whether trained weights are stored in 16 bits, without a copy in 32."""
         return self.dtype == "bfloat16" and self.tuning == "full"
 
-    def _given(self, name: str) -> bool:
-        return getattr(self, name) != type(self).__dataclass_fields__[name].default
-
     def _check_adapters(self) -> None:
-        odd = next((name for name in OF_ADAPTERS if self.tuning == "full" and self._given(name)), None)
+        given = changed(self)
+        odd = next((name for name in OF_ADAPTERS if self.tuning == "full" and name in given), None)
         require(odd is None, f"{odd} is about adapters, and tuning is full, which has none; drop it, or tuning: lora")
-        odd = next((name for name in OF_LORA if self.peft_type == "vera" and self._given(name)), None)
+        odd = next((name for name in OF_LORA if self.peft_type == "vera" and name in given), None)
         require(odd is None, f"{odd} is LoRA's, and peft_type is vera, which does not have it; drop one of them")
-        odd = next((n for n in PATTERNS if self.tuning != "full" and self._given(n)), None)
+        odd = next((name for name in PATTERNS if self.tuning != "full" and name in given), None)
         require(odd is None, f"{odd} is for tuning: full; adapters are put by lora_target_modules, exclude_modules")
         for name in PATTERNS:
             _check_patterns(name, getattr(self, name) or ())
@@ -173,12 +171,11 @@ class ModelSettings:
 
     def _check_initial(self) -> None:
         initial = self.init_lora_weights
-        if initial.startswith("pissa_niter"):
-            require(
-                False,
-                f"init_lora_weights is {initial}, a random decomposition: each load would subtract a different "
-                f"part from the base, and a saved adapter would not fit; use pissa, which is exact",
-            )
+        require(
+            not initial.startswith("pissa_niter"),
+            f"init_lora_weights is {initial}, a random decomposition: each load would subtract a different "
+            f"part from the base, and a saved adapter would not fit; use pissa, which is exact",
+        )
         require(
             initial in INITIAL,
             f"init_lora_weights is {initial!r}; allowed: {', '.join(INITIAL)}{nearest(initial, INITIAL)}",
@@ -197,9 +194,8 @@ class ModelSettings:
         weight, temperature = self.teacher_weight, self.teacher_temperature
         require(0 < weight <= 1, f"teacher_weight is {weight}; allowed: above 0, up to 1, such as 0.5")
         require(temperature > 0, f"teacher_temperature is {temperature}; it must be above 0, such as 2.0")
-        for name in ("teacher_weight", "teacher_temperature"):
-            is_default = getattr(self, name) == type(self).__dataclass_fields__[name].default
-            require(self.teacher is not None or is_default, f"{name} needs a teacher; add teacher: RUN, or drop it")
+        odd = next((name for name in changed(self) if name.startswith("teacher_") and self.teacher is None), None)
+        require(odd is None, f"{odd} needs a teacher; add teacher: RUN, or drop it")
 
 
 def _check_patterns(name: str, patterns: Sequence[str]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import changed, check_fields, option, require
 
 ACT_BY_LAMBDA = ("fixed", "schedule")
 """Laws that need no target: lambda is what it is set to."""
@@ -95,29 +95,14 @@ class RegularizationSettings:
         check_fields(self, prefix="scu_")
         for name in ("sigma", "time_constant", "max_shrink"):
             value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, f"scu_{name} is {value}; it must be above 0")
+            require(value > 0, f"scu_{name} is {value}; it must be above 0")
         for name in ("control_frequency", "auto_patience"):
             require(getattr(self, name) >= 1, f"scu_{name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("growth_alpha", "ema_alpha", "max_shrink"):
             value = getattr(self, name)
             require(value is None or 0 < value <= 1, f"scu_{name} is {value}; it must be above 0 and at most 1")
-        require(0 <= self.integral_leak <= 1, f"scu_integral_leak is {self.integral_leak}; allowed: 0 to 1")
+        require(self.integral_leak <= 1, f"scu_integral_leak is {self.integral_leak}; allowed: 0 to 1")
         require(self.tokens is None or self.tokens > 0, f"scu_tokens is {self.tokens}; it must be 1 or more")
-        require(self.hold_steps >= 0, f"scu_hold_steps is {self.hold_steps}; it must be 0 or more")
-        for name in (
-            "kp",
-            "ki",
-            "integral_clamp",
-            "lambda_init",
-            "lambda_final",
-            "lambda_min",
-            "lambda_max",
-            "deadband",
-        ):
-            value = getattr(self, name)
-            require(
-                value is None or (math.isfinite(value) and value >= 0), f"scu_{name} is {value}; it must be 0 or more"
-            )
         low, high = self.lambda_bounds
         require(low <= high, f"scu_lambda_min {low} exceeds scu_lambda_max {high}; lower scu_lambda_min")
         if self.law == "original":
@@ -152,8 +137,7 @@ class RegularizationSettings:
 
     def _require_target(self) -> None:
         """Of an option that steers, where nothing is steered: it would have no effect."""
-        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
-        needs = [name for name in changed if name not in MEASURES and not self.steers]
+        needs = [name for name in changed(self) if name not in MEASURES and not self.steers]
         needs += ["stop_at_target"] if self.stop_at_target and self.target_s is None and self.steers else []
         require(
             not needs,
@@ -224,7 +208,7 @@ class RetentionSettings:
         check_fields(self)
         budget, share, steps = self.retain_budget_bits, self.retain_max_share, self.retain_frequency
         require(
-            math.isfinite(budget) and budget > 0,
+            budget > 0,
             f"retain_budget_bits is {budget}; it must be above 0, such as 0.02; to lose nothing, do not train",
         )
         require(0 < share <= 0.9, f"retain_max_share is {share}; allowed: above 0 and up to 0.9, such as 0.5")
@@ -234,10 +218,10 @@ class RetentionSettings:
             f"retain_documents is {self.retain_documents}; it must be {FEWEST_TO_RETAIN} or more: some are measured, "
             "others give the verdict",
         )
-        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        given = changed(self)
         require(
-            self.retain is not None or not changed,
-            f"{changed[0] if changed else ''} has an effect only with retain, the text that must not be forgotten; "
+            self.retain is not None or not given,
+            f"{given[0] if given else ''} has an effect only with retain, the text that must not be forgotten; "
             "give it, for instance --retain general.jsonl",
         )
         require(self.retain != "", "retain is empty; give a file or a dataset, or drop it")

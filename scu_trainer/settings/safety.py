@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import check_fields, option, plain, require
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -75,30 +74,18 @@ class SafetySettings:
             "early_stopping_threshold needs early_stopping_patience, the evaluations to wait; give it, such as 3",
         )
         require(
-            self.max_nonfinite_steps >= 0,
-            f"max_nonfinite_steps is {self.max_nonfinite_steps}; allowed: 0 or more steps",
-        )
-        require(
             self.spike_guard != "off" or self.spike_threshold == 12.0,
             "spike_threshold acts with spike_guard: skip; set that as well, or drop it",
         )
-        require(
-            math.isfinite(self.spike_threshold) and self.spike_threshold > 0,
-            f"spike_threshold is {self.spike_threshold}; allowed: above 0, such as 12",
-        )
-        require(
-            math.isfinite(self.divergence_factor) and self.divergence_factor > 1,
-            f"divergence_factor is {self.divergence_factor}; allowed: above 1, such as 2",
-        )
-        require(
-            self.grace_period_s is None or (math.isfinite(self.grace_period_s) and self.grace_period_s > 0),
-            f"grace_period_s is {self.grace_period_s}; allowed: above 0 seconds, such as 30",
-        )
+        threshold, factor, grace_s = self.spike_threshold, self.divergence_factor, self.grace_period_s
+        require(threshold > 0, f"spike_threshold is {threshold}; allowed: above 0, such as 12")
+        require(factor > 1, f"divergence_factor is {factor}; allowed: above 1, such as 2")
+        require(grace_s is None or grace_s > 0, f"grace_period_s is {grace_s}; allowed: above 0 seconds, such as 30")
 
 
 def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
     """Raise SettingsError for settings that contradict the stock arguments."""
-    strategy = _word(training.save_strategy)
+    strategy = plain(training.save_strategy)
     require(
         safety.save_epochs is None or strategy == "epoch",
         f"save_epochs counts epochs, and save_strategy is {strategy}; set save_strategy: epoch",
@@ -108,7 +95,7 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
             training.load_best_model_at_end,
             "early_stopping_patience keeps the best model; set load_best_model_at_end: true, or drop it",
         )
-        _require_checkpoint_of_best(_word(training.eval_strategy), strategy, training.eval_steps, training.save_steps)
+        _require_checkpoint_of_best(plain(training.eval_strategy), strategy, training.eval_steps, training.save_steps)
     require(
         safety.save_epochs in (None, 1) or not training.load_best_model_at_end,
         f"save_epochs: {safety.save_epochs} may leave out the best checkpoint that load_best_model_at_end "
@@ -135,7 +122,7 @@ def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> 
 
 def _strategies(values: Mapping[str, Any], given: Collection[str]) -> tuple[str, str]:
     """Of evaluations and of checkpoints: each follows the other one where only that was given."""
-    evaluates, saves = _word(values["eval_strategy"]), _word(values["save_strategy"])
+    evaluates, saves = plain(values["eval_strategy"]), plain(values["save_strategy"])
     if "eval_strategy" not in given:
         follows = "save_strategy" in given and saves in ("steps", "epoch")
         by_steps = "save_steps" in given or values["max_steps"] > 0 or evaluates == "steps"
@@ -173,7 +160,3 @@ def _require_checkpoint_of_best(
         f"{eval_steps or 0:g} steps apart, and checkpoints {save_steps or 0:g}; set save_steps: "
         f"{eval_steps or 0:g}, or save_strategy: best",
     )
-
-
-def _word(strategy: Any) -> str:
-    return str(getattr(strategy, "value", strategy))

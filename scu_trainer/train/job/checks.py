@@ -19,11 +19,11 @@ from scu_trainer.settings import (
     RegularizationSettings,
     RetentionSettings,
 )
-from scu_trainer.settings.base import require
+from scu_trainer.settings.base import plain, require
 from scu_trainer.settings.mixture import is_same_dataset
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule
-from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
+from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed, zero_stage
 
 
 def check_evaluation(
@@ -80,9 +80,8 @@ def _check_pairs(training: TrainingArguments) -> None:
         not training.dataloader_persistent_workers or training.dataloader_num_workers > 0,
         "dataloader_persistent_workers is for loader processes; add dataloader_num_workers: 1 or more, or drop it",
     )
-    best = getattr(training.save_strategy, "value", training.save_strategy) == "best"
     require(
-        not best or training.metric_for_best_model is not None,
+        training.save_strategy != "best" or training.metric_for_best_model is not None,
         "save_strategy: best needs metric_for_best_model, such as loss",
     )
     require(
@@ -93,7 +92,7 @@ def _check_pairs(training: TrainingArguments) -> None:
 
 def check_training_optimizer(training: TrainingArguments, model: ModelSettings) -> None:
     """On the device that training uses, and for the type of the weights."""
-    optim, device = getattr(training.optim, "value", training.optim), training.device
+    optim, device = plain(training.optim), training.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     zero = getattr(training, "hf_deepspeed_config", None)
     _check_loraplus(optim, training, model)
@@ -141,13 +140,12 @@ def check_teacher(
     if model.teacher is None:
         return
     check_source(model.teacher, "teacher")
-    zero = getattr(training, "hf_deepspeed_config", None)
     contradictions = {
         "chunked_loss: always makes no logits": memory.chunked_loss == "always",
         "use_liger_kernel makes no logits": training.use_liger_kernel,
         "label_smoothing_factor is another loss": training.label_smoothing_factor,
         "curriculum: infobatch weighs the task's loss of each row": "infobatch" in curriculum.methods,
-        "ZeRO-3 splits every model that is loaded": zero is not None and zero.is_zero3(),
+        "ZeRO-3 splits every model that is loaded": zero_stage(training) == 3,
     }
     found = next((reason for reason, is_so in contradictions.items() if is_so), None)
     require(found is None, f"{found}, and a teacher needs the plain loss of whole models; drop one of them")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 
 from scu_trainer.errors import nearest
-from scu_trainer.settings.base import require
+from scu_trainer.settings.base import plain, require
 
 ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
 LOW_RANK = ("rank", "update_proj_gap", "scale", "proj_type")
@@ -41,18 +40,13 @@ CLASSES = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
 EXAMPLES = {"num_decay_steps": 100}
 
 
-def name_of(choice: Any) -> str:
-    """Of a member of an enum, as it is typed."""
-    return str(getattr(choice, "value", choice))
-
-
 def taken_by(optim: str) -> tuple[str, ...]:
     return next(names for part, names in TAKES if part in optim)
 
 
 def check_optimizer_arguments(training: TrainingArguments, names: Sequence[str]) -> None:
     """The stock Trainer drops a name that its optimizer does not take. ``names``: of ``optim_args``."""
-    optim = name_of(training.optim)
+    optim = plain(training.optim)
     takes = taken_by(optim)
     odd = next((name for name in names if name not in takes), None)
     require(
@@ -74,7 +68,7 @@ def check_optimizer_arguments(training: TrainingArguments, names: Sequence[str])
 def check_schedule(training: TrainingArguments) -> None:
     """Names that a schedule needs or does not take, of which the stock Trainer complains, or which it drops, only once
     the model is loaded."""
-    kind, given = name_of(training.lr_scheduler_type), training.lr_scheduler_kwargs or {}
+    kind, given = plain(training.lr_scheduler_type), training.lr_scheduler_kwargs or {}
     needs, takes = _scheduler_names(kind)
     odd = next((name for name in given if name not in takes), None)
     found = f"it takes {', '.join(takes)}{nearest(str(odd), takes)}" if takes else "drop it"

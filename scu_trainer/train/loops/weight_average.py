@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.settings.base import require
+from scu_trainer.settings.base import plain, require
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.saved_state import reading
 from scu_trainer.train.loop import Loop
@@ -166,8 +166,7 @@ class WeightAverage(Loop):
             if sorted(saved.keys()) != sorted(self._names):
                 raise CheckpointError(
                     f"{checkpoint / EMA_FILE} averages a different set of weights than this run trains; resume with "
-                    "the "
-                    "same model and tuning"
+                    "the same model and tuning"
                 )
             for name, average in zip(self._names, self._averaged(), strict=True):
                 average.copy_(saved.get_tensor(name))
@@ -285,7 +284,7 @@ class ScheduleFreeWeights(Loop):
 
 
 def is_schedule_free(training: TrainingArguments) -> bool:
-    return str(getattr(training.optim, "value", training.optim)).startswith("schedule_free")
+    return plain(training.optim).startswith("schedule_free")
 
 
 def check_schedule_free(
@@ -294,10 +293,9 @@ def check_schedule_free(
     efficiency: Optional[EfficiencySettings],
 ) -> None:
     """It trains at a point between two that it keeps, and what moves or averages the weights sees that point alone."""
-    optim = str(getattr(training.optim, "value", training.optim))
     if not is_schedule_free(training):
         return
-    kind = str(getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type))
+    optim, kind = plain(training.optim), plain(training.lr_scheduler_type)
     steps = efficiency is not None and efficiency.has_lr_steps
     require(
         kind == "constant" and not steps,

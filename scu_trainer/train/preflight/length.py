@@ -10,6 +10,7 @@ import torch
 from transformers import get_scheduler
 from transformers.trainer_utils import has_length
 
+from scu_trainer.settings.base import plain
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 
@@ -129,7 +130,7 @@ def interval(value: float, steps: int) -> int:
 
 def _warm_up(job: Job, steps: int) -> Iterator[Finding]:
     training = job.training
-    if job.efficiency.has_lr_steps or _scheduler_name(job) in ("constant", "reduce_lr_on_plateau"):
+    if job.efficiency.has_lr_steps or plain(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau"):
         return  # these warm nothing up
     warm_up = training.get_warmup_steps(steps)
     if warm_up >= max(2, steps / 2):
@@ -167,30 +168,25 @@ def _evaluating(job: Job, steps: int) -> Iterator[Finding]:
 # -- the learning rate -------------------------------------------------------------------------------------------------
 
 
-def _scheduler_name(job: Job) -> str:
-    kind = job.training.lr_scheduler_type
-    return str(getattr(kind, "value", kind))
-
-
 def _schedule(job: Job) -> Iterator[Finding]:
     """Made once for a weight that does not exist: it says what it lacks."""
     if job.efficiency.has_lr_steps or job.training.learning_rate <= 0:
         return
     problem = _problem_of_schedule(job)
     if problem is not None:
-        what = f"lr_scheduler_type {_scheduler_name(job)}: {problem}"
+        what = f"lr_scheduler_type {plain(job.training.lr_scheduler_type)}: {problem}"
         yield SCHEDULE.found(what, "lr_scheduler_type, lr_scheduler_kwargs")
 
 
 def _problem_of_schedule(job: Job) -> Optional[str]:
-    training, steps = job.training, 100
+    training = job.training
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
     try:
         get_scheduler(
             training.lr_scheduler_type,
             optimizer=optimizer,
             num_warmup_steps=0,
-            num_training_steps=steps,
+            num_training_steps=100,
             scheduler_specific_kwargs=training.lr_scheduler_kwargs or {},
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:

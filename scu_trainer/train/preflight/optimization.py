@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from transformers import TrainingArguments
 
+from scu_trainer.settings.base import plain
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
 
@@ -91,12 +92,12 @@ def before_loading(job: Job) -> Iterator[Finding]:
 
 def optimizer_name(job: Job) -> str:
     """``optim`` as it is typed."""
-    return str(getattr(job.training.optim, "value", job.training.optim))
+    return plain(job.training.optim)
 
 
 def is_plain_gradient(name: str) -> bool:
     """Whether a step is the gradient times the rate, not a step of about the rate per weight."""
-    return "sgd" in name or name in ("lomo",)
+    return "sgd" in name or name == "lomo"
 
 
 def has_rows_per_step(training: TrainingArguments) -> bool:
@@ -139,17 +140,14 @@ def _adam(job: Job) -> Iterator[Finding]:
     if is_plain_gradient(optimizer_name(job)):
         return
     first, second, epsilon = training.adam_beta1, training.adam_beta2, training.adam_epsilon
-    outside = [f"{name} {value:g}" for name, value in _betas(first, second) if not 0 <= value < 1]
+    betas = {"adam_beta1": first, "adam_beta2": second}
+    outside = [f"{name} {value:g}" for name, value in betas.items() if not 0 <= value < 1]
     if outside:
         yield BETAS.found(f"{' and '.join(outside)}; allowed: 0 to below 1", "adam_beta1, adam_beta2")
     elif second < first:
         yield SHORT_MEMORY.found(f"adam_beta2 {second:g} is below adam_beta1 {first:g}", "adam_beta2")
     if epsilon <= 0 or epsilon > LARGEST_EPSILON:
         yield EPSILON.found(f"adam_epsilon is {epsilon:g}", "adam_epsilon")
-
-
-def _betas(first: float, second: float) -> tuple[tuple[str, float], ...]:
-    return ("adam_beta1", first), ("adam_beta2", second)
 
 
 def _adapters(job: Job) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from scu_trainer.settings.base import plain
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
@@ -68,7 +69,7 @@ def _idle_adapters(job: Job) -> Iterator[Finding]:
 
 def _idle_numbers(job: Job) -> Iterator[Finding]:
     training = job.training
-    strategy = str(getattr(training.eval_strategy, "value", training.eval_strategy))
+    strategy = plain(training.eval_strategy)
     if training.eval_steps is not None and strategy != "steps":
         what = f"eval_steps {training.eval_steps:g} given, and eval_strategy is {strategy}, which does not count steps"
         yield WITHOUT_EFFECT.found(what, "eval_steps", "set eval_strategy: steps, or drop eval_steps")
