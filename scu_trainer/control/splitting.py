@@ -55,7 +55,7 @@ def cut(
     that is one micro-batch. Raises ValueError for bounds below 1 or ``max_rows`` below ``min_rows``.
     """
     _check_bounds(token_cap, max_rows, min_rows)
-    order = _by_length(range(len(lengths)), lengths)
+    order = _by_length(lengths)
     ascending = [max(1, lengths[row]) for row in order]
 
     def most_rows(length: int) -> int:
@@ -72,7 +72,7 @@ def cut_unpadded(
 ) -> list[MicroBatchPlan]:
     """``cut`` for a model that sees no padding: the fewest micro-batches, each filled up to ``token_cap`` tokens."""
     _check_bounds(token_cap, max_rows, min_rows)
-    order = _by_length(range(len(lengths)), lengths)
+    order = _by_length(lengths)
     sizes: list[int] = []
     tokens, most_tokens, most_rows = 0, token_cap or math.inf, max_rows or math.inf
     for row in order:
@@ -97,27 +97,6 @@ def _with_enough(sizes: Sequence[int], min_rows: int) -> list[int]:
     return filled
 
 
-def halve(plan: MicroBatchPlan, lengths: Sequence[int], min_rows: int = 1) -> tuple[MicroBatchPlan, MicroBatchPlan]:
-    """Shorter and longer half of a micro-batch, each trimmed again; the longer half has at most half of the tokens.
-
-    ``lengths``: of all rows in the pool. Raises ValueError if the halves would have fewer than ``min_rows`` rows.
-    """
-    count = len(plan.rows)
-    if count < 2 * min_rows:
-        raise ValueError(f"a micro-batch of {count} rows cannot be halved: each half needs {min_rows} or more")
-    ordered = _by_length(plan.rows, lengths)
-    middle = (count + 1) // 2  # an odd row goes to the shorter half
-    return _planned(ordered[:middle], lengths), _planned(ordered[middle:], lengths)
-
-
-def split_to(plan: MicroBatchPlan, lengths: Sequence[int], token_cap: int, min_rows: int = 1) -> list[MicroBatchPlan]:
-    """``plan`` cut again under a smaller cap: at least two plans, or ``plan`` itself below 2 * ``min_rows`` rows."""
-    planned = cut([lengths[row] for row in plan.rows], token_cap, min_rows=min_rows)
-    if len(planned) > 1:
-        return [MicroBatchPlan(tuple(plan.rows[i] for i in part.rows), part.length) for part in planned]
-    return list(halve(plan, lengths, min_rows)) if len(plan.rows) >= 2 * min_rows else [plan]
-
-
 def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> int:
     """Cap in padded tokens for rows of uneven length: what keeps the device busy, but no more than the batch asked for.
 
@@ -125,12 +104,6 @@ def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> i
     ``largest_batch_tokens``: what one batch of the configured number of rows would take, padded.
     """
     return max(longest_row, min(busy_tokens, largest_batch_tokens))
-
-
-def processed_over_real(planned: Sequence[MicroBatchPlan], lengths: Sequence[int]) -> float:
-    """Padded tokens of all micro-batches over the tokens in their rows; 1.0 is no padding at all."""
-    real = sum(max(1, lengths[row]) for plan in planned for row in plan.rows)
-    return sum(plan.tokens for plan in planned) / real if real else 1.0
 
 
 def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> None:
@@ -141,17 +114,14 @@ def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: i
         raise ValueError(f"max_rows {max_rows} is below min_rows {min_rows}")
 
 
-def _by_length(rows: Iterable[int], lengths: Sequence[int]) -> list[int]:
-    return sorted(rows, key=lambda row: (lengths[row], row))
+def _by_length(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
 
 
 def _plans(order: Sequence[int], ends: Iterable[int], lengths: Sequence[int]) -> list[MicroBatchPlan]:
     """Of the rows in ``order``, cut at the ``ends``."""
-    return [_planned(order[a:b], lengths) for a, b in itertools.pairwise([0, *ends])]
-
-
-def _planned(rows: Sequence[int], lengths: Sequence[int]) -> MicroBatchPlan:
-    return MicroBatchPlan(tuple(rows), max(1, *(lengths[row] for row in rows)))
+    parts = (tuple(order[a:b]) for a, b in itertools.pairwise([0, *ends]))
+    return [MicroBatchPlan(rows, max(1, *(lengths[row] for row in rows))) for rows in parts]
 
 
 def _micro_batch_cost(ascending: Sequence[int], token_cap: Optional[int]) -> int:

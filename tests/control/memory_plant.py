@@ -21,7 +21,7 @@ from scu_trainer.control.microbatch import (
     fitting_tokens,
     with_observation,
 )
-from scu_trainer.control.splitting import MicroBatchPlan, cut, split_to
+from scu_trainer.control.splitting import MicroBatchPlan, cut
 
 MB = 10**6
 
@@ -32,6 +32,15 @@ def equal_rows(step: int, chance: random.Random) -> list[int]:
 
 def lognormal_rows(step: int, chance: random.Random) -> list[int]:
     return [min(900, max(1, round(chance.lognormvariate(math.log(200), 0.8)))) for _ in range(64)]
+
+
+def smaller(plan: MicroBatchPlan, lengths: list[int], token_cap: int, min_rows: int) -> list[MicroBatchPlan]:
+    """``plan`` cut again under a smaller cap, and in two where that does not ask for it."""
+    own = [lengths[row] for row in plan.rows]
+    parts = cut(own, token_cap, min_rows=min_rows)
+    if len(parts) == 1 and len(own) >= 2 * min_rows:
+        parts = cut(own, None, max_rows=(len(own) + 1) // 2, min_rows=min_rows)
+    return [MicroBatchPlan(tuple(plan.rows[i] for i in part.rows), part.length) for part in parts]
 
 
 @dataclass
@@ -77,14 +86,14 @@ class Plant:
             micro_batch = waiting.popleft()
             most = self._most_tokens(micro_batch, state, limit - used, cap)
             if micro_batch.tokens > most and len(micro_batch.rows) >= 2 * self.min_rows:
-                waiting.extendleft(reversed(split_to(micro_batch, lengths, most, self.min_rows)))
+                waiting.extendleft(reversed(smaller(micro_batch, lengths, most, self.min_rows)))
                 continue
             took = self._bytes_of(micro_batch)
             if used + took > limit:
                 run.ooms.append((step, micro_batch.tokens))
                 state = after_oom(self.law, state, micro_batch.tokens, floor, limit, used, micro_batch.length)
                 cap = applied_cap(state, self.ceiling_tokens, floor)
-                waiting.extendleft(reversed(split_to(micro_batch, lengths, cap, self.min_rows)))
+                waiting.extendleft(reversed(smaller(micro_batch, lengths, cap, self.min_rows)))
                 peak = limit
                 continue
             run.chunks += 1

@@ -15,9 +15,6 @@ from scu_trainer.control.splitting import (
     auto_cap,
     cut,
     cut_unpadded,
-    halve,
-    processed_over_real,
-    split_to,
 )
 
 POOL = [3, 8, 3, 2, 8, 3, 20]  # rows by length: 3 | 0 2 5 | 1 4 | 6
@@ -144,8 +141,9 @@ def test_little_is_padding_when_lengths_are_long_tailed(median, sigma, most_micr
     for _ in range(100):
         lengths = lognormal_lengths(chance, median, sigma)
         planned = cut(lengths, max(1024, *lengths))
-        assert processed_over_real(planned, lengths) <= 1.15
-        processed += sum(plan.tokens for plan in planned)
+        padded = sum(plan.tokens for plan in planned)
+        assert padded <= 1.15 * sum(lengths)
+        processed += padded
         real += sum(lengths)
         micro_batch_count += len(planned)
     assert processed / real <= 1.07
@@ -170,54 +168,10 @@ def test_a_pool_of_thousands_asks_for_a_bounded_number_of_comparisons(monkeypatc
     assert len(tried) <= 4000 * math.isqrt(16384)
 
 
-def test_halves_are_trimmed_again():
-    plan = MicroBatchPlan((3, 0, 2, 5, 1), 8)
-    assert halve(plan, POOL) == (MicroBatchPlan((3, 0, 2), 3), MicroBatchPlan((5, 1), 8))
-    assert halve(MicroBatchPlan((1, 3), 8), POOL) == (MicroBatchPlan((3,), 2), MicroBatchPlan((1,), 8)), (
-        "the order of the rows does not matter"
-    )
-
-
-def test_halves_respect_min_rows():
-    plan = MicroBatchPlan((3, 0, 2, 5, 1), 8)
-    assert rows_of(halve(plan, POOL, min_rows=2)) == [(3, 0, 2), (5, 1)]
-    with pytest.raises(ValueError, match="5 rows cannot be halved"):
-        halve(plan, POOL, min_rows=3)
-    with pytest.raises(ValueError, match="1 rows cannot be halved"):
-        halve(MicroBatchPlan((6,), 20), POOL)
-
-
-@pytest.mark.parametrize("count", range(2, 30))
-def test_the_longer_half_has_at_most_half_of_the_tokens(count):
-    lengths = lognormal_lengths(random.Random(count), 30, 1.0, count)
-    [whole] = cut(lengths, None)
-    shorter, longer = halve(whole, lengths)
-    assert max(shorter.tokens, longer.tokens) <= (whole.tokens + whole.length) / 2
-    assert longer.tokens <= whole.tokens / 2
-    assert shorter.length <= longer.length == whole.length
-
-
-def test_split_to_cuts_the_rows_of_one_chunk_alone():
-    [whole] = cut(POOL, None)
-    planned = split_to(whole, POOL, 16)
-    assert planned == [MicroBatchPlan((3, 0, 2, 5), 3), MicroBatchPlan((1, 4), 8), MicroBatchPlan((6,), 20)]
-
-
-def test_split_to_makes_two_pieces_even_when_the_cap_does_not_ask_for_it():
-    assert split_to(MicroBatchPlan((1, 4), 8), POOL, 1000) == [MicroBatchPlan((1,), 8), MicroBatchPlan((4,), 8)]
-    assert split_to(MicroBatchPlan((6,), 20), POOL, 5) == [MicroBatchPlan((6,), 20)]
-    assert split_to(MicroBatchPlan((1, 4, 6), 20), POOL, 20, min_rows=2) == [MicroBatchPlan((1, 4, 6), 20)]
-
-
 def test_auto_cap():
     assert auto_cap(300, 4096, 8 * 300) == 2400, "never more than the batch that was asked for"
     assert auto_cap(300, 1024, 8 * 300) == 1024, "no more than keeps the device busy"
     assert auto_cap(3000, 1024, 2400) == 3000, "but the longest row must fit"
-
-
-def test_processed_over_real():
-    assert processed_over_real(cut(POOL, None), POOL) == 7 * 20 / 47
-    assert processed_over_real([], []) == 1.0
 
 
 @pytest.mark.parametrize(
