@@ -25,7 +25,7 @@ from torch import nn
 from scu_trainer.errors import ControlError
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.regularization.distances import Pair, SquaredDistances, read_together
-from scu_trainer.train.regularization.effective import DoraUpdate, VeraUpdate, low_rank_pairs, other_updates
+from scu_trainer.train.regularization.effective import DoraUpdate, low_rank_pairs, other_updates
 from scu_trainer.train.step.recovery.second_try import second_try
 
 Tensors = list[torch.Tensor]
@@ -45,17 +45,15 @@ class LowRankGroup:
     A0 vanishes and the distance needs one pair of products.
     """
 
-    a: Tensors
-    b: Tensors
     a_prior: Tensors
     b_prior: Tensors
     scales: torch.Tensor
     b_starts_at_zero: bool
 
-    def squared_distance(self, a: Optional[Tensors] = None, b: Optional[Tensors] = None) -> torch.Tensor:
+    def squared_distance(self, a: Tensors, b: Tensors) -> torch.Tensor:
         """Sum over the group of ||scale (B A - B0 A0)||^2, a scalar in float32."""
-        right = torch.stack([_matrix(w) for w in (a or self.a)]).float()
-        left = torch.stack([_matrix(w) for w in (b or self.b)]).float()
+        right = torch.stack([_matrix(w) for w in a]).float()
+        left = torch.stack([_matrix(w) for w in b]).float()
         if not self.b_starts_at_zero:
             # B A - B0 A0 = [B - B0, B0] [A; A - A0]: no difference of large, nearly equal norms.
             right_prior = torch.stack([_matrix(w) for w in self.a_prior]).float()
@@ -121,12 +119,9 @@ class Prior:
         self._groups = [self._low_rank_group(members) for members in self._members]
 
     def _low_rank_group(self, members: list[tuple[int, int, float]]) -> LowRankGroup:
-        a_prior = [self._start(a) for a, _, _ in members]
         b_prior = [self._start(b) for _, b, _ in members]
         return LowRankGroup(
-            a=[self.weights[a] for a, _, _ in members],
-            b=[self.weights[b] for _, b, _ in members],
-            a_prior=a_prior,
+            a_prior=[self._start(a) for a, _, _ in members],
             b_prior=b_prior,
             scales=torch.tensor([scale for _, _, scale in members], device=self.weights[members[0][0]].device),
             b_starts_at_zero=self.kind == "zero" or not any(bool(w.any()) for w in b_prior),
@@ -172,8 +167,7 @@ class Prior:
     @torch.no_grad()
     def squared_distance(self) -> torch.Tensor:
         """||w - w0||^2 over all trainable weights, float64 scalar on the CPU (one device synchronization)."""
-        self._follow_weights()
-        return self._again(lambda: self._total(self._distances()), "measuring S")
+        return self.squared_distance_beside(())[0]
 
     @torch.no_grad()
     def squared_distance_beside(self, others: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
@@ -181,7 +175,7 @@ class Prior:
         self._follow_weights()
 
         def read() -> tuple[torch.Tensor, Tensors]:
-            parts = list(self._distances())
+            parts = list(self._distances(self._value))
             found = read_together([*parts, *others])
             return torch.stack(found[: len(parts)]).double().sum(), found[len(parts) :]
 
@@ -195,27 +189,17 @@ class Prior:
         """The weight as training keeps it; where that is not the model's own tensor, a copy."""
         return self.weights[index]
 
-    def _distances(self) -> Iterator[torch.Tensor]:
+    def _distances(self, value: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """``value``: of a weight, by its index."""
         for group, members in zip(self._groups, self._members, strict=True):
-            a, b = [self._value(a) for a, _, _ in members], [self._value(b) for _, b, _ in members]
-            yield group.squared_distance(a=a, b=b)
+            yield group.squared_distance([value(a) for a, _, _ in members], [value(b) for _, b, _ in members])
         for update in self._others:
-            values = [self._value(i) for i in update.indices]
-            yield update.squared_distance(values, self._starts_of(update))
-        yield from self._squared((self._value(i), self._start_or_none(i)) for i in self._plain)
-
-    def _starts_of(self, update: DoraUpdate | VeraUpdate) -> Optional[Tensors]:
-        return [self.starts[i] for i in update.indices] if self.starts else None
+            starts = [self.starts[i] for i in update.indices] if self.starts else None
+            yield update.squared_distance([value(i) for i in update.indices], starts)
+        yield from self._squared((value(i), self._start_or_none(i)) for i in self._plain)
 
     def _start_or_none(self, index: int) -> Optional[torch.Tensor]:
         return self.starts[index] if self.starts else None
-
-    @staticmethod
-    def _total(parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        parts = list(parts)
-        if len({part.device for part in parts}) > 1:  # a model spread over devices by device_map
-            parts = [part.cpu() for part in parts]
-        return torch.stack(parts).cpu().double().sum()
 
     @torch.no_grad()
     def measured_gain(self, shrink: float = 0.01) -> Optional[float]:
@@ -226,23 +210,12 @@ class Prior:
         before = float(self.squared_distance())
         if before == 0.0:
             return None
-        after = float(
-            self._again(lambda: self._total(self._distances_after(shrink)), "checking whether lambda can act")
-        )
-        return -math.log(max(after, 1e-300) / before) / -math.log1p(-shrink)
 
-    def _distances_after(self, shrink: float) -> Iterator[torch.Tensor]:
-        for group, members in zip(self._groups, self._members, strict=True):
-            yield group.squared_distance(
-                a=[_decayed_copy(self._value(a), self._start(a), shrink) for a, _, _ in members],
-                b=[_decayed_copy(self._value(b), self._start(b), shrink) for _, b, _ in members],
-            )
-        for update in self._others:
-            values = [_decayed_copy(self._value(i), self._start(i), shrink) for i in update.indices]
-            yield update.squared_distance(values, self._starts_of(update))
-        yield from self._squared(
-            (_decayed_copy(self._value(i), self._start(i), shrink), self._start_or_none(i)) for i in self._plain
-        )
+        def decayed(index: int) -> torch.Tensor:
+            return _decayed_copy(self._value(index), self._start(index), shrink)
+
+        after = self._again(lambda: _total(self._distances(decayed)), "checking whether lambda can act")
+        return -math.log(max(after, 1e-300) / before) / -math.log1p(-shrink)
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
@@ -293,8 +266,11 @@ class Prior:
         return self._norm(gradients), self._norm(distances)
 
     def _norm(self, pairs: Sequence[Pair]) -> float:
-        squared = self._again(lambda: self._total(self._squared(pairs)), "comparing the penalty with the gradient")
-        return math.sqrt(float(squared))
+        return math.sqrt(self._again(lambda: _total(self._squared(pairs)), "comparing the penalty with the gradient"))
+
+
+def _total(parts: Iterator[torch.Tensor]) -> float:
+    return float(torch.stack(read_together(list(parts))).double().sum())
 
 
 def param_bpt(squared_distance: float, sigma: float, tokens: float) -> float:

@@ -18,7 +18,7 @@ from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior, param_bpt, penalty_coefficient
-from scu_trainer.train.regularization.zero import ZeroPrior, check_stage
+from scu_trainer.train.regularization.zero import ZeroPrior, refuse_stage
 from scu_trainer.train.step.recovery.second_try import second_try
 
 PROBE_DECISION = 2
@@ -140,8 +140,8 @@ class Regularizer:
             if saved.get(name) != getattr(self.settings, name):
                 raise CheckpointError(
                     f"scu_{name} is {getattr(self.settings, name)!r}, the checkpoint was written with "
-                    f"{saved.get(name)!r}; "
-                    "S before and after would not be comparable. Set it back, or start a new output_dir"
+                    f"{saved.get(name)!r}; S before and after would not be comparable. Set it back, or start a new "
+                    "output_dir"
                 )
 
     # -- one optimizer step --------------------------------------------------------------------------------------------
@@ -399,16 +399,15 @@ def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
     if trainer.is_fsdp_enabled:
         raise ControlError(
             "FSDP keeps the trained weights in shards that lambda cannot reach; use DDP (torchrun, accelerate) or "
-            "ZeRO-1/2, "
-            "or set scu: false"
+            "ZeRO-1/2, or set scu: false"
         )
     if trainer.args.n_gpu > 1:
         raise ControlError(
             f"one process drives {trainer.args.n_gpu} GPUs (DataParallel), where the loss of a step is not known "
-            "exactly; "
-            "start one process per GPU with torchrun or accelerate launch, or set scu: false"
+            "exactly; start one process per GPU with torchrun or accelerate launch, or set scu: false"
         )
     if trainer.is_deepspeed_enabled:
-        check_stage(trainer, settings.resolved_actuator if settings.steers else "none")
+        stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
+        refuse_stage(stage, settings.resolved_actuator if settings.steers else "none")
         return ZeroPrior
     return Prior

@@ -49,11 +49,6 @@ class ZeroPrior(Prior):
             weight.copy_(master)
 
 
-def check_stage(trainer, actuator: str) -> None:
-    """``refuse_stage`` for a trainer that is made."""
-    refuse_stage(trainer.accelerator.state.deepspeed_plugin.zero_stage, actuator)
-
-
 def refuse_stage(stage: int, actuator: str) -> None:
     """Raise ControlError for what cannot be regularized under DeepSpeed: ZeRO-3's shards, and gradients inside the
     engine."""
