@@ -19,10 +19,10 @@ from scu_trainer.train.evaluation.answers import (
     TEXT_PROMPT_TOKENS,
     Prompt,
     answered,
-    answering,
     prompts_of,
     stop_tokens,
 )
+from scu_trainer.train.evaluation.scoring import evaluating
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.session import samples
 from scu_trainer.train.session.samples import Samples
@@ -131,7 +131,7 @@ def test_it_answers_as_an_evaluation_would(tokenizer, tmp_path, monkeypatch):
 def test_modules_are_in_their_modes_again():
     model = llama().train()
     model.lm_head.eval()
-    with answering(model):
+    with evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module for module in model.modules() if not module.training] == [model.lm_head]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -11,10 +10,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from scu_trainer.data.text.encode import NOT_LEARNED
 from scu_trainer.models.loading.offloaded import input_device
 
 TEXT_PROMPT_TOKENS = 32
-NOT_LEARNED = -100
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,6 @@ def _prompt_of(row: Mapping[str, Any], number: int) -> Optional[Prompt]:
     if begin < 2:  # of a text that is learned whole the first token follows nothing
         begin = max(1, min(TEXT_PROMPT_TOKENS, len(token_ids) // 2))
     return Prompt(number, tuple(token_ids[:begin]), tuple(token_ids[begin:end]))
-
-
-@contextlib.contextmanager
-def answering(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; afterwards each module is in its mode again."""
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in in_training:
-            module.training = True
 
 
 def stop_tokens(model: nn.Module, tokenizer: Any, reference_ids: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.train.evaluation.scoring import DocumentScores, say_nonfinite
+from scu_trainer.train.evaluation.scoring import DocumentScores, evaluating, say_nonfinite
 from scu_trainer.train.step.prediction import Halving
 
 ROWS_AT_ONCE = 128
@@ -60,7 +60,6 @@ def _reports(scores: np.ndarray) -> Optional[DocumentScores]:
     return DocumentScores(scores[:, 0], scores[:, 1].astype(np.int64), scores[:, 2]) if len(scores) else None
 
 
-@torch.no_grad()
 def score_samples(
     model: nn.Module, rows: Any, collate: Callable[[list], Mapping[str, Any]], rows_at_once: int = ROWS_AT_ONCE
 ) -> DocumentScores:
@@ -68,10 +67,9 @@ def score_samples(
 
     The model's training mode is left as it was.
     """
-    was_training, device = model.training, input_device(model)
+    device = input_device(model)
     halving, found = Halving(device), []
-    model.eval()
-    try:
+    with evaluating(model):
         for start in range(0, len(rows), rows_at_once):
             numbers = range(start, min(start + rows_at_once, len(rows)))
 
@@ -80,8 +78,6 @@ def score_samples(
                 return _batch_scores(model, batch, device)
 
             found += [scores for _, scores in halving.run(len(numbers), score)]
-    finally:
-        model.train(was_training)
     found = np.concatenate(found)
     nats, correct = found[:, :2].T
     say_nonfinite(nats, "sample")

@@ -3,6 +3,7 @@ between two models."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -85,7 +86,7 @@ def bpt_metrics(prediction) -> dict[str, float]:
 
 
 def say_nonfinite(nats: np.ndarray, item: str) -> None:
-    """Name what has no finite score, so that nobody looks for it in a mean that is none because of it."""
+    """Name what has no finite score: their mean, which has none either, does not tell."""
     bad = np.flatnonzero(~np.isfinite(nats))
     if len(bad):
         more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
@@ -100,7 +101,20 @@ def say_nonfinite(nats: np.ndarray, item: str) -> None:
         )
 
 
-@torch.no_grad()
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients; afterwards each module is in its mode again."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training[model])  # by its own method, which may do more
+        for module, mode in was_training.items():
+            module.training = mode
+
+
 def score_documents(
     model: nn.Module,
     rows,
@@ -114,12 +128,8 @@ def score_documents(
     logits are made and would exceed LARGEST_LOGITS numbers. ``path``: of the model, for who scores often and need not
     ask it every time. The model's training mode and the random state are left as they were.
     """
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         return _scores(path or evaluation_path_of(model), rows, collate, batch_tokens)
-    finally:
-        model.train(was_training)
 
 
 def evaluation_path_of(model: nn.Module) -> EvaluationPath:

@@ -19,6 +19,7 @@ from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings.regularization import SAMPLED
+from scu_trainer.train.evaluation.scoring import evaluating
 
 logger = logging.getLogger("scu_trainer")
 
@@ -60,16 +61,12 @@ def _weights(model: nn.Module) -> list[list[Any]]:
 
 
 def _texts(model: nn.Module, tokenizer: Any, begin: int, documents: int, tokens: int, seed: int) -> Iterator[str]:
-    device, was_training = input_device(model), model.training
-    model.eval()
+    device = input_device(model)
     pad = begin if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": tokens}
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-            torch.manual_seed(seed)
-            for done in range(0, documents, AT_ONCE):
-                start = torch.full((min(AT_ONCE, documents - done), 1), begin, device=device)
-                given = {"input_ids": start, "attention_mask": torch.ones_like(start), "pad_token_id": pad}
-                yield from tokenizer.batch_decode(model.generate(**given, **drawn), skip_special_tokens=True)
-    finally:
-        model.train(was_training)
+    with evaluating(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for done in range(0, documents, AT_ONCE):
+            start = torch.full((min(AT_ONCE, documents - done), 1), begin, device=device)
+            given = {"input_ids": start, "attention_mask": torch.ones_like(start), "pad_token_id": pad}
+            yield from tokenizer.batch_decode(model.generate(**given, **drawn), skip_special_tokens=True)

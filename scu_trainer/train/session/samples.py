@@ -11,11 +11,11 @@ from typing import Any, Optional
 from torch import nn
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.evaluation.answers import Prompt, answered, answering, prompts_of, stop_tokens
+from scu_trainer.train.evaluation.answers import Prompt, answered, prompts_of, stop_tokens
+from scu_trainer.train.evaluation.scoring import evaluating
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.step.distributed.sharded import is_sharded, training_precision
-from scu_trainer.train.step.recovery.memory import free_memory, is_out_of_memory
-from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 
 logger = logging.getLogger("scu_trainer")
 
@@ -95,7 +95,7 @@ class Samples(Loop):
             for loop in self.trainer.loops:
                 around.enter_context(loop.evaluation())
             around.enter_context(training_precision(self.trainer))
-            around.enter_context(answering(model))
+            around.enter_context(evaluating(model))
             return [self._row(prompt, model) for prompt in self.prompts if self.history is not None]
 
     def _row(self, prompt: Prompt, model: nn.Module) -> dict[str, Any]:
