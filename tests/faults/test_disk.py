@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.run_files import read_json, write_json
+from scu_trainer.train.checkpoints.findings import examine
 from scu_trainer.train.checkpoints.format import checkpoints, step_of
-from scu_trainer.train.checkpoints.selection import fault_of
 from scu_trainer.train.checkpoints.writer import is_write_error
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
@@ -116,7 +116,7 @@ def under_a_quota() -> None:
 def require_clean(ended: Ended, run: Path, there: list[int]) -> None:
     """It went on or stopped, in plain words; checkpoints ``there`` are whole, and nothing half-written is left."""
     assert ended.code in (0, 2) and "Traceback" not in ended.said, ended.said
-    assert {step_of(path): fault_of(path, 1) for path in checkpoints(run)} == dict.fromkeys(there)
+    assert {step_of(path): examine(path, 1).fault for path in checkpoints(run)} == dict.fromkeys(there)
     assert not list(run.glob("staging-*"))
 
 
@@ -224,7 +224,7 @@ def test_without_a_loop_it_is_the_error_of_the_stock_trainer(tmp_path, event):
             raised.append(type(caught.value))
         assert raised[0] is raised[1] and is_write_error(caught.value)
         assert [path.name for path in run.iterdir()] == ["checkpoint-2"]
-        assert fault_of(run / "checkpoint-2", 1) is None
+        assert examine(run / "checkpoint-2", 1).fault is None
 
     on_a_disk(scene, tmp_path / "scene")
 

@@ -29,8 +29,8 @@ from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.state import Report, report
 from scu_trainer.runs.store import Options, Run
 from scu_trainer.runs.supervisor import Outside, lead
+from scu_trainer.train.checkpoints.findings import examine
 from scu_trainer.train.checkpoints.format import checkpoints, step_of
-from scu_trainer.train.checkpoints.selection import fault_of
 from tests.faults import campaign
 from tests.forked import act_as_child
 
@@ -130,7 +130,7 @@ def write_documents(path: Path) -> Path:
 
 def whole_step(run: Path) -> int:
     """Of the newest checkpoint that training itself takes for whole, hashes compared; 0: there is none."""
-    return max((step_of(path) for path in checkpoints(run) if fault_of(path, 1) is None), default=0)
+    return max((step_of(path) for path in checkpoints(run) if examine(path, 1).fault is None), default=0)
 
 
 # -- the campaign ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from scu_trainer.errors import CheckpointError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.checkpoints import format as subject
-from scu_trainer.train.checkpoints.selection import fault_of, newest_checkpoint
+from scu_trainer.train.checkpoints.findings import examine
+from scu_trainer.train.checkpoints.selection import newest_checkpoint
 from tests.tiny import Rows, arguments, llama, same, trained, weights_of
 
 LOOPS = {
@@ -86,7 +87,7 @@ def test_killed_before_the_last_rename_it_gets_its_name(copy):
     staging.mkdir()
     (copy / "checkpoint-4").rename(staging / "checkpoint-4")
     assert subject.clear_staging(copy) == (["checkpoint-4"], [])
-    assert fault_of(copy / "checkpoint-4", 1) is None and not staging.exists()
+    assert examine(copy / "checkpoint-4", 1).fault is None and not staging.exists()
 
 
 def test_a_checkpoint_is_replaced_whole(copy):
@@ -218,9 +219,9 @@ def test_cut_at_any_twentieth_the_older_one_is_taken(run, tmp_path, caplog):
         copy = Path(shutil.copytree(run, tmp_path / str(part)))
         cut_at(copy / "checkpoint-4", total * part // 20)
         caplog.clear()
-        assert newest_checkpoint(copy, 1) == copy / "checkpoint-2", f"cut at {part}/20"
+        assert newest_checkpoint(copy, 1)[0] == copy / "checkpoint-2", f"cut at {part}/20"
         assert "checkpoint-4 is skipped" in caplog.text
-    assert newest_checkpoint(run, 1) == run / "checkpoint-4"
+    assert newest_checkpoint(run, 1)[0] == run / "checkpoint-4"
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "trainer_state.json", "scu_state.json"])
@@ -229,8 +230,8 @@ def test_one_changed_byte_is_found(copy, name):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert fault_of(copy / "checkpoint-4", 1) is not None
-    assert newest_checkpoint(copy, 1) == copy / "checkpoint-2"
+    assert examine(copy / "checkpoint-4", 1).fault is not None
+    assert newest_checkpoint(copy, 1)[0] == copy / "checkpoint-2"
 
 
 def test_the_trainer_takes_the_newest_whole_one(copy):

@@ -14,7 +14,7 @@ from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.checkpoints import format as subject
-from scu_trainer.train.checkpoints.selection import fault_of
+from scu_trainer.train.checkpoints.findings import examine
 from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock
 from tests import tiny
 from tests.train.test_checkpoint import numbered
@@ -124,7 +124,7 @@ def test_a_stock_checkpoint_has_no_manifest_and_no_fault(tmp_path):
     numbered(tmp_path, 3)
     (tmp_path / "checkpoint-3" / subject.MANIFEST).unlink()
     shutil.copy(tmp_path / "checkpoint-3" / "trainer_state.json", tmp_path / "checkpoint-3" / "optimizer.pt")
-    assert fault_of(tmp_path / "checkpoint-3", None) is None
+    assert examine(tmp_path / "checkpoint-3", None).fault is None
 
 
 # -- a directory that is locked ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from scu_trainer.errors import CheckpointError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.checkpoints import format as files
 from scu_trainer.train.checkpoints.findings import examine
-from scu_trainer.train.checkpoints.selection import newest_checkpoint, newest_with_reasons
+from scu_trainer.train.checkpoints.selection import newest_checkpoint
 from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock
 from scu_trainer.train.run_directory.resume import AUTO, Request, decide
 from scu_trainer.train.trainer import SCUTrainer
@@ -181,10 +181,10 @@ def test_unasked_an_edited_one_comes_after_a_whole_one(ours, tmp_path, caplog, e
     change, said, is_chosen = EDITS[edit]
     run = copied(ours, tmp_path, 2, 4)
     change(run / "checkpoint-4")
-    assert newest_checkpoint(run, 1, weights_only=True) == run / f"checkpoint-{4 if is_chosen else 2}"
+    assert newest_checkpoint(run, 1, weights_only=True)[0] == run / f"checkpoint-{4 if is_chosen else 2}"
     assert said in caplog.text
     shutil.rmtree(run / "checkpoint-2")
-    chosen, reasons = newest_with_reasons(run, 1, weights_only=True)
+    chosen, reasons = newest_checkpoint(run, 1, weights_only=True)
     assert chosen == run / "checkpoint-4"
     assert [reason.partition(": ")[0] for reason in reasons] == ["checkpoint-4 itself was changed"] * (not is_chosen)
 
@@ -211,7 +211,7 @@ def test_written_by_whom_and_called_what_it_may(request, tmp_path, writer, name)
     found = resumed(SCUTrainer, checkpoint, tmp_path / "b")
     assert same(weights_of(found.model), weights_of(expected.model)) and found.state.global_step == 6
     if name != "mine":
-        assert newest_checkpoint(tmp_path, 1) == checkpoint
+        assert newest_checkpoint(tmp_path, 1)[0] == checkpoint
 
 
 def test_one_step_more_than_there_are_is_what_the_stock_trainer_does(ours, tmp_path):
@@ -226,10 +226,10 @@ def test_one_step_more_than_there_are_is_what_the_stock_trainer_does(ours, tmp_p
 def test_a_number_that_is_not_its_step_is_not_the_newest(ours, tmp_path, caplog):
     run = copied(ours, tmp_path, 2, 4)
     huge = (run / "checkpoint-2").rename(run / f"checkpoint-{10**40}")
-    assert newest_checkpoint(run, 1) == run / "checkpoint-4"
+    assert newest_checkpoint(run, 1)[0] == run / "checkpoint-4"
     assert "trainer_state.json is of step 2" in caplog.text
     shutil.rmtree(run / "checkpoint-4")
-    assert newest_checkpoint(run, 1) == huge
+    assert newest_checkpoint(run, 1)[0] == huge
 
 
 def test_what_is_put_aside_goes_by_the_step_inside(ours, tmp_path):
@@ -275,7 +275,7 @@ NO_FOLDERS: dict[str, Callable[[Path], Any]] = {
 def test_what_is_no_folder_is_passed_over(ours, tmp_path, caplog, entry):
     run = copied(ours, tmp_path, 2)
     NO_FOLDERS[entry](run / "checkpoint-6")
-    assert newest_with_reasons(run, 1, False) == (run / "checkpoint-2", ["checkpoint-6 is skipped: it is not a folder"])
+    assert newest_checkpoint(run, 1, False) == (run / "checkpoint-2", ["checkpoint-6 is skipped: it is not a folder"])
     with pytest.raises(CheckpointError, match="checkpoint-6 cannot be resumed from: it is not a folder"):
         resumed(SCUTrainer, str(run / "checkpoint-6"), run)
     NO_FOLDERS[entry](run / "checkpoint-4")
@@ -345,7 +345,7 @@ def test_a_broken_file_sends_to_the_older_one(looped, tmp_path, name, number, ha
     HARMS[name][number](run / "checkpoint-4" / name)
     if not has_manifest:
         (run / "checkpoint-4" / files.MANIFEST).unlink()
-    chosen, skipped = newest_with_reasons(run, 1, False)
+    chosen, skipped = newest_checkpoint(run, 1, False)
     assert chosen == run / "checkpoint-2"
     assert len(skipped) == 1 and name in skipped[0] and "\n" not in skipped[0]
 
@@ -377,7 +377,7 @@ MANIFESTS = {
 def test_a_broken_manifest(ours, tmp_path, manifest):
     run = copied(ours, tmp_path, 2, 4)
     (run / "checkpoint-4" / files.MANIFEST).write_text(MANIFESTS[manifest])
-    chosen, skipped = newest_with_reasons(run, 1, False)
+    chosen, skipped = newest_checkpoint(run, 1, False)
     assert chosen == run / "checkpoint-2" and "manifest.json is damaged" in skipped[0]
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         resumed(SCUTrainer, str(run / "checkpoint-4"), tmp_path / "new")
@@ -404,7 +404,7 @@ def test_weights_that_are_gone(ours, tmp_path, is_cut):
     with pytest.raises(CheckpointError, match=f"{lost} is missing"):
         resumed(SCUTrainer, str(run / "checkpoint-4"), tmp_path / "new")
     shutil.rmtree(run / "checkpoint-2")
-    assert newest_checkpoint(run, 1) is None
+    assert newest_checkpoint(run, 1)[0] is None
 
 
 def test_a_rotten_optimizer_is_not_an_edited_one(ours, tmp_path):
@@ -458,7 +458,7 @@ def test_one_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, mon
         trained(llama(), tmp_path, prepare=fails, **SAVED)
     assert caught.value is error
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2"}
-    assert newest_checkpoint(tmp_path, 1) == tmp_path / "checkpoint-2"
+    assert newest_checkpoint(tmp_path, 1)[0] == tmp_path / "checkpoint-2"
 
 
 # -- on the command line -----------------------------------------------------------------------------------------------

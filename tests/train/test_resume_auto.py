@@ -61,8 +61,8 @@ def test_the_newest_by_number_is_taken(tmp_path):
     for step in (9, 100, 20):
         checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-best").mkdir()
-    assert newest_checkpoint(tmp_path, 1) == tmp_path / "checkpoint-100"
-    assert newest_checkpoint(tmp_path / "nowhere", 1) is None
+    assert newest_checkpoint(tmp_path, 1)[0] == tmp_path / "checkpoint-100"
+    assert newest_checkpoint(tmp_path / "nowhere", 1)[0] is None
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_the_newest_by_number_is_taken(tmp_path):
 )
 def test_a_checkpoint_that_is_not_whole_is_skipped_and_named(tmp_path, caplog, harm, reason):
     older, newer = checkpoint(tmp_path, 4, ranks=2), checkpoint(tmp_path, 8, ranks=2)
-    assert newest_checkpoint(tmp_path, 2) == newer
+    assert newest_checkpoint(tmp_path, 2)[0] == newer
     harm(newer)
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
-        assert newest_checkpoint(tmp_path, 2) == older
+        assert newest_checkpoint(tmp_path, 2)[0] == older
     assert [record.message for record in caplog.records if str(newer) in record.message and reason in record.message]
 
 
@@ -235,6 +235,14 @@ def test_a_restart_goes_on_after_the_checkpoint_that_was_named(tmp_path, wanted)
     newest = checkpoint(run, 4)
     assert start(run, wanted).checkpoint == wanted
     assert start(run, wanted, restarted=True).checkpoint == str(newest)
+
+
+def test_a_restart_by_weights_alone_goes_on_from_weights_alone(tmp_path):
+    run = run_at(tmp_path / "run", updated_s=LAUNCHED_S + 5)
+    newest = checkpoint(run, 4)
+    (newest / "optimizer.pt").unlink()
+    request = Request("elsewhere/checkpoint-2", run, 1, LAUNCHED_S, weights_only=True)
+    assert decide(request).checkpoint == str(newest)
 
 
 def test_a_checkpoint_that_was_rotated_away_since_is_no_error_at_a_restart(tmp_path, monkeypatch):

@@ -67,7 +67,8 @@ class Findings:
 
 
 def examine(checkpoint: Path, world_size: Optional[int], weights_only: bool = False, hashes: bool = True) -> Findings:
-    """All that can be known of ``checkpoint`` without loading it. ``hashes``: contents are compared, not only sizes.
+    """All that can be known of ``checkpoint`` without loading it, for ``world_size`` ranks (None: any number of them).
+    ``hashes``: contents are compared, not only sizes.
 
     Of one that the stock Trainer has written (no manifest): rank 0 writes trainer_state.json last, but the other ranks
     write their random state without waiting for it.
@@ -201,7 +202,8 @@ def _rotten(checkpoint: Path, found: list[Difference]) -> Optional[str]:
 
 def _torn_states(checkpoint: Path) -> list[str]:
     """Of the loops. Whoever runs without them needs none of it."""
-    torn = [f"{name} is missing" for name in TENSORS if _is_there_and_torn(checkpoint / name)]
+    there = [checkpoint / name for name in TENSORS if os.path.lexists(checkpoint / name)]
+    torn = [f"{path.name} is missing" for path in there if not _is_safetensors(path)]
     for name in SHAPES:
         if os.path.lexists(checkpoint / name):
             try:
@@ -209,10 +211,6 @@ def _torn_states(checkpoint: Path) -> list[str]:
             except CheckpointError as error:
                 torn.append(str(error).partition(": resume from")[0])
     return torn
-
-
-def _is_there_and_torn(path: Path) -> bool:
-    return os.path.lexists(path) and not _is_safetensors(path)
 
 
 def _of_another_step(checkpoint: Path) -> list[str]:

@@ -17,13 +17,11 @@ from scu_trainer.train.checkpoints.format import named_as_one, step_of
 logger = logging.getLogger("scu_trainer")
 
 
-def newest_checkpoint(run: Path, world_size: Optional[int], weights_only: bool = False) -> Optional[Path]:
-    """The newest one in ``run`` from which ``world_size`` ranks can go on; each newer one is named in the log."""
-    return newest_with_reasons(run, world_size, weights_only)[0]
-
-
-def newest_with_reasons(run: Path, world_size: Optional[int], weights_only: bool) -> tuple[Optional[Path], list[str]]:
-    """Also why newer ones were skipped. Where none is whole, the newest that can be read."""
+def newest_checkpoint(
+    run: Path, world_size: Optional[int], weights_only: bool = False
+) -> tuple[Optional[Path], list[str]]:
+    """The newest one in ``run`` from which ``world_size`` ranks can go on, or where none is whole, the newest that can
+    be read; and why newer ones were skipped, which the log says, too."""
     skipped: list[str] = []
     changed: Optional[tuple[Path, Findings]] = None
     for checkpoint in named_as_one(run):
@@ -46,7 +44,7 @@ def newest_with_reasons(run: Path, world_size: Optional[int], weights_only: bool
 
 def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
     """The newest one in ``run``, for any number of ranks, and why newer ones were skipped. Raises CheckpointError."""
-    newest, skipped = newest_with_reasons(run, None, weights_only)
+    newest, skipped = newest_checkpoint(run, None, weights_only)
     if newest is None:
         raise CheckpointError(
             f"{run} holds no checkpoint to resume from ({'; '.join(skipped) or 'none is there'}); give the path of one "
@@ -77,11 +75,6 @@ def _warn(checkpoint: Path, found: Findings) -> None:
     differing = "; ".join((*found.changes, *found.spare))
     if differing:
         logger.warning("%s was changed since it was written, but the run resumes from it: %s", checkpoint, differing)
-
-
-def fault_of(checkpoint: Path, world_size: Optional[int], weights_only: bool = False) -> Optional[str]:
-    """What keeps ``checkpoint`` from being a whole one for ``world_size`` ranks (None: any number of them)."""
-    return examine(checkpoint, world_size, weights_only).fault
 
 
 def _past_the_run(checkpoint: Path) -> Optional[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 from scu_trainer.errors import CheckpointError, UserError
 from scu_trainer.train.checkpoints.findings import examine, step_inside
 from scu_trainer.train.checkpoints.format import checkpoints, clear_staging, set_aside
-from scu_trainer.train.checkpoints.selection import fault_of, whole_checkpoint
+from scu_trainer.train.checkpoints.selection import whole_checkpoint
 from scu_trainer.train.run_directory.resume import (
     Request,
     Start,
@@ -94,7 +94,7 @@ def _checked(start: Start, request: Request) -> Start:
     found = examine(checkpoint, None, request.weights_only)
     if found.damage is not None:
         others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
-        whole = next((path for path in others if fault_of(path, None, request.weights_only) is None), None)
+        whole = next((path for path in others if examine(path, None, request.weights_only).fault is None), None)
         instead = "no other checkpoint next to it is complete"
         if whole is not None:
             instead = f"use resume_from_checkpoint: {whole}, which is complete"

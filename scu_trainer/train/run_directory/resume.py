@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.compatibility import changed_settings, changes, sound
 from scu_trainer.train.checkpoints.format import checkpoints
-from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint, newest_with_reasons
+from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint
 from scu_trainer.train.run_directory.layout import free_name, names_in_use
 from scu_trainer.train.run_directory.run_lock import holds_nothing
 
@@ -189,7 +189,7 @@ def _asked_for(request: Request) -> Start:
     first = Start(request.output_dir, request.wanted)
     if not _is_of_this_launch(request.output_dir, request):
         return first
-    since = newest_checkpoint(request.output_dir, request.world_size)
+    since, _ = newest_checkpoint(request.output_dir, request.world_size, request.weights_only)
     return first if since is None else Start(request.output_dir, str(since), f"{RESTARTED}: {going_on(since)}")
 
 
@@ -211,7 +211,7 @@ def _holding(folder: Path) -> str:
 def _go_on(run: Path, request: Request) -> Start:
     if checkpoints(run):
         _require_same_ranks(run, request.world_size)
-    newest, skipped = newest_with_reasons(run, request.world_size, request.weights_only)
+    newest, skipped = newest_checkpoint(run, request.world_size, request.weights_only)
     if newest is None:
         return Start(run, line=f"{run} holds a run without a usable checkpoint; it starts over there")
     return Start(run, str(newest), going_on(newest, skipped))

@@ -7,6 +7,7 @@ inherit open files, do not hold it. So a lock that is left behind on the disk ne
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from scu_trainer.errors import StorageError
 
 LOCK_FILE = "_run.lock"
 """The stock Trainer's uploads leave out ``_*``: reading the file, as an upload does, would give the lock back."""
-
 
 LAID_READY = {"run.json", "background"}
 """What a background run writes while it waits. A run that began has described itself in training_config.json."""
@@ -71,10 +71,6 @@ def holds_nothing(run: Path) -> bool:
 
 
 def _locked(descriptor: int) -> bool:
-    try:
-        import fcntl
-    except ImportError:
-        return True
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows either where another process has it
