@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -101,16 +102,11 @@ class CheckpointWriter:
         return self._lack_of_room(final.parent) or self._write(staging, stock_save) or self._name(staging, final)
 
     def _write(self, staging: Path, stock_save: Callable[[], None]) -> Optional[str]:
-        """What went wrong, None if nothing did."""
-        if self.trainer.args.should_save:
-            with self._problems() as problems:
-                _rebuild(staging)
-            if problems:
-                return problems[0]
-        with self._problems() as problems:
-            self._fill(staging, stock_save)
-        self._wait()
-        return problems[0] if problems else None
+        problem = self._problem(lambda: _rebuild(staging)) if self.trainer.args.should_save else None
+        if problem is None:
+            problem = self._problem(lambda: self._fill(staging, stock_save))
+            self._wait()
+        return problem
 
     def _fill(self, staging: Path, stock_save: Callable[[], None]) -> None:
         self._wait()
@@ -121,12 +117,10 @@ class CheckpointWriter:
             self.staging = None
 
     def _name(self, staging: Path, final: Path) -> Optional[str]:
-        problems: list[str] = []
-        if self.trainer.args.should_save:
-            with self._problems() as problems:
-                self._seal(staging / final.name, final)
+        seal = partial(self._seal, staging / final.name, final)
+        problem = self._problem(seal) if self.trainer.args.should_save else None
         self._wait()
-        return problems[0] if problems else None
+        return problem
 
     def _seal(self, staged: Path, final: Path) -> None:
         trainer = self.trainer
@@ -178,12 +172,11 @@ class CheckpointWriter:
             with contextlib.suppress(StorageError):  # a folder that cannot be written cannot be cleaned either
                 remove_inside(staging.parent, staging.name, files.OURS)
 
-    @contextlib.contextmanager
-    def _problems(self) -> Iterator[list[str]]:
-        """Errors of writing, in words. Where other ranks wait for this one they end the run."""
-        found: list[str] = []
+    def _problem(self, write: Callable[[], None]) -> Optional[str]:
+        """Why ``write`` could not write, in words; None if it could. Where other ranks wait for this one it ends the
+        run."""
         try:
-            yield found
+            write()
         except Exception as error:  # tokenizers raise nothing more narrow
             if not is_write_error(error):
                 raise
@@ -193,7 +186,8 @@ class CheckpointWriter:
                     f"a checkpoint could not be written: {text}; the one before it is complete. Free some space "
                     f"or set output_dir to another disk, and start again: the run resumes from there"
                 ) from error
-            found.append(text)
+            return text
+        return None
 
     def _wait(self) -> None:
         self.trainer.accelerator.wait_for_everyone()

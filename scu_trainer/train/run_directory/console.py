@@ -88,12 +88,7 @@ class ConsoleCallback(Loop):
         return "  ".join(parts)
 
     def _left(self, state) -> str:
-        return _clock(
-            seconds_left(state.global_step - self._first_step, state.max_steps - state.global_step, self._spent_s())
-        )
-
-    def _spent_s(self) -> float:
-        return time.monotonic() - self._started_s
+        return _clock(seconds_left(state, self._first_step, self._started_s))
 
     def _print(self, text: str) -> None:
         (self._bar.console if self._bar is not None else self.console).print(text, soft_wrap=True)
@@ -104,9 +99,11 @@ class ConsoleCallback(Loop):
             self._bar = None
 
 
-def seconds_left(done: int, remaining: int, spent_s: float) -> Optional[float]:
-    """Remaining steps at the mean pace so far; None before the first step is done."""
-    return spent_s / done * remaining if done > 0 else None
+def seconds_left(state, first_step: int, started_s: float) -> Optional[float]:
+    """Remaining steps at the mean pace since ``first_step``, which began at ``started_s`` of ``time.monotonic``; None
+    before a step is done."""
+    done, remaining = state.global_step - first_step, state.max_steps - state.global_step
+    return (time.monotonic() - started_s) / done * remaining if done > 0 else None
 
 
 def _steered(logs: dict[str, float]) -> list[str]:

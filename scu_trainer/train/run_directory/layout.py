@@ -90,8 +90,7 @@ class RunStatusCallback(TrainerCallback):
         self.status.flush()  # a run that was taken back must not be seen at the step where it was before
 
     def on_step_end(self, args, state, control, **kwargs):
-        done, remaining = state.global_step - self._first_step, state.max_steps - state.global_step
-        eta_s = seconds_left(done, remaining, time.monotonic() - self._started_s)
+        eta_s = seconds_left(state, self._first_step, self._started_s)
         self.status.update(step=state.global_step, max_steps=state.max_steps, eta_s=eta_s)
 
     def on_log(self, args, state, control, logs: Optional[dict[str, Any]] = None, **kwargs):

@@ -26,7 +26,7 @@ from scu_trainer.models.loading.safety import refuse_pickle
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.safe_paths import require_own_folder
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.settings.base import check_values, require
+from scu_trainer.settings.base import check_values
 from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT, seed_of_data
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.checkpoints.compatibility import check_compatibility
@@ -71,11 +71,8 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
     Raises a UserError before anything is written where the settings, the data, the model or the disk do not fit.
     """
-    console = console or console_of_run()
-    if log is not None:
-        return _run(job, console, log)
-    with run_log() as own_log:
-        return _run(job, console, own_log)
+    with run_log() if log is None else contextlib.nullcontext(log) as own_log:
+        return _run(job, console or console_of_run(), own_log)
 
 
 def console_of_run() -> Console:
@@ -138,11 +135,6 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         if start.is_done:
             return read_json(start.output_dir / "scu_metrics.json")
         parts = job.kind.load(job, console)
-        require(
-            parts.data.eval is not None or getattr(job.training.eval_strategy, "value", None) in (None, "no"),
-            "eval_strategy asks for held-out data, and none could be held out of so few; give eval_dataset, more data, "
-            "or eval_strategy: no",
-        )
         findings = _look(job, parts, early, start.output_dir, console)
         description = _description(job, parts, configuration, findings)
         _look_at_checkpoint(job, start, description, console)
