@@ -454,8 +454,7 @@ class CurriculumLoop(Loop):
             raise CheckpointError(
                 f"{checkpoint} holds no {STATE_FILE}: it was written without a curriculum or with save_only_model, "
                 "so it is unknown which rows it has seen; resume with curriculum: none, or start over from its "
-                "weights with "
-                "model_name_or_path"
+                "weights with model_name_or_path"
             )
         self._say([f"{checkpoint} holds no {STATE_FILE}: losses of samples are tracked from here on"])
         return stock_position

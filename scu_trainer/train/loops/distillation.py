@@ -137,7 +137,7 @@ class Distillation(Loop):
         self._steps, self._sums = state["steps"], state["sums"]
 
     def opening_lines(self) -> list[str]:
-        weights = [weight for weight in self.teacher.parameters()]
+        weights = list(self.teacher.parameters())
         count, size_bytes = sum(w.numel() for w in weights), sum(w.nbytes for w in weights)
         return [
             f"teacher: {count:,} weights ({size_bytes / 2**20:,.0f} MiB), not trained and not saved; loss = "

@@ -70,6 +70,7 @@ class NonFiniteGuard(Loop):
         if settings.divergence != "off":
             self.divergence = DivergenceWatch(trainer, settings, epochs_differ)
         self.spikes = None if settings.spike_guard == "off" else SpikeWatch(trainer, settings)
+        self._watches = [watch for watch in (self.divergence, self.spikes) if watch is not None]
         self._batches: Sequence[Any] = ()
         self._losses: list[torch.Tensor] = []
         self._items: Any = None
@@ -79,10 +80,8 @@ class NonFiniteGuard(Loop):
     def begin(self) -> None:
         self.skipped_steps = self.in_a_row = 0
         self._records: list[dict[str, Any]] = []
-        if self.divergence is not None:
-            self.divergence.begin()
-        if self.spikes is not None:
-            self.spikes.begin()
+        for watch in self._watches:
+            watch.begin()
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
@@ -296,8 +295,7 @@ class NonFiniteGuard(Loop):
     def _stop_without_weights(self, said: str) -> NoReturn:
         raise NonFiniteLoss(
             f"{said}: an optimizer step wrote it. These weights are not saved; {self._newest}. Lower learning_rate, "
-            "raise adam_epsilon, or use bf16 instead of fp16, and resume with "
-            "resume_from_checkpoint: true"
+            "raise adam_epsilon, or use bf16 instead of fp16, and resume with resume_from_checkpoint: true"
         )
 
     def _stop_too_late(self, said: str) -> NoReturn:
@@ -341,18 +339,14 @@ class NonFiniteGuard(Loop):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def weights_are_finite(self) -> bool:
-        """Whether all weights are numbers. All ranks call it."""
+    def before_save(self) -> None:
+        """Raises NonFiniteLoss, on all ranks, where a checkpoint would hold weights that are not finite."""
         trainer = self.trainer
         is_finite = second_try(lambda: weights_are_finite(trainer.model), "checking whether the weights are finite")
         is_bad = torch.tensor([not is_finite], dtype=torch.int32, device=trainer.args.device)
         if trainer.accelerator.num_processes > 1:
             dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
-        return not bool(is_bad)
-
-    def before_save(self) -> None:
-        """Raises NonFiniteLoss, on all ranks, where a checkpoint would hold weights that are not finite."""
-        if not self.weights_are_finite():
+        if is_bad:
             weight = nonfinite_weight(self.trainer.model) or "a weight on another rank"
             self._stop_without_weights(f"after step {self.trainer.state.global_step}: {weight} is not finite itself")
 
@@ -371,8 +365,7 @@ class NonFiniteGuard(Loop):
     @property
     def notices(self) -> list[str]:
         """For run.json and the end of a run."""
-        said = [] if self.divergence is None else list(self.divergence.notices)
-        said += [] if self.spikes is None else self.spikes.notices
+        said = [notice for watch in self._watches for notice in watch.notices]
         count = self.skipped_steps - (0 if self.spikes is None else self.spikes.skipped_steps)
         if count:
             steps = [str(record["step"]) for record in self._records if record["fault"] != SPIKE]

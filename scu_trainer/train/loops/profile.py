@@ -43,7 +43,7 @@ class Profile(Loop):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         left = state.max_steps - state.global_step - WARMUP_STEPS
-        self.close()
+        self.end()
         if not state.is_world_process_zero:
             return
         if left < 1:
@@ -81,20 +81,16 @@ class Profile(Loop):
             if self._ended == WARMUP_STEPS:
                 self._parts.start()
             if self._written:
-                self.close()
+                self.end()
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         if self._profile is not None:
-            self.close()
+            self.end()
             if not self._written:
                 logger.warning("profile_steps: training ended before the profiler's warm-up was over")
 
     def end(self) -> None:
-        """Also for a training that raised, which has no last event."""
-        self.close()
-
-    def close(self) -> None:
-        """Stop recording; what was recorded is written."""
+        """Stop recording; what was recorded is written. A training that raised has no other end."""
         running, self._profile = self._profile, None
         if running is not None:
             running.stop()

@@ -182,8 +182,7 @@ class RegularizationLoop(Loop):
         if not state_file.is_file():
             raise CheckpointError(
                 f"{checkpoint} holds no {self.state_file}: it was written without the regularization loop or with "
-                "save_only_model; "
-                "resume with scu: false, or start over from its weights with model_name_or_path"
+                "save_only_model; resume with scu: false, or start over from its weights with model_name_or_path"
             )
         prior = read_tensors(prior_file) if prior_file.is_file() else None
         self.regularizer.load_state_dict(read_state(state_file), prior)

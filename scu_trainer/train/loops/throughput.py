@@ -37,15 +37,13 @@ class Work:
     steps: int = 0
     slowest_s: float = 0.0
 
-    def add(
-        self, seconds: float = 0.0, rows: int = 0, tokens: Any = None, steps: int = 0, slowest_s: float = 0.0
-    ) -> None:
-        if tokens is not None:  # first: it may run out of memory, and is then repeated
-            self.tokens = tokens if self.tokens is None else self.tokens + tokens
-        self.seconds += seconds
-        self.rows += rows
-        self.steps += steps
-        self.slowest_s = max(self.slowest_s, slowest_s)
+    def add(self, more: Work) -> None:
+        if more.tokens is not None:  # first: it may run out of memory, and is then repeated
+            self.tokens = more.tokens if self.tokens is None else self.tokens + more.tokens
+        self.seconds += more.seconds
+        self.rows += more.rows
+        self.steps += more.steps
+        self.slowest_s = max(self.slowest_s, more.slowest_s)
 
 
 class Throughput(Loop):
@@ -78,7 +76,7 @@ class Throughput(Loop):
         if not self._asked:
             self._ask(inputs, num_items)
             self._asked = True
-        self._now.add(rows=rows_of(model, inputs).rows, tokens=tokens_of(model, inputs, padding=False))
+        self._now.add(Work(rows=rows_of(model, inputs).rows, tokens=tokens_of(model, inputs, padding=False)))
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if control.should_log or control.should_evaluate or control.should_save or self._is_first:
@@ -87,7 +85,7 @@ class Throughput(Loop):
             self._now.seconds = self._now.slowest_s = time.perf_counter() - self._begun_s
             self._now.steps = 1
             for interval in (self._logged, self._total):
-                second_try(functools.partial(interval.add, **vars(self._now)), "counting the tokens of a step")
+                second_try(functools.partial(interval.add, self._now), "counting the tokens of a step")
         self._is_first = False
         self._begin()
 

@@ -92,7 +92,7 @@ class TextTask:
         say_reading(console, f"the data: {job.data.shown_dataset}")
         data = prepare(packing.applied(job.data), tokenizer, **of_model)
         say_data(console, data)
-        anchor = _anchor(job, packing.applied(job.data), len(data.train) if not job.data.streaming else 0, of_anchor)
+        anchor = _anchor(job, packing.applied(job.data), data, of_anchor)
         say_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
@@ -103,7 +103,7 @@ class TextTask:
         if asked.applied(job.data) != packing.applied(job.data):
             data = prepare(asked.applied(job.data), tokenizer, **of_model)
             say_data(console, data)
-            anchor = _anchor(job, asked.applied(job.data), len(data.train) if not job.data.streaming else 0, of_anchor)
+            anchor = _anchor(job, asked.applied(job.data), data, of_anchor)
         if job.data.packing:
             console.print(asked.line(), soft_wrap=True)
         parts = finish(
@@ -166,17 +166,17 @@ def _sampled_anchor(job: Job, data: DataSettings, parts: TrainingComponents, how
         seed=how["seed"],
     )
     job = replace(job, retention=replace(job.retention, retain=str(path)))
-    found = _anchor(job, data, len(parts.data.train) if not data.streaming else 0, how)
-    return replace(found, name="text that the model wrote")
+    return replace(_anchor(job, data, parts.data, how), name="text that the model wrote")
 
 
-def _anchor(job: Job, data: DataSettings, rows: int, how: dict[str, Any]) -> Optional[Anchor]:
-    """What must not be forgotten. ``rows``: of the training data, 0 of a stream."""
+def _anchor(job: Job, data: DataSettings, prepared: Any, how: dict[str, Any]) -> Optional[Anchor]:
+    """What must not be forgotten. ``prepared``: the data that are learned."""
     settings = job.retention
     if not settings.acts or settings.retain == SAMPLED:
         return None
     training, regularization = job.training, job.regularization
     rows_per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    rows = 0 if data.streaming else len(prepared.train)  # a stream is counted in steps
     has_lambda = regularization is not None and not regularization.steers
     choose = chooser(settings, job.planned_steps(rows) * rows_per_step, has_lambda)
     return read_anchor(data, settings.retain, settings.retain_documents, choose=choose, **how)

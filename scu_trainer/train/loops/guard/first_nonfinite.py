@@ -4,7 +4,7 @@ Asked only after a failure. The failed step's rows run once more, in at most ``M
 other ranks would have to join in; random state, statistics and gradients are as before. In this order:
 
     weights     a weight, or a BatchNorm statistic, is not finite itself
-    inputs      a number in the batch is none
+    inputs      a number in the batch is not finite
     forward     the first module, by order of execution, whose output is not finite; where what it was given was not
                 finite already, the code of the module around it
     loss        every module's output is finite, the loss is not
@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from scu_trainer.train.loops.guard.parts import Part, loss_of, row_names, step_parts, unchanged
+from scu_trainer.train.loops.guard.parts import SHARDED, Part, loss_of, row_names, step_parts, unchanged, why_it_failed
 from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.distributed.sharded import is_sharded
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory
+from scu_trainer.train.step.recovery.memory import free_memory
 
 MOST_NAMED = 8
 """Rows that a message names."""
@@ -69,15 +69,13 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
     if bad_input is not None:
         return bad_input
     if is_sharded(trainer):
-        return NonFinitePlace(reason="the weights are sharded, and the search would need all ranks at once")
+        return NonFinitePlace(reason=SHARDED)
     with unchanged(trainer):
         try:
             parts = list(step_parts(trainer, batches))
             found = _forward(trainer, parts, num_items) or _backward(trainer, parts, num_items)
         except Exception as error:  # whatever a model says to some of its rows: the failed step is what is reported
-            first_line = str(error).partition("\n")[0]
-            found = NonFinitePlace(reason=f"running its rows again failed ({type(error).__name__}: {first_line})")
-            forget_traceback(error)
+            found = NonFinitePlace(reason=why_it_failed(error))
     free_memory(trainer.args.device)
     return found or NonFinitePlace(reason="every value is finite when its rows run again")
 
@@ -86,8 +84,7 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
 
 
 def nonfinite_weight(model: nn.Module) -> Optional[str]:
-    """The first weight or BatchNorm statistic with a number that is none, as a phrase; of sharded ones this rank's
-    part."""
+    """The first weight or BatchNorm statistic that is not finite, as a phrase; of sharded ones this rank's part."""
     for name, tensor in _numbers(model):
         if not bool(torch.isfinite(tensor).all()):
             return name

@@ -14,7 +14,11 @@ from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.train.loss.analysis import mixing_modules
 from scu_trainer.train.loss.loss_path import without_index
 from scu_trainer.train.step.batches.rows import pick, rows_of
+from scu_trainer.train.step.recovery.memory import forget_traceback
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
+
+SHARDED = "the weights are sharded, and the search would need all ranks at once"
+"""Why rows cannot run again."""
 
 MOST_RUNS = 32
 """Parts into which the rows of a step are cut for looking: each runs forward once, and backward once at most."""
@@ -61,6 +65,13 @@ def _sample(dataset: Any, index: int) -> str:
         return f"sample {index}"
     listed = documents.tolist() if torch.is_tensor(documents) else documents
     return f"sample {index} (documents {listed})"
+
+
+def why_it_failed(error: Exception) -> str:
+    """For messages: a model raised ``error`` when some of its rows ran again. Lets go of what the error keeps alive."""
+    first_line = str(error).partition("\n")[0]
+    forget_traceback(error)
+    return f"running its rows again failed ({type(error).__name__}: {first_line})"
 
 
 @contextlib.contextmanager

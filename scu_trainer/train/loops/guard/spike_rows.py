@@ -17,9 +17,9 @@ from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace
-from scu_trainer.train.loops.guard.parts import Part, loss_of, row_names, step_parts, unchanged
+from scu_trainer.train.loops.guard.parts import SHARDED, Part, loss_of, row_names, step_parts, unchanged, why_it_failed
 from scu_trainer.train.step.distributed.sharded import is_sharded
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory
+from scu_trainer.train.step.recovery.memory import free_memory
 
 FAR = 3.0
 """Times the median of the step's rows from which on a gradient stands out."""
@@ -45,7 +45,7 @@ def far_rows(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple[
     its own: what goes wrong while looking is in ``reason``.
     """
     if is_sharded(trainer):
-        return NonFinitePlace(reason="the weights are sharded, and the search would need all ranks at once"), ()
+        return NonFinitePlace(reason=SHARDED), ()
     measured, reason = _measured(trainer, batches, num_items)
     if trainer.accelerator.num_processes > 1:
         found = gather_object([(trainer.accelerator.process_index, measured, reason)])
@@ -69,9 +69,7 @@ def _measured(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple
                 names = row_names(trainer, part.whole, part.batch, part.rows)
                 measured.append(_Measured(_norm(trainer, part, num_items, weights), names, _samples(part)))
         except Exception as error:  # whatever a model says to a row alone: the undone step is what is reported
-            first_line = str(error).partition("\n")[0]
-            reason = f"running its rows again failed ({type(error).__name__}: {first_line})"
-            forget_traceback(error)
+            reason = why_it_failed(error)
     free_memory(trainer.args.device)
     return measured, reason
 
