@@ -1,4 +1,4 @@
-"""``suspects.jsonl``: the rows that the noise guard holds for wrong, one JSON object per line, worst first.
+"""``suspects.jsonl``: the rows that the noise guard takes for wrong, one JSON object per line, worst first.
 
 Written for a person who reads the rows and mends them: the number of the row, its running loss and its mean since the
 start, its label, the documents that are in it, and its beginning as text.

@@ -35,7 +35,7 @@ TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
 """Layers up to which a model is traced whole. On a CPU only that shows how the heap grows."""
 
 FEW_ROWS = (2, 3)
-"""RowShapes of the micro-batches that are traced of a deep model; operations on a single row may copy less."""
+"""Rows of the micro-batches that are traced of a deep model; operations on a single row may copy less."""
 
 
 class Source(Protocol):
@@ -87,7 +87,7 @@ class FromConfiguration:
         self._deep = functools.cache(self._trace)
 
     def step(self, choice: SettingChoice) -> Step:
-        """RowShapes as long as a row may be: which ones there are is not known before they are read."""
+        """Rows are taken to be as long as they may be: their lengths are not known before they are read."""
         length = choice.block_size
         is_uneven = not self._is_packed
         return step_of(self.job, RowShapes(length, length, is_uneven), self.device)
@@ -159,7 +159,7 @@ def _held_by(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _tokens(rows: int, length: int) -> Mapping[str, Any]:
-    """RowShapes without padding, so without a mask; nobody reads what they hold."""
+    """Rows without padding, so without a mask; nobody reads what they hold."""
     ids = torch.zeros((rows, length), dtype=torch.int64)
     return {"input_ids": ids, "labels": ids}
 

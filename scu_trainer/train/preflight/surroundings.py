@@ -48,8 +48,7 @@ BEST_DIRECTION = Check(
     "best-metric-reversed",
     "error",
     "greater_is_better has the wrong direction for metric_for_best_model, so the worst model is kept as the best; "
-    "with a "
-    "metric whose name does not end with loss the stock default is true",
+    "with a metric whose name does not end with loss the stock default is true",
     "set greater_is_better",
 )
 WORKERS = Check(

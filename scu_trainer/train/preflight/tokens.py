@@ -1,4 +1,4 @@
-"""One pass over the token rows, whole arrays at a time; of large data over micro-batches that lie evenly apart."""
+"""One pass over the token rows, whole arrays at a time; of large data over blocks of rows that lie evenly apart."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _blocks(rows: Any) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
 
 
 def _starts(rows: Any) -> list[int]:
-    """Where micro-batches begin: all of them, or as many as MOST_TOKENS allow, evenly apart."""
+    """Where blocks of rows begin: all of them, or as many as MOST_TOKENS allow, evenly apart."""
     starts = range(0, len(rows), BLOCK_ROWS)
     first = rows.select_columns(["length"])[:BLOCK_ROWS]["length"]
     most = max(1, int(MOST_TOKENS / (BLOCK_ROWS * max(1.0, float(numpy.mean(first))))))

@@ -157,7 +157,7 @@ def _share_lost(trained: list[nn.Parameter], step: float) -> Optional[float]:
 
 
 def _adapters(job: Job, model: nn.Module) -> Iterator[Finding]:
-    ranks = {name: sides for name, sides in _adapted(model)}
+    ranks = dict(_adapted(model))
     if not ranks:
         return
     if all(name.rpartition(".")[2] in HEADS for name in ranks):
