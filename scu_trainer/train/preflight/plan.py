@@ -36,13 +36,9 @@ def before_training(
     job: Job, parts: TrainingComponents, rows: Optional[int], steps: Optional[int]
 ) -> Iterator[Finding]:
     statistics, training = parts.data.statistics, job.training
-    per_step = rows_per_step(job)
     how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} accumulated"
     how += f" x {training.world_size} ranks" if training.world_size > 1 else ""
-    what = f"{steps:,} steps of {per_step:,} rows ({how})"
-    if rows:
-        what, seen = _with_epochs(what, steps, per_step, rows)
-        per_step = seen / steps
+    what, per_step = _of_steps(steps, rows_per_step(job), how, rows)
     if isinstance(statistics, DataStatistics) and statistics.blocks and not statistics.streaming:
         tokens = per_step * statistics.train_tokens / statistics.blocks
         what += f", about {tokens:,.0f} tokens per step"
@@ -53,18 +49,20 @@ def before_training(
         yield ROWS.found(_of_documents(statistics))
 
 
-def _with_epochs(what: str, steps: int, per_step: int, rows: int) -> tuple[str, int]:
-    """``what`` with the epochs; and how many rows are trained on in all. No step reaches into the next epoch: the last
-    one of each has the rows that are left."""
+def _of_steps(steps: int, per_step: int, how: str, rows: Optional[int]) -> tuple[str, float]:
+    """(steps, their rows and epochs in words; rows of a step on average). ``rows``: of an epoch, None if not known. No
+    step reaches into the next epoch: the last one of each has the rows that are left."""
+    what = f"{steps:,} steps of {per_step:,} rows ({how})"
+    if not rows:
+        return what, per_step
     per_epoch, last = -(-rows // per_step), rows % per_step or per_step
     whole, begun = divmod(steps, per_epoch)
     seen = whole * rows + begun * per_step
     if per_epoch == 1 and last < per_step:
-        what = f"{what[: what.index(' of ')]} of {rows:,} rows, which is all of them: {what.partition('(')[2][:-1]}"
-        what += f" would take {per_step:,}"
+        what = f"{steps:,} steps of {rows:,} rows, which is all of them: {how} would take {per_step:,}"
     elif last < per_step:
         what += f", the last of each epoch of {last:,}"
-    return f"{what}, {seen / rows:.1f} epochs of {rows:,} rows", seen
+    return f"{what}, {seen / rows:.1f} epochs of {rows:,} rows", seen / steps
 
 
 def _of_documents(statistics: DataStatistics) -> str:
