@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import broadcast_object_list, wait_for_everyone
 from rich.console import Console
 from torch.utils.data import Subset
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from scu_trainer.hardware.watching.leftovers import TEST_RUN
 from scu_trainer.run_files import free_bytes
@@ -105,7 +106,7 @@ def measure(job: Job, before_s: float = 0.0) -> Estimate:
     load_s = before_s + time.perf_counter() - begun_s
     with _shared_scratch() as scratch:
         short = replace_training(job, scratch)
-        short.training.save_strategy = type(short.training.save_strategy)("no")
+        short.training.save_strategy = SaveStrategy.NO
         return _estimate(job, parts, build_trainer(short, parts, None, Console(quiet=True)), load_s)
 
 
@@ -158,10 +159,7 @@ def replace_training(job: Job, scratch: str) -> Job:
     training.output_dir, training.max_steps = scratch, STEPS
     training.logging_steps, training.save_steps = 1, SAVE_AT
     training.save_total_limit = None  # the checkpoint that is resumed from must not be rotated away
-    training.save_strategy, training.eval_strategy = (
-        type(training.save_strategy)("steps"),
-        type(training.eval_strategy)("no"),
-    )
+    training.save_strategy, training.eval_strategy = SaveStrategy.STEPS, IntervalStrategy.NO
     training.report_to, training.push_to_hub = [], False
     training.load_best_model_at_end = False
     # So short a run has no epochs to prune in.
