@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` is in evaluation mode and no gradients are kept."""
+    """Evaluation mode and no gradients; afterwards each module is in its mode again."""
     import torch
 
-    was_training = model.training
+    was_training = {module: module.training for module in model.modules()}
     try:
         model.eval()
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        model.train(was_training[model])  # by its own method, which may do more
+        for module, mode in was_training.items():
+            module.training = mode

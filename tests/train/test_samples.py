@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
+from scu_trainer.models.asking import evaluating
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
@@ -22,7 +23,6 @@ from scu_trainer.train.evaluation.answers import (
     prompts_of,
     stop_tokens,
 )
-from scu_trainer.train.evaluation.scoring import evaluating
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.session import samples
 from scu_trainer.train.session.samples import Samples

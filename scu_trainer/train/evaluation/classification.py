@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from scu_trainer.figures import NATS_PER_BIT
+from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.train.evaluation.scoring import DocumentScores, evaluating, say_nonfinite
+from scu_trainer.train.evaluation.scoring import DocumentScores, say_nonfinite
 from scu_trainer.train.step.prediction import Halving
 
 ROWS_AT_ONCE = 128

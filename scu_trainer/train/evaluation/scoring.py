@@ -3,7 +3,6 @@ between two models."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from scu_trainer.figures import NATS_PER_BIT
+from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.step.prediction import Halving
@@ -99,20 +99,6 @@ def say_nonfinite(nats: np.ndarray, item: str) -> None:
             ", ".join(map(str, bad[:MOST_NAMED].tolist())),
             more,
         )
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; afterwards each module is in its mode again."""
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training[model])  # by its own method, which may do more
-        for module, mode in was_training.items():
-            module.training = mode
 
 
 def score_documents(

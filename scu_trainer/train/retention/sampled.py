@@ -17,9 +17,9 @@ from torch import nn
 
 from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError
+from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings.regularization import SAMPLED
-from scu_trainer.train.evaluation.scoring import evaluating
 
 logger = logging.getLogger("scu_trainer")
 

@@ -11,8 +11,8 @@ from typing import Any, Optional
 from torch import nn
 
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.models.asking import evaluating
 from scu_trainer.train.evaluation.answers import Prompt, answered, prompts_of, stop_tokens
-from scu_trainer.train.evaluation.scoring import evaluating
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.step.distributed.sharded import is_sharded, training_precision
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
