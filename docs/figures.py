@@ -240,8 +240,11 @@ SENTENCES: tuple[tuple[str, Callable[[Results], list[float]]], ...] = (
         ],
     ),
     (
-        "feel the fixed cost: {:.2f} × with one row",
-        lambda r: [r.figure("scaling_sizes", "ours / stock at the smallest rows per batch")],
+        "feel the fixed cost: {:.2f} × with one row of 64 tokens, {:.2f} × with two of 128, {:.2f} × with LoRA",
+        lambda r: [
+            r.figure("scaling_sizes", f"ours / stock at the smallest {what}")
+            for what in ("rows per batch", "block", "LoRA rank")
+        ],
     ),
     (
         "the first step {:.1f} seconds after the file is opened, {:.0f} bytes held per document (stock {:.0f})",
