@@ -170,7 +170,8 @@ class NonFiniteGuard(Loop):
         where they are not finite: the highest of all ranks, which must decide alike. One wait for the device, for all
         numbers of the step."""
         device = self.trainer.args.device
-        *losses, norm = _numbers([*self._losses, gradient], device)
+        numbers = [number.to(device, torch.float32).reshape(()) for number in (*self._losses, gradient)]
+        *losses, norm = torch.stack(numbers).tolist()
         loss = sum(losses)
         faults = [not math.isfinite(number) for number in (loss, norm)]
         finite = [0.0 if is_bad else number for number, is_bad in zip((loss, norm), faults, strict=True)]
@@ -392,10 +393,3 @@ class NonFiniteGuard(Loop):
             self.divergence.load_state_dict(saved["divergence"])
         if self.spikes is not None and saved.get("spikes") is not None:
             self.spikes.load_state_dict(saved["spikes"])
-
-
-def _numbers(tensors: Sequence[torch.Tensor], device: torch.device) -> list[float]:
-    """What tensors of one entry hold, by one wait for ``device`` at most."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [tensor.item() for tensor in tensors]
-    return torch.stack([tensor.to(device, torch.float32).reshape(()) for tensor in tensors]).tolist()

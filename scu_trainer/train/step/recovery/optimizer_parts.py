@@ -55,15 +55,14 @@ class SavedCounters:
         counted = [(entry, entry["step"]) for entry in entries if "step" in entry]
         self._numbers = [(entry, step) for entry, step in counted if isinstance(step, int)]
         self._counters = [step for _, step in counted if isinstance(step, torch.Tensor)]
-        # Read one by one on the host alone: elsewhere each would wait for the device.
-        on_host = all(counter.device.type == "cpu" for counter in self._counters)
-        self._copies = [c.item() for c in self._counters] if on_host else torch.stack(self._counters)
+        # Not read one by one: each would wait for the device.
+        self._copies = torch.stack(self._counters) if self._counters else ()
 
     def restore(self) -> None:
         for entry, number in self._numbers:
             entry["step"] = number
         for counter, copy in zip(self._counters, self._copies, strict=True):
-            counter.fill_(copy)
+            counter.copy_(copy)
 
 
 class SavedPart:
