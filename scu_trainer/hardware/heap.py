@@ -30,8 +30,10 @@ def settle() -> None:
     from the heap, which gives back what is free at its end beyond 64 MiB.
 
     Before that, a training whose blocks are all smaller may give some MiB back in every step, and gets them zeroed
-    again. Takes no memory, as nothing is written to the block. No effect in other C libraries.
+    again. Takes no memory, as nothing is written to the block. Nothing happens in other C libraries.
     """
+    if _function("mallopt") is None:
+        return
     library = ctypes.CDLL(None)
     library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     library.free(library.malloc(ctypes.c_size_t(LARGEST_FROM_HEAP_BYTES)))
@@ -53,7 +55,10 @@ def keep_freed() -> bool:
 
 @functools.cache
 def _function(name: str) -> Optional[Callable[..., int]]:
-    return getattr(ctypes.CDLL(None), name, None)
+    try:
+        return getattr(ctypes.CDLL(None), name, None)
+    except TypeError:  # on Windows a library has to be named
+        return None
 
 
 def _in_pages(size_bytes: int) -> int:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from scu_trainer.hardware import heap
 from scu_trainer.settings import EfficiencySettings
 from scu_trainer.settings.tasks import KINDS
 from tests import processes
@@ -73,6 +74,20 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
 def test_settled_small_blocks_do_not_go_back_and_forth(mode, zeroes):
     ran = subprocess.run([sys.executable, "-c", SMALL, mode], capture_output=True, text=True, check=True)
     assert (int(ran.stdout) > 7_500) == zeroes  # of 4 KiB each; all blocks together are 15,360 of them
+
+
+def test_nothing_happens_where_a_process_has_no_library_of_no_name(monkeypatch):
+    def library(name):
+        raise TypeError("argument of type 'NoneType' is not iterable")  # on Windows
+
+    monkeypatch.setattr(heap.ctypes, "CDLL", library)
+    heap._function.cache_clear()
+    try:
+        heap.settle()
+        heap.give_back_freed()
+        assert not heap.keep_freed() and not heap.UntouchedHeap.is_known()
+    finally:
+        heap._function.cache_clear()
 
 
 def test_off_by_default_and_on_for_tasks_other_than_text():
