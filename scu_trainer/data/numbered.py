@@ -24,7 +24,8 @@ class Numbered(torch.utils.data.Dataset):
 
     What the rows of a batch draw at random depends on ``seed``, ``epoch`` and the batch only, and not on who read what
     before: loaders read ahead and a resumed run has new workers, so their generators are nothing to go on from. Those
-    of the process itself are left as they were. The first batch that draws is read twice, which shows that it does.
+    of the process itself are left as they were. The first batch that draws from Python's generator or numpy's is read
+    twice, which shows that it does.
     """
 
     def __init__(self, rows: Any, seed: int = 0) -> None:
@@ -47,11 +48,11 @@ class Numbered(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
-        read = partial(self._read, indices)
+        read, entropy = partial(self._read, indices), (self._seed, int(self._epoch), int(indices[0]))
         if not self._draws:
-            rows, self._draws = unless_it_draws(read)
+            rows, self._draws = unless_it_draws(read, entropy)
         if self._draws:
-            with own_generators((self._seed, int(self._epoch), int(indices[0]))):
+            with own_generators(entropy):
                 rows = read()
         return list(zip(indices, rows, strict=True))
 

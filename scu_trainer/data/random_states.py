@@ -2,7 +2,7 @@
 
 numpy and Python hand their states out number by number, a tenth and a hundredth of a millisecond each time, which a
 step of a few milliseconds feels. So a state is read again only if numbers were drawn since, and what draws from seeds
-of its own gets its own numpy generator, if it draws at all.
+of its own gets its own numpy generator, if it draws from that or from Python's at all.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def states_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
     """Those of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were."""
-    for_python, for_numpy, for_torch = numpy.random.SeedSequence(entropy).generate_state(3).tolist()
+    for_python, for_numpy, for_torch = _seeds(entropy)
     of_python, of_numpy, of_torch = _of_python(), _of_numpy(), torch.get_rng_state()
     theirs = numpy.random.get_bit_generator()
     try:
@@ -77,29 +77,27 @@ def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
         torch.set_rng_state(of_torch)
 
 
-def unless_it_draws(function: Callable[[], Result]) -> tuple[Optional[Result], bool]:
-    """(what ``function`` returns, False), or (None, True) where it has drawn a random number. The generators are as
-    they were in both cases, and where it raises. A tenth of what ``own_generators`` take."""
+def unless_it_draws(function: Callable[[], Result], entropy: tuple[int, ...]) -> tuple[Optional[Result], bool]:
+    """(what ``function`` returns, False), or (None, True) where it has drawn from Python's or numpy's generator.
+    Torch's is seeded as by ``own_generators``: what takes ``torch.initial_seed()`` for seeds of its own draws from none
+    of the three. They are as they were in both cases, and where it raises."""
     kept, draws = states(), True
+    (restore, of_torch), (_, of_numpy), (_, of_python) = kept
+    torch.default_generator.manual_seed(_seeds(entropy)[2])
     try:
         found = function()
-        draws = not _are_as(kept)
+        draws = _of_python() is not of_python or _of_numpy() is not of_numpy
     finally:
         if draws:
             put_back(kept)
+        else:
+            restore(of_torch)
     return (None, True) if draws else (found, False)
 
 
-def _are_as(kept: States) -> bool:
-    """Whether nothing was drawn since. False too of generators that do not show it."""
-    (_, of_torch), (_, of_numpy), (_, of_python) = kept
-    if _of_python() is not of_python or _of_numpy() is not of_numpy:
-        return False
-    return _memory_of_state(torch.get_rng_state()) == _memory_of_state(of_torch)
-
-
-def _memory_of_state(of_torch: torch.Tensor) -> bytes:
-    return ctypes.string_at(of_torch.data_ptr(), of_torch.nbytes)
+def _seeds(entropy: tuple[int, ...]) -> list[int]:
+    """For Python, numpy and torch."""
+    return numpy.random.SeedSequence(entropy).generate_state(3).tolist()
 
 
 @functools.cache

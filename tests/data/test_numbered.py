@@ -63,6 +63,31 @@ def test_what_rows_draw_depends_on_seed_epoch_and_batch_alone(draws):
         assert first[1] != batches(3, 5)[1] != batches(4, 5)[1]
 
 
+def forked(index):
+    with torch.random.fork_rng(devices=[]):
+        return int(torch.randint(10**6, ()))
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [lambda index: int(numpy.random.default_rng(torch.initial_seed() + index).integers(10**6)), forked],
+    ids=["a generator of its own from torch's seed", "torch's, put back"],
+)
+def test_so_does_what_rows_draw_without_a_trace(drawn):
+    class Drawing(Once):
+        def __getitems__(self, indices):
+            return [drawn(index) for index in indices]
+
+    def batch(of_process, epoch):
+        torch.manual_seed(of_process)
+        rows = Numbered(Drawing(), 3)
+        rows.set_epoch(epoch)
+        return rows.__getitems__([2, 3])
+
+    with states_kept():
+        assert batch(1, 0) == batch(2, 0) != batch(1, 1)
+
+
 def test_a_batch_gains_the_numbers_and_keeps_all_else():
     rows = UnevenRows(8)
     batch = NumberedCollator(pad)([(number, rows[number]) for number in (7, 0, 3)])
