@@ -43,6 +43,16 @@ def with_its_own(model: nn.Module) -> None:
     model[1].train = lambda mode=True: model[1]
 
 
+@pytest.mark.parametrize("prepare", [in_evaluation, with_its_own])
+def test_what_was_changed_since_is_walked_through(walks, prepare):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    with walked_through_once(model, list(model.modules())):
+        prepare(model)  # by a training_step of the user's, which comes before the stock one
+        walks.clear()
+        model.train()
+    assert "Sequential" in walks
+
+
 @pytest.mark.parametrize("prepare", [None, in_evaluation, with_its_own])
 def test_the_first_call_walks_only_where_something_would_change(walks, prepare):
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())

@@ -15,22 +15,23 @@ STOCK = (nn.Module.train, PreTrainedModel.train)
 
 @contextlib.contextmanager
 def walked_through_once(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the first ``model.train()`` returns at once if all of ``modules``, which are those of ``model``, are in
-    training mode and none has a ``train`` of its own. Later ones, and other modes, are as ever, as is all without
-    ``modules``."""
-    if not modules or not _would_change_nothing(modules):
+    """Inside, the first ``model.train()`` returns at once if by then all of ``modules``, which are those of ``model``,
+    are in training mode, and none has a ``train`` of its own. Later ones, and other modes, are as ever, as is all
+    without ``modules``."""
+    if not modules or "train" in vars(model):
         yield
         return
 
     def train(mode: bool = True) -> nn.Module:
         vars(model).pop("train")
-        return model if mode is True else model.train(mode)
+        return model if mode is True and _would_change_nothing(modules) else model.train(mode)
 
     vars(model)["train"] = train
     try:
         yield
     finally:
-        vars(model).pop("train", None)
+        if vars(model).get("train") is train:
+            del vars(model)["train"]
 
 
 def _would_change_nothing(modules: Sequence[nn.Module]) -> bool:
