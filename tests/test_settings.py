@@ -43,6 +43,7 @@ REFUSED = [
     # numbers out of range
     (SCU, {"sigma": 0.0}, r"scu_sigma is 0.0; it must be above 0"),
     (SCU, {"sigma": math.inf}, r"scu_sigma is inf"),
+    (SCU, {"sigma": numpy.float32(-1)}, r"scu_sigma is -1.0; it must be 0 or more"),
     (SCU, {"time_constant": -1.0}, r"scu_time_constant"),
     (SCU, {"max_shrink": 1.5}, r"scu_max_shrink is 1.5"),
     (SCU, {"max_shrink": math.nan}, r"scu_max_shrink is nan"),

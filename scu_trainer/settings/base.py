@@ -158,7 +158,7 @@ def short(value: Any) -> str:
     """As it is shown in a message, however long it is."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"a number of {int(math.log10(abs(value))) + 1} digits"
-    text = str(value) if isinstance(value, (int, float)) else repr(value)
+    text = str(value) if isinstance(value, Real) else repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} letters)"
 
 
