@@ -621,6 +621,26 @@ def test_interrupted_before_the_stock_call_ends_it_leaves_gradients_and_groups(n
     assert weights.bits() == after(name, 2)
 
 
+@pytest.mark.parametrize("name", ["adamw_fused", "adamw_foreach"])
+def test_the_step_after_an_interrupted_one_is_taken(name):
+    weights = Weights(name)
+    weights.step()  # makes the state
+
+    def interrupt(optimizer, *_):
+        raise KeyboardInterrupt
+
+    with weights.guard().attached():
+        hook = weights.optimizer.register_step_post_hook(interrupt)
+        weights.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+        weights.backward()
+        with pytest.raises(KeyboardInterrupt):
+            weights.optimizer.step()
+        hook.remove()
+        weights.backward()
+        weights.optimizer.step()
+    assert weights.bits() == after(name, 3)
+
+
 def test_a_hook_that_came_after_the_guard_costs_one_unguarded_step():
     weights = Weights("adamw_foreach")
     guard = weights.guard()

@@ -131,6 +131,8 @@ class OptimizerGuard:
         is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._hooks[0].id
         if has_closure or not is_last:
             return
+        if self._set_aside is not None:  # by a step that was interrupted
+            self._show_all()
         groups = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
         self._whole = ParameterGroupPart(tuple(pair for pairs in groups for pair in pairs))
         try:
