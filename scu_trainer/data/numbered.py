@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Optional
 
 import numpy
 import torch
 
-from scu_trainer.data.random_states import own_generators, states_kept, unless_it_draws
+from scu_trainer.data.random_states import own_generators, states_kept
 from scu_trainer.errors import DataError
 
 SAMPLE_INDEX = "sample_index"
@@ -24,12 +23,11 @@ class Numbered(torch.utils.data.Dataset):
 
     What the rows of a batch draw at random depends on ``seed``, ``epoch`` and the batch only, and not on who read what
     before: loaders read ahead and a resumed run has new workers, so their generators are nothing to go on from. Those
-    of the process itself are left as they were. The first batch that draws from Python's generator or numpy's is read
-    twice, which shows that it does.
+    of the process itself are left as they were.
     """
 
     def __init__(self, rows: Any, seed: int = 0) -> None:
-        self.rows, self._seed, self._draws = rows, seed, False
+        self.rows, self._seed = rows, seed
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that persist must see it change
 
     def set_epoch(self, epoch: int) -> None:
@@ -48,17 +46,10 @@ class Numbered(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
-        read, entropy = partial(self._read, indices), (self._seed, int(self._epoch), int(indices[0]))
-        if not self._draws:
-            rows, self._draws = unless_it_draws(read, entropy)
-        if self._draws:
-            with own_generators(entropy):
-                rows = read()
-        return list(zip(indices, rows, strict=True))
-
-    def _read(self, indices: Sequence[int]) -> Sequence[Any]:
         many = getattr(self.rows, "__getitems__", None)
-        return many(indices) if callable(many) else [self.rows[index] for index in indices]
+        with own_generators((self._seed, int(self._epoch), int(indices[0]))):
+            rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
+        return list(zip(indices, rows, strict=True))
 
 
 class NumberedCollator:

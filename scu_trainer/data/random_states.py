@@ -2,7 +2,7 @@
 
 numpy and Python hand their states out number by number, a tenth and a hundredth of a millisecond each time, which a
 step of a few milliseconds feels. So a state is read again only if numbers were drawn since, and what draws from seeds
-of its own gets its own numpy generator, if it draws from that or from Python's at all.
+of its own gets its own numpy generator.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import ctypes
 import functools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional
 
 import numpy
 import torch
-
-Result = TypeVar("Result")
 
 States = list[tuple[Callable[[Any], None], Any]]
 """(what puts a generator back, its state)"""
@@ -60,7 +58,7 @@ def states_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
     """Those of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were."""
-    for_python, for_numpy, for_torch = _seeds(entropy)
+    for_python, for_numpy, for_torch = numpy.random.SeedSequence(entropy).generate_state(3).tolist()
     of_python, of_numpy, of_torch = _of_python(), _of_numpy(), torch.get_rng_state()
     theirs = numpy.random.get_bit_generator()
     try:
@@ -75,29 +73,6 @@ def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
             numpy.random.set_state(of_numpy)
         random.setstate(of_python)
         torch.set_rng_state(of_torch)
-
-
-def unless_it_draws(function: Callable[[], Result], entropy: tuple[int, ...]) -> tuple[Optional[Result], bool]:
-    """(what ``function`` returns, False), or (None, True) where it has drawn from Python's or numpy's generator.
-    Torch's is seeded as by ``own_generators``: what takes ``torch.initial_seed()`` for seeds of its own draws from none
-    of the three. They are as they were in both cases, and where it raises."""
-    kept, draws = states(), True
-    (restore, of_torch), (_, of_numpy), (_, of_python) = kept
-    torch.default_generator.manual_seed(_seeds(entropy)[2])
-    try:
-        found = function()
-        draws = _of_python() is not of_python or _of_numpy() is not of_numpy
-    finally:
-        if draws:
-            put_back(kept)
-        else:
-            restore(of_torch)
-    return (None, True) if draws else (found, False)
-
-
-def _seeds(entropy: tuple[int, ...]) -> list[int]:
-    """For Python, numpy and torch."""
-    return numpy.random.SeedSequence(entropy).generate_state(3).tolist()
 
 
 @functools.cache

@@ -39,30 +39,6 @@ def test_many_rows_are_read_at_once_where_the_dataset_can():
     assert Numbered(Once()).__getitems__([4, 2]) == [(4, "row 4"), (2, "row 2")]
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_what_rows_draw_depends_on_seed_epoch_and_batch_alone(draws):
-    reads = []
-
-    class Drawing(Once):
-        def __getitems__(self, indices):
-            reads.append(indices)
-            return [random.random() + numpy.random.rand() if draws and index > 1 else 0.0 for index in indices]
-
-    def batches(seed, epoch):
-        rows = Numbered(Drawing(), seed)
-        rows.set_epoch(epoch)
-        return [rows.__getitems__(indices) for indices in ([0], [2, 3], [1, 2], [2, 3])]
-
-    with states_kept():
-        expected = random.random(), numpy.random.rand()
-    first = batches(3, 4)
-    assert reads == [[0], [2, 3]] + draws * [[2, 3]] + [[1, 2], [2, 3]]  # twice where it draws first
-    assert (random.random(), numpy.random.rand()) == expected
-    assert batches(3, 4) == first and first[1] == first[3]
-    if draws:
-        assert first[1] != batches(3, 5)[1] != batches(4, 5)[1]
-
-
 def forked(index):
     with torch.random.fork_rng(devices=[]):
         return int(torch.randint(10**6, ()))
@@ -70,22 +46,28 @@ def forked(index):
 
 @pytest.mark.parametrize(
     "drawn",
-    [lambda index: int(numpy.random.default_rng(torch.initial_seed() + index).integers(10**6)), forked],
-    ids=["a generator of its own from torch's seed", "torch's, put back"],
+    [
+        lambda index: random.random() + numpy.random.rand() + float(torch.rand(())),
+        lambda index: int(numpy.random.default_rng(torch.initial_seed() + index).integers(10**6)),
+        forked,
+    ],
+    ids=["the generators", "one of its own from torch's seed", "torch's, put back"],
 )
-def test_so_does_what_rows_draw_without_a_trace(drawn):
+def test_what_rows_draw_depends_on_seed_epoch_and_batch_alone(drawn):
     class Drawing(Once):
         def __getitems__(self, indices):
             return [drawn(index) for index in indices]
 
-    def batch(of_process, epoch):
-        torch.manual_seed(of_process)
-        rows = Numbered(Drawing(), 3)
+    def batch(of_process, seed, epoch, indices=(2, 3)):
+        torch.manual_seed(of_process), random.seed(of_process), numpy.random.seed(of_process)
+        rows = Numbered(Drawing(), seed)
         rows.set_epoch(epoch)
-        return rows.__getitems__([2, 3])
+        return rows.__getitems__(list(indices))
 
     with states_kept():
-        assert batch(1, 0) == batch(2, 0) != batch(1, 1)
+        first = batch(1, 3, 0)
+        assert first == batch(2, 3, 0)
+        assert first != batch(1, 3, 1) != batch(1, 4, 1)
 
 
 def test_a_batch_gains_the_numbers_and_keeps_all_else():

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from scu_trainer.data.random_states import own_generators, put_back, states, states_kept, unless_it_draws
+from scu_trainer.data.random_states import own_generators, put_back, states, states_kept
 
 
 def draw() -> tuple:
@@ -74,41 +74,6 @@ def test_own_generators_draw_what_their_seeds_say():
         own = random.random(), numpy.random.normal(), torch.randn(1).item()
     random.seed(for_python), numpy.random.seed(for_numpy), torch.default_generator.manual_seed(for_torch)
     assert own == (random.random(), numpy.random.normal(), torch.randn(1).item())
-
-
-DRAWS = [random.random, lambda: random.gauss(0, 1), numpy.random.rand, numpy.random.normal]
-
-
-@pytest.mark.parametrize("draws", DRAWS, ids=["random", "gauss", "numpy", "numpy, two normals"])
-def test_whoever_draws_gets_nothing_and_leaves_nothing(draws):
-    seed()
-    with states_kept():
-        expected = draw()
-    assert unless_it_draws(lambda: 5, (1, 2)) == (5, False)
-    assert unless_it_draws(draws, (1, 2)) == (None, True)
-    with pytest.raises(ZeroDivisionError):
-        unless_it_draws(lambda: (draws(), 1 / 0), (1, 2))
-    assert draw() == expected
-
-
-def test_torch_has_its_seed_also_where_nothing_else_draws():
-    def seen():
-        return torch.initial_seed(), torch.randn(1).item()
-
-    seed()
-    with states_kept():
-        expected = draw()
-    with own_generators((1, 2)):
-        own = seen()
-    assert unless_it_draws(seen, (1, 2)) == (own, False)
-    assert draw() == expected
-
-
-@pytest.mark.parametrize("waits", [random.gauss, numpy.random.normal], ids=["random", "numpy"])
-def test_handing_out_a_normal_number_that_waited_is_drawing(waits):
-    seed()
-    waits(0, 1)
-    assert unless_it_draws(lambda: waits(0, 1), (1, 2)) == (None, True)
 
 
 def test_another_kind_of_generator_is_kept_as_well():
