@@ -37,8 +37,9 @@ Every rank calls them at the same places.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, Optional
@@ -185,23 +186,19 @@ class Loop(TrainerCallback):
     def save_state(self, folder: str) -> None:
         """Into the folder of a checkpoint. Every rank calls it; the one with ``args.should_save`` writes."""
         if self.state_file is not None and self.trainer.args.should_save:
-            state = self.state_dict()
-            if state is not None:
-                with self._state_as_json():
-                    write_state(Path(folder) / self.state_file, state)
+            self._write_state(functools.partial(write_state, Path(folder) / self.state_file))
 
     def require_savable(self) -> None:
         """Raises ControlError where ``state_dict`` gives what ``save_state`` could not write."""
         if self.state_file is not None and type(self).save_state is Loop.save_state:
-            state = self.state_dict()
-            if state is not None:
-                with self._state_as_json():
-                    state_text(state)
+            self._write_state(state_text)
 
-    @contextlib.contextmanager
-    def _state_as_json(self) -> Iterator[None]:
+    def _write_state(self, write: Callable[[dict[str, Any]], Any]) -> None:
+        state = self.state_dict()
+        if state is None:
+            return
         try:
-            yield
+            write(state)
         except TypeError as error:
             raise ControlError(
                 f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); return a dict of "
@@ -269,6 +266,16 @@ class Loop(TrainerCallback):
     def rows_stand_until(self, step: int) -> int:
         """Step up to which rows of an earlier start are kept by a run that resumes from ``step``."""
         return step
+
+
+def returned(loop: Loop, hook: str, value: Any) -> Any:
+    """``value``, which ``hook`` of ``loop`` gave. Raises ControlError for None."""
+    if value is None:
+        raise ControlError(
+            f"{called(loop)} returns None from {hook}(), as where a return was forgotten; the docstring of Loop.{hook} "
+            "says what to return"
+        )
+    return value
 
 
 def called(loop: Loop) -> str:

@@ -188,13 +188,6 @@ def _require_free(who: str, names: Collection[str], taken: Collection[str]) -> N
         )
 
 
-def forgotten_return(loop: Loop, hook: str) -> ControlError:
-    return ControlError(
-        f"{called(loop)} returns None from {hook}(), as where a return was forgotten; the docstring of Loop.{hook} "
-        "says what to return"
-    )
-
-
 def rate_of(loop: Loop) -> float:
     """``rate_factor`` as a number that logs and checkpoints take. Raises ControlError where it is none, negative or not
     finite: it would reach the weights."""

@@ -35,9 +35,8 @@ from scu_trainer.train.checkpoints.pushing import Pushes
 from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoint, tell_of_fresh_optimizer
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
-from scu_trainer.train.loop import Loop, LoopEvents
+from scu_trainer.train.loop import Loop, LoopEvents, returned
 from scu_trainer.train.loop_checks import (
-    forgotten_return,
     late,
     rate_of,
     require_apart,
@@ -275,7 +274,7 @@ class SCUTrainer(Trainer):
         values = super().set_initial_training_values(args, dataloader)
         self._steps_per_epoch = values[1]
         for loop in self.loops:
-            values = _returned(loop, "training_values", loop.training_values(values))
+            values = returned(loop, "training_values", loop.training_values(values))
         return values
 
     @functools.wraps(Trainer.create_scheduler)
@@ -299,7 +298,7 @@ class SCUTrainer(Trainer):
         position = super()._init_training_state(*arguments)
         for loop in self.loops if resume_from_checkpoint is not None else ():
             found = loop.resume_position(resume_from_checkpoint, position)
-            position = _returned(loop, "resume_position", found)
+            position = returned(loop, "resume_position", found)
         return position
 
     @property
@@ -329,7 +328,7 @@ class SCUTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         for loop in reversed(self.loops):
-            epoch_iterator = _returned(loop, "batches", loop.batches(epoch_iterator, num_batches))
+            epoch_iterator = returned(loop, "batches", loop.batches(epoch_iterator, num_batches))
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         for loop in self.loops:
             loop.on_window(batches, num_items)
@@ -390,7 +389,7 @@ class SCUTrainer(Trainer):
     def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Also of a plain module that returns its loss alone; the stock method looks for it inside of something."""
         for loop in self.loops:
-            inputs = _returned(loop, "on_forward", loop.on_forward(inputs))
+            inputs = returned(loop, "on_forward", loop.on_forward(inputs))
         given = {"num_items_in_batch": num_items_in_batch, **({"return_outputs": True} if return_outputs else {})}
         is_plain = not (isinstance(self.model, PreTrainedModel) or self.compute_loss_func or own_loss_between(self))
         with self.model.register_forward_hook(_bare_loss_in_tuple) if is_plain else contextlib.nullcontext():
@@ -452,7 +451,7 @@ class SCUTrainer(Trainer):
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         with self.engine.doing(lambda: "evaluation"), contextlib.ExitStack() as stack:
             for loop in self.loops:
-                stack.enter_context(_returned(loop, "evaluation", loop.evaluation()))
+                stack.enter_context(returned(loop, "evaluation", loop.evaluation()))
             return self.engine.evaluated(evaluate, dataloader, loss_only)
 
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
@@ -536,13 +535,6 @@ def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
 def _first(answers: Iterable[Any]) -> Any:
     """That is not None; None where all are."""
     return next((answer for answer in answers if answer is not None), None)
-
-
-def _returned(loop: Loop, hook: str, value: Any) -> Any:
-    """``value``, which ``hook`` of ``loop`` gave."""
-    if value is None:
-        raise forgotten_return(loop, hook)
-    return value
 
 
 def _named(method: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

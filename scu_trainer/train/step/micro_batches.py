@@ -38,7 +38,7 @@ from scu_trainer.train.step.recovery.memory_limit import limited_gauge
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, replaced
-from scu_trainer.train.step.training_mode import walked_through_once
+from scu_trainer.train.step.training_mode import needless_train_left_out
 
 logger = logging.getLogger("scu_trainer")
 
@@ -231,7 +231,7 @@ class MicroBatchStep:
                 with (
                     self._as_planned(micro_batch),
                     self.analysis.watched(inputs, num_items, self.parameters),
-                    walked_through_once(model, modules),
+                    needless_train_left_out(model, modules),
                 ):
                     loss = self.trainer.stock_training_step(model, inputs, num_items)
             return loss if share == 1.0 else loss * share

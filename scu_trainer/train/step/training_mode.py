@@ -14,7 +14,7 @@ STOCK = (nn.Module.train, PreTrainedModel.train)
 
 
 @contextlib.contextmanager
-def walked_through_once(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+def needless_train_left_out(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, the first ``model.train()`` returns at once if by then all of ``modules``, which are those of ``model``,
     are in training mode, and none has a ``train`` of its own. Later ones, and other modes, are as ever, as is all
     without ``modules``."""
