@@ -411,18 +411,27 @@ class Gathers(Trainer):
         assert rows.tolist() == [4, 4]
         return loss
 
-whole = [run(kind, sys.argv[1], **given) for kind, given in ((Gathers, {}), (with_loops(Gathers), {"memory": CUT}))]
+def model():
+    made = tiny.llama()
+    if sys.argv[2] == "allreduce":  # what its own forward does is not in the code of the loss
+        made.register_forward_hook(lambda *_: torch.distributed.all_reduce(torch.ones(1)))
+    return made
+
+kind = Gathers if sys.argv[2] == "gather" else Trainer
+contenders = ((kind, {}), (with_loops(kind), {"memory": CUT}))
+whole = [run(one, sys.argv[1], model(), **given) for one, given in contenders]
 print(tiny.same(*[tiny.weights_of(trainer.model) for trainer in whole]))
 torch.distributed.destroy_process_group()
 """
 
 
-def test_a_loss_that_talks_to_other_ranks_keeps_its_batches_whole(tmp_path):
+@pytest.mark.parametrize("word, who", [("gather", "the code of its loss"), ("allreduce", "its forward or its loss")])
+def test_a_loss_that_talks_to_other_ranks_keeps_its_batches_whole(tmp_path, word, who):
     """As TRL's gather their metrics: ranks with other numbers of micro-batches waited for each other for ever."""
     (tmp_path / "gathers.py").write_text(GATHERS)
-    done = processes.run([tmp_path / "gathers.py", tmp_path / "run"], ranks=2)
+    done = processes.run([tmp_path / "gathers.py", tmp_path / "run", word], ranks=2)
     assert done.returncode == 0 and done.stdout.count("True") == 2, done.stderr[-2000:]
-    assert "batches run whole" in done.stderr and "exchanges with the other ranks (gather)" in done.stderr
+    assert "batches run whole" in done.stderr and f"{who} exchanges with the other ranks ({word})" in done.stderr
 
 
 class LooksAtAllRows(Trainer):

@@ -13,12 +13,14 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
-from scu_trainer.train.loss.analysis.asked_rows import are_classes, rows_to_ask
+from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_to_ask
 from scu_trainer.train.loss.analysis.audit import Audited, Auditor, is_part
+from scu_trainer.train.loss.analysis.exchange import seen_exchange
 from scu_trainer.train.loss.analysis.measuring import tolerance
+from scu_trainer.train.loss.analysis.no_trace import untouched
 from scu_trainer.train.loss.analysis.own_step import OwnStep
 from scu_trainer.train.loss.analysis.trials import analyze
-from scu_trainer.train.loss.rows.model_loss import NOISE_BY_LENGTH, comes_from, inner_model
+from scu_trainer.train.loss.rows.model_loss import NOISE_BY_LENGTH, comes_from, has_sharded_weights, inner_model
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
@@ -51,6 +53,7 @@ class LossAnalysis:
         self.last_good_step: Optional[int] = None
         self.largest_difference = self.seconds = 0.0
         self._windows = self._cut_windows = self._asked = 0
+        self._has_looked_for_exchange = False
         self._auditor: Optional[Auditor] = None
         self._by_keys: dict[frozenset, Reduction] = {}
         self._seen: set[int] = set()
@@ -92,6 +95,8 @@ class LossAnalysis:
 
     def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
         """Ask where these batches may tell something new. Returns whether they did."""
+        if not self._has_looked_for_exchange:
+            self._look_for_exchange(batches[0], num_items, pad_token_id)
         if self.own_step.exchange is not None:  # to ask would be an exchange, too
             if self._found is None:
                 self._found = Reduction("num_items", mixes=self.own_step.exchange, may_be_cut=False)
@@ -118,6 +123,19 @@ class LossAnalysis:
             if was_exact and not self._found.is_exact:
                 self._end_splitting(self._found.mixes, self._found.mixes)
         return found is not None or known is None
+
+    def _look_for_exchange(self, batch: Batch, num_items: Any, pad_token_id: int) -> None:
+        """All ranks do this at the same place: how often they ask later depends on their rows."""
+        self._has_looked_for_exchange = True
+        trainer, own_step = self.trainer, self.own_step
+        if own_step.exchange or trainer.accelerator.num_processes == 1 or has_sharded_weights(trainer.model):
+            return
+
+        def loss_of(inputs: Any) -> torch.Tensor:
+            return self._loss_of(type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs, num_items)
+
+        with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.no_grad():
+            own_step.exchange = seen_exchange(loss_of, first_rows(batch, pad_token_id))
 
     def _end_splitting(self, mixes: str, reason: str) -> None:
         """For batches with any inputs: what was found for one is not to be trusted for the others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
@@ -98,6 +98,18 @@ def in_order(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int, t
     if made is not first.inputs:
         return made
     return pick(made, torch.tensor([row for _, row in rows]), first.rows)
+
+
+def first_rows(batch: Batch, pad_token_id: int) -> Iterator[Any]:
+    """Two rows of a batch, first their beginnings; all of it where it cannot be read by rows."""
+    if batch.obstacle:
+        yield batch.inputs
+        return
+    rows = [(0, row) for row in range(min(2, batch.rows))]
+    short = beginnings([batch], rows, pad_token_id)
+    if short is not None:
+        yield short.inputs
+    yield in_order([batch], rows, pad_token_id, trim=True)
 
 
 def beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int) -> Optional[Batch]:
