@@ -24,6 +24,9 @@ MICRO_BATCH_COST_SHARE = 1 / 16
 """Fixed cost of one more micro-batch as a share of the token cap: 11-30 % more micro-batches than the fewest possible,
 5 % padding on lognormal lengths instead of 9-19 %."""
 
+SIZES_PER_DOUBLING = 16
+"""Of numbers of tokens where each new one costs. A 32nd more tokens on average, a 16th at most, cost less than that."""
+
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
@@ -104,6 +107,12 @@ def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> i
     ``largest_batch_tokens``: what one batch of the configured number of rows would take, padded.
     """
     return max(longest_row, min(busy_tokens, largest_batch_tokens))
+
+
+def few_sizes(tokens: int) -> int:
+    """``tokens`` rounded up to one of SIZES_PER_DOUBLING sizes, and to a multiple of 8."""
+    step = max(8, 2 ** (tokens.bit_length() - 1) // SIZES_PER_DOUBLING)
+    return -(-tokens // step) * step
 
 
 def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> None:

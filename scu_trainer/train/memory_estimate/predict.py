@@ -68,6 +68,7 @@ def step_of(job: Job, rows: RowShapes, device: str) -> Step:
         batch_rows=job.training.per_device_train_batch_size,
         accumulation=job.training.gradient_accumulation_steps,
         device=device,
+        dtype=autocast_of(job) or torch.float32,
     )
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import numpy
+import torch
 
 from scu_trainer.control import splitting
 from scu_trainer.data import numbered
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.step.micro_batch_sizer import BUSY_TOKENS, BUSY_TOKENS_ELSEWHERE
+from scu_trainer.train.step.micro_batch_sizer import busy_tokens
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ def planned_step(
     batch_rows: int,
     accumulation: int,
     device: str,
+    dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """``batch_rows``: per device and accumulation batch. ``device``: torch's name of its kind.
+    """``batch_rows``: per device and accumulation batch. ``device``: torch's name of its kind. ``dtype``: in which it
+    multiplies.
 
     As the memory loop plans it while there is room: it makes smaller micro-batches where memory is short.
     """
@@ -70,8 +73,7 @@ def planned_step(
     if memory.batch_mode == "logical" or cap is None or (cap == "auto" and not rows.is_uneven):
         return whole
     if cap == "auto":
-        busy = BUSY_TOKENS.get(device, BUSY_TOKENS_ELSEWHERE)
-        cap = splitting.auto_cap(rows.longest, busy, batch_tokens)
+        cap = splitting.auto_cap(rows.longest, busy_tokens(device, dtype), batch_tokens)
     total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
     most = min(total_rows, memory.max_batch_size or total_rows)
     fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)

@@ -19,6 +19,7 @@ from scu_trainer.control import microbatch as control
 from scu_trainer.control import splitting
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.rows import Row
@@ -28,7 +29,7 @@ from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, free_me
 logger = logging.getLogger("scu_trainer")
 
 BUSY_TOKENS = {"cpu": 768, "mps": 2048}
-BUSY_TOKENS_ELSEWHERE = 8192
+BUSY_TOKENS_OF_COMPILED, BUSY_TOKENS_ELSEWHERE = 2048, 8192
 """Tokens per micro-batch above which a device gains nothing from larger ones: matrices are large enough to fill it."""
 
 LEARNING_WINDOWS = 3
@@ -40,6 +41,13 @@ STEPS_BETWEEN_COLLECTIONS = 20
 
 AllReduceMax = Callable[[list[int]], list[int]]
 """Element-wise maximum over ranks; every rank calls it at the same place."""
+
+
+def busy_tokens(device: str, dtype: torch.dtype = torch.float32) -> int:
+    """``dtype``: in which is multiplied. Half precision is faster, and each micro-batch casts weights anew."""
+    if compiles_shapes(device, dtype):
+        return BUSY_TOKENS_OF_COMPILED
+    return BUSY_TOKENS.get(device, BUSY_TOKENS_ELSEWHERE)
 
 
 @dataclass
@@ -83,6 +91,7 @@ class MicroBatchSizer:
         self.logical: Optional[LogicalBatches] = None
         self._window: Optional[AccumulationWindow] = None
         self._ceiling = 1
+        self.busy_tokens = busy_tokens(device.type)
         self._retried: set[MicroBatch] = set()
         self._shared: dict[tuple[Row, ...], int] = {}
         self._before: Optional[MemoryReading] = None
@@ -158,8 +167,7 @@ class MicroBatchSizer:
         if isinstance(cap, int):
             self._ceiling = cap
         else:
-            busy = BUSY_TOKENS.get(self.device.type, BUSY_TOKENS_ELSEWHERE)
-            self._ceiling = splitting.auto_cap(window.longest_row, busy, window.largest_batch_tokens)
+            self._ceiling = splitting.auto_cap(window.longest_row, self.busy_tokens, window.largest_batch_tokens)
         bounds = [bound for bound in (settings.max_batch_size, window.most_rows) if bound is not None]
         most = max(min(bounds), settings.min_batch_size) if bounds else None
         return window.pooled(self._cap, most, settings.min_batch_size)

@@ -24,6 +24,7 @@ from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.loss.rows.padding_free import NEEDED
+from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -32,7 +33,7 @@ from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launchers import ranks_for
 from scu_trainer.train.step.distributed.ranks import Ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
-from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens
 from scu_trainer.train.step.recovery.memory import Gauge, forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.memory_limit import limited_gauge
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
@@ -91,6 +92,9 @@ class MicroBatchStep:
             self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
         )
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
+        dtype = _multiplied_dtype(self.trainer)
+        self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, dtype)
+        self._wants_few_sizes = compiles_shapes(self.trainer.args.device.type, dtype)
         self.prefetched(())
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
@@ -315,6 +319,8 @@ class MicroBatchStep:
     def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:
         window = AccumulationWindow(batches, self.reduction, self._pad_token_id)
         window.is_padding_free = self._goes_padding_free(window)
+        if self._wants_few_sizes and window.can_pool and window.is_uneven and not window.is_padding_free:
+            window.take_few_sizes(_most_positions(self.trainer.model))
         window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
 
@@ -426,6 +432,19 @@ def _pad_token_id(trainer: Trainer) -> int:
 
 def _has_batch_norm(model: torch.nn.Module) -> bool:
     return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def _multiplied_dtype(trainer: Trainer) -> torch.dtype:
+    """In which the layers multiply: autocast's, or that of the first weight."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
+    return half or next((p.dtype for p in trainer.model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _most_positions(model: torch.nn.Module) -> int:
+    """Tokens of a row for which the model has positions; 0 where its configuration does not say."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None) or 0
 
 
 def _per_batch(done: Sequence[tuple[MicroBatch, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:

@@ -25,7 +25,14 @@ from torch.nn.functional import cross_entropy
 
 from scu_trainer.train.loss.rows.gradient_sums import may_add_to_gradient
 from scu_trainer.train.loss.rows.pages import new_empty, new_zeros
-from scu_trainer.train.loss.rows.products import aligned, from_words, rows_with_room, to_words
+from scu_trainer.train.loss.rows.products import (
+    aligned,
+    compiles_shapes,
+    filled_up,
+    from_words,
+    rows_with_room,
+    to_words,
+)
 from scu_trainer.train.loss.rows.softmax import kernel_for
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
@@ -268,6 +275,7 @@ class _OutputLayer:
         self.bias = None if bias is None else bias.to(work.compute_dtype)
         self.softcap = work.softcap
         self.kernel = kernel_for(weight.device, work.loss_dtype)
+        self.fills = compiles_shapes(weight.device.type, work.compute_dtype)
         longest = max(map(work.longest_chunk, (work.learned, len(work.order) - work.learned)))
         shape = rows_with_room(min(longest, len(work.order)), self.weight), weight.size(0)
         self.product = new_empty(weight, shape, work.compute_dtype)
@@ -276,15 +284,24 @@ class _OutputLayer:
 
     def losses(self, rows: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
         """Losses (rows,), and their gradient by the logits (rows, vocab) where that is asked for."""
-        product, logits = self.product[: len(rows)], self.logits[: len(rows)]
-        to_words(rows, self.weight, self.bias, product)
-        if logits.dtype != product.dtype:
-            logits.copy_(product)
+        logits, filled = self.logits[: len(rows)], self.filled(rows)
+        to_words(filled, self.weight, self.bias, self.product[: len(filled)])
+        if logits.dtype != self.product.dtype:
+            logits.copy_(self.product[: len(rows)])
         return self.kernel(logits, targets, with_gradient, self.softcap)
 
+    def filled(self, rows: Tensor) -> Tensor:
+        """With rows of zeros at the end where few numbers of rows are to be multiplied."""
+        return filled_up(rows) if self.fills else rows
+
     def as_factor(self, signal: Tensor) -> Tensor:
-        """The gradient by the logits in the dtype that is multiplied in."""
-        return signal if signal.dtype == self.product.dtype else self.product[: len(signal)].copy_(signal)
+        """The gradient by the logits in the dtype that is multiplied in, ``filled``."""
+        if signal.dtype == self.product.dtype:
+            return signal
+        factor = self.product[: aligned(len(signal)) if self.fills else len(signal)]
+        factor[len(signal) :].zero_()
+        factor[: len(signal)].copy_(signal)
+        return factor
 
 
 @dataclass
@@ -303,11 +320,11 @@ class _Gradients:
             self.bias += signal.sum(0) if token_weights is None else signal.t().mv(token_weights.squeeze(1))
         factor = layer.as_factor(signal)
         if self.hidden is not None:
-            part = from_words(factor, layer.product, layer.weight).to(self.hidden.dtype)
+            part = from_words(factor, layer.product, layer.weight)[: len(rows)].to(self.hidden.dtype)
             self.hidden.index_copy_(0, tokens, part if token_weights is None else part.mul_(token_weights))
         if self.weight is not None:
             weighted = rows if token_weights is None else (rows * token_weights).to(rows.dtype)
-            _add_product(self.weight, factor, weighted)
+            _add_product(self.weight, factor, layer.filled(weighted))
 
 
 def _add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:

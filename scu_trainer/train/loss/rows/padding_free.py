@@ -28,8 +28,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from scu_trainer.control.splitting import few_sizes
 from scu_trainer.hardware.precision import AMPERE
-from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes
+from scu_trainer.train.loss.rows.products import compiles_shapes
+from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes, with_states
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host, on_its_way
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -124,14 +126,27 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
         names = inspect.signature(forward).parameters if positional else ()
         given = {**dict(zip(names, positional, strict=False)), **others}
         rows.seen.append(True)
-        ids, prefixes = rows.of(given["input_ids"]), rows.prefixes
-        if prefixes is None:
-            return forward(**{**given, "input_ids": ids, **arguments})
-        kept = {"input_ids": ids[:, prefixes.kept], "position_ids": rows.positions[:, prefixes.kept]}
-        return prefixes.of_rows(forward(**{**given, **arguments, **kept}))
+        prefixes = rows.prefixes
+        tokens = {"input_ids": rows.of(given["input_ids"]), "position_ids": arguments["position_ids"]}
+        if prefixes is not None:
+            tokens = {name: each[:, prefixes.kept] for name, each in tokens.items()}
+        tail = _tail(body, tokens["input_ids"])
+        if tail:
+            tokens = {name: functional.pad(each, (0, tail)) for name, each in tokens.items()}
+        output = forward(**{**given, **arguments, **tokens})
+        if tail:
+            output = with_states(output, output[0][:, :-tail])
+        return output if prefixes is None else prefixes.of_rows(output)
 
     with replaced(body, "forward", on_tokens):
         yield
+
+
+def _tail(body: torch.nn.Module, ids: Tensor) -> int:
+    """Tokens behind ``ids`` (1, tokens) that nobody reads: the layers see few different numbers of tokens."""
+    device = ids.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else body.dtype
+    return few_sizes(ids.size(1)) - ids.size(1) if compiles_shapes(device, dtype) else 0
 
 
 def _of_flash(rows: EndToEnd) -> dict[str, Any]:
@@ -164,14 +179,16 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     if rows is None:
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     rows.attended.append(True)
-    query, key, value = _in_one_type(query, key, value)
-    prefixes = rows.prefixes
+    prefixes, given = rows.prefixes, query.size(2)
+    tokens = len(rows.places if prefixes is None else prefixes.kept)
+    query, key, value = (each[:, :, :tokens] for each in _in_one_type(query, key, value))
     if prefixes is not None:
         query, key, value = (prefixes.copied(each, 2) for each in (query, key, value))
     has_one_size = value.size(-1) == query.size(-1)  # latent attention (DeepSeek) has two
     by = _by_kernel if has_kernel(query) and has_one_size and not dropout else _by_length
     made = by(query, key, value, dropout, scaling, rows)
-    return made if prefixes is None else made.index_select(1, prefixes.kept), None
+    made = made if prefixes is None else made.index_select(1, prefixes.kept)
+    return functional.pad(made, (0, 0, 0, 0, 0, given - tokens)), None
 
 
 def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,12 +248,14 @@ def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     sizes = [length * count for length, count in groups]
     made = []
     parts = (each[0].split(sizes, dim=1) for each in (query, key, value))
+    is_compiled = compiles_shapes(query.device.type, query.dtype)
     for (length, count), *part in zip(groups, *parts, strict=True):
-        of_rows = [each.unflatten(1, (count, length)).transpose(0, 1) for each in part]
+        tail = few_sizes(length) - length if is_compiled else 0  # causal: no token looks behind itself
+        of_rows = [functional.pad(each.unflatten(1, (count, length)).transpose(0, 1), (0, 0, 0, tail)) for each in part]
         out = functional.scaled_dot_product_attention(
             *of_rows, is_causal=length > 1, dropout_p=dropout, scale=scaling, enable_gqa=query.size(1) != key.size(1)
         )
-        made.append(out.transpose(1, 2).flatten(0, 1))
+        made.append(out[:, :, :length].transpose(1, 2).flatten(0, 1))
     return torch.cat(made).unsqueeze(0)
 
 

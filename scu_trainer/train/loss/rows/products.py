@@ -4,6 +4,8 @@ torch multiplies with MKL, which takes slower kernels on AMD processors. oneDNN,
 half precision, chooses kernels by instruction set, not by vendor. ``python benchmarks/studies/products.py`` measures
 the difference; so far that was done on two cores only. The gradient of the weight stays with MKL, which adds to a sum
 and is faster there.
+
+oneDNN compiles kernels for every shape and keeps them (``compiles_shapes``), so it is asked for few.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ BLOCK_WORDS = 2_000
 and leaves no large holes behind. Blocks of 16,000 are 3 % faster and left 20 MiB."""
 
 ALIGNED_ROWS = 32
-"""oneDNN compiles a kernel for every shape and keeps it: only multiples of it are asked for. With all sizes up to 256
-a process grew by 300 MiB, and by 2 GiB with what malloc could not use again between them and blocks of 16,000 words."""
+"""Only multiples of it are asked for. With all sizes up to 256 a process grew by 300 MiB, and by 2 GiB with what malloc
+could not use again between them and blocks of 16,000 words."""
 
 SCHEMA = (
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
@@ -39,7 +41,7 @@ SCHEMA = (
 def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> None:
     """out (rows, vocab) = rows (rows, size) · weightᵀ + bias."""
     if goes_through_onednn(weight):
-        filled = pad(rows, (0, 0, 0, aligned(len(rows)) - len(rows)))
+        filled = filled_up(rows)
         for start in range(0, len(weight), BLOCK_WORDS):
             words = slice(start, start + BLOCK_WORDS)
             out[:, words] = by_onednn(filled, weight[words], None if bias is None else bias[words])[: len(rows)]
@@ -61,7 +63,20 @@ def from_words(signal: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
 
 def rows_with_room(rows: int, weight: Tensor) -> int:
     """How many rows a buffer of ``rows`` logits is to have."""
-    return aligned(rows) if goes_through_onednn(weight) else rows
+    fills = goes_through_onednn(weight) or compiles_shapes(weight.device.type, weight.dtype)
+    return aligned(rows) if fills else rows
+
+
+def compiles_shapes(device: str, dtype: torch.dtype) -> bool:
+    """Whether kernels for ``dtype`` on this kind of ``device`` are compiled for every shape: by oneDNN, which does half
+    precision on a CPU. For each new number of tokens a layer of 1,024 by 4,096 takes 30 ms and 2 MiB, and leaves a hole
+    of 7 MiB in the heap (forward and backward, two cores with AMX)."""
+    return device == "cpu" and dtype.is_floating_point and dtype.itemsize == 2 and torch.backends.mkldnn.enabled
+
+
+def filled_up(rows: Tensor) -> Tensor:
+    """``rows`` (rows, size) and zeros up to ``aligned``."""
+    return pad(rows, (0, 0, 0, aligned(len(rows)) - len(rows)))
 
 
 def aligned(rows: int) -> int:

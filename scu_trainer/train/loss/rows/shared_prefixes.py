@@ -36,11 +36,15 @@ class SharedPrefixes:
 
     def of_rows(self, output: Any) -> Any:
         """What a model's layers return, with the states (1, tokens, size) of all rows in the first place."""
-        states = self.copied(output[0], 1)
-        if isinstance(output, tuple):
-            return (states, *output[1:])
-        output[next(iter(output))] = states
-        return output
+        return with_states(output, self.copied(output[0], 1))
+
+
+def with_states(output: Any, states: Tensor) -> Any:
+    """What a model's layers return, with ``states`` (1, tokens, size) in the first place."""
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    output[next(iter(output))] = states
+    return output
 
 
 class _Copied(torch.autograd.Function):

@@ -13,6 +13,8 @@ from typing import Any, Optional
 
 import torch
 
+from scu_trainer.control.splitting import few_sizes
+
 NOT_LEARNED = -100
 CPU = torch.device("cpu")
 
@@ -58,6 +60,11 @@ class Batch:
         """Treat padding as content: this model's loss depends on it."""
         self.trimmable = False
         _measure(self)
+
+    def take_few_sizes(self, most_tokens: int) -> None:
+        """Rows keep, or get, as much padding as one of few sizes has, up to ``most_tokens``."""
+        self.needed = [max(own, min(few_sizes(own), most_tokens)) for own in self.needed]
+        self.needed_decoder = [max(own, min(few_sizes(own), most_tokens)) for own in self.needed_decoder]
 
     @property
     def is_padded(self) -> bool:

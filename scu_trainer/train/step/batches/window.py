@@ -65,7 +65,15 @@ class AccumulationWindow:
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
-    @property
+    def take_few_sizes(self, most_tokens: int) -> None:
+        """As in ``Batch``, where rows are cut to what they need; up to the widest batch in any case."""
+        most_tokens = max(most_tokens, *(max(batch.width, batch.decoder_width) for batch in self.batches))
+        assert self.real_tokens  # counted before
+        for batch in self.batches:
+            if batch.trimmable:
+                batch.take_few_sizes(most_tokens)
+
+    @functools.cached_property
     def real_tokens(self) -> int:
         return sum(batch.length(row) for batch in self.batches for row in range(batch.rows))
 
