@@ -174,6 +174,21 @@ def test_unasked_only_the_same_run_goes_on(tmp_path, configuration, ranks, told)
         assert (begun.output_dir, begun.checkpoint) == (tmp_path / "run-2", None) and told in begun.line
 
 
+@pytest.mark.parametrize("wanted", [None, AUTO])
+@pytest.mark.parametrize("since", ["running", "finished"])
+def test_the_same_run_goes_on_where_another_was_started_since(tmp_path, wanted, since):
+    newest = checkpoint(run_at(tmp_path / "run", configuration={"seed": 1}, start_number=1), 4)
+    run_at(tmp_path / "run-2", since, configuration={"seed": 2}, start_number=2, **{subject.ASKED_FOR: "run"})
+    begun = decide(Request(wanted, tmp_path / "run", 1, configuration={"seed": 1}))
+    assert (begun.output_dir, begun.checkpoint) == (tmp_path / "run", str(newest))
+
+
+def test_a_run_that_was_started_over_and_finished_is_not_taken_up_again(tmp_path):
+    checkpoint(run_at(tmp_path / "run", configuration={"seed": 1}, start_number=1), 4)
+    run_at(tmp_path / "run-2", "finished", configuration={"seed": 1}, start_number=2, **{subject.ASKED_FOR: "run"})
+    assert decide(Request(None, tmp_path / "run", 1, configuration={"seed": 1})).output_dir == tmp_path / "run-3"
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks", "told"),
     [

@@ -137,6 +137,8 @@ def decide(request: Request) -> Start:
     ours = run is not None and _is_of_this_launch(run, request)
     if run is None:
         return _beside(request.output_dir)
+    if not ours:
+        run = _begun_alike(request) or run
     if not (ours or request.wanted == AUTO):
         return _unasked(run, request)
     if not _is_finished(run):
@@ -147,16 +149,31 @@ def decide(request: Request) -> Start:
     return _beside(request.output_dir)
 
 
+def _begun_alike(request: Request) -> Optional[Path]:
+    """The last run that this configuration began, if it is unfinished: others may have been started since."""
+    alike = [run for run in _runs_of(request.output_dir) if _changed(run, request) == {}]
+    run = max(alike, key=_start_order, default=None)
+    return None if run is None or _is_finished(run) else run
+
+
+def _changed(run: Path, request: Request) -> Optional[dict[str, tuple[Any, Any]]]:
+    """What differs from the configuration that began ``run``; None where one of them is not known."""
+    before = _description(run)
+    if "configuration" not in before or request.configuration is None:
+        return None
+    changed = changed_settings(before["configuration"], request.configuration)
+    if before.get("world_size", request.world_size) != request.world_size:
+        changed["processes"] = (before["world_size"], request.world_size)
+    return changed
+
+
 def _unasked(run: Path, request: Request) -> Start:
     """Goes on with an unfinished run if it is the one that this configuration began."""
     if _is_finished(run) or request.configuration is None:
         return _beside(request.output_dir)
-    before = _description(run)
-    changed = changed_settings(before.get("configuration", {}), request.configuration)
-    if before.get("world_size", request.world_size) != request.world_size:
-        changed["processes"] = (before["world_size"], request.world_size)
-    if "configuration" not in before or changed:
-        return _beside(request.output_dir, _differing(run, changed, request))
+    changed = _changed(run, request)
+    if changed != {}:
+        return _beside(request.output_dir, _differing(run, changed or {}, request))
     start = _go_on(run, request)
     if start.checkpoint is not None:
         return replace(start, line=f"{start.line} (--no_resume starts over)")
@@ -240,12 +257,16 @@ def latest_run(output_dir: Path) -> Optional[Path]:
 
     None where no run of ours is.
     """
-    return max(_runs_of(output_dir), key=lambda run: (_start_number(run), _updated_s(run)), default=None)
+    return max(_runs_of(output_dir), key=_start_order, default=None)
 
 
 def next_start_number(output_dir: Path) -> int:
     """Of the starts that were given ``output_dir``. Clocks are set back; numbers are not."""
     return 1 + max((_start_number(run) for run in _runs_of(output_dir)), default=0)
+
+
+def _start_order(run: Path) -> tuple[int, float]:
+    return _start_number(run), _updated_s(run)
 
 
 def _start_number(run: Path) -> int:
