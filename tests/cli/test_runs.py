@@ -37,7 +37,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("SCU_TRAINER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "long.yaml").write_text("output_dir: runs/long\nuse_cpu: true\n")
-    (tmp_path / "recipes" / "short.yaml").write_text("steps: 2\nuse_cpu: true\n")
+    (tmp_path / "recipes" / "short.yaml").write_text("max_steps: 2\nuse_cpu: true\n")
+    (tmp_path / "recipes" / "typo.yaml").write_text("max_stps: 2\n")
+    (tmp_path / "recipes" / "word.yaml").write_text("learning_rate: fast\n")
     yield tmp_path
     for run in all_runs(tmp_path / "runs"):
         record = run.record()
@@ -80,7 +82,7 @@ def test_from_start_to_resume(place, capsys):
 
 
 def test_each_seed_is_a_run_of_its_own_and_their_spread_is_told(place, capsys):
-    (place / "job.yaml").write_text("steps: 2\nuse_cpu: true\nseeds: [0, 1]\n")
+    (place / "job.yaml").write_text("max_steps: 2\nuse_cpu: true\nseeds: [0, 1]\n")
     started = ("start", "--config", "job.yaml", "--max_steps", "7", "--max_ram_percent", "100")
     assert typed(*started) == 0
     said = capsys.readouterr().out
@@ -231,6 +233,8 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
     [
         (["start"], "--config"),
         (["start", "--config", "none.yaml"], "cannot read the configuration none.yaml"),
+        (["start", "--config", "recipes/typo.yaml"], "typo.yaml: unknown key 'max_stps' (did you mean 'max_steps'?)"),
+        (["start", "--config", "recipes/word.yaml"], "--learning_rate: invalid float value: 'fast'"),
         (["start", "--config", "recipes/short.yaml", "--output_dir", "x"], "give --root and --name instead"),
         (["start", "--config", "recipes/short.yaml", "--output-dir=x"], "give --root and --name instead"),
         (["start", "--config", "recipes/short.yaml", "--test_run"], "--test_run does not train"),

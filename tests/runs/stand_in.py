@@ -47,8 +47,9 @@ def _train(run: Path, settings: dict) -> int:
     status = RunStatus(run / "run.json", min_interval_s=0.0)
     newest = max((int(path.name.partition("-")[2]) for path in run.glob("checkpoint-*")), default=0)
     print(f"begins at {newest}", flush=True)
-    for step in range(newest + 1, settings.get("steps", STEPS) + 1):
-        status.update(status="running", pid=os.getpid(), step=step, max_steps=settings.get("steps", STEPS), loss=1.0)
+    max_steps = settings.get("max_steps", STEPS)
+    for step in range(newest + 1, max_steps + 1):
+        status.update(status="running", pid=os.getpid(), step=step, max_steps=max_steps, loss=1.0)
         while Path(settings.get("held_by", run / "nothing")).exists():
             time.sleep(0.02)
         if wanted:

@@ -57,7 +57,7 @@ def reaches(run: Run, wanted: str) -> None:
 
 
 def test_start_stop_resume_to_the_end(root):
-    run = begun(root, "a", "steps: 40")
+    run = begun(root, "a", "max_steps: 40")
     record = run.record()
     assert record.process.pid == os.getsid(record.process.pid) != os.getpid()
     until(lambda: (report(run, Machine()).progress.step or 0) >= 3)
@@ -79,10 +79,10 @@ def test_start_stop_resume_to_the_end(root):
 
 
 def test_the_configuration_is_that_of_the_start(root):
-    run = begun(root, "a", "steps: 1\n# a remark\n")
+    run = begun(root, "a", "max_steps: 1\n# a remark\n")
     words = training_words(run, run.record())
     assert words[:4] == ["--config", str(run.config.absolute()), "--output_dir", str(run.path.absolute())]
-    assert run.config.read_text() == "steps: 1\n# a remark\n"
+    assert run.config.read_text() == "max_steps: 1\n# a remark\n"
     assert words[-2:] == ["--use_cpu", "true"]
 
 
@@ -206,7 +206,7 @@ def test_cheap_mistakes_are_told_at_once(root, wish, words):
 
 
 def test_a_name_in_use_and_a_full_disk(root, monkeypatch):
-    begun(root, "a", "steps: 1")
+    begun(root, "a", "max_steps: 1")
     with pytest.raises(SettingsError, match="the name 'a' is in use"):
         start(Wish("a", "{}"), root, HANDS)
     monkeypatch.setattr("scu_trainer.run_files.free_bytes", lambda path: 1000)
@@ -220,7 +220,7 @@ def test_of_two_starts_at_once_one_gets_the_name(root, monkeypatch):
 
     def act():
         try:
-            outcomes.append(start(Wish("a", "steps: 1"), root, HANDS).process.pid)
+            outcomes.append(start(Wish("a", "max_steps: 1"), root, HANDS).process.pid)
         except SettingsError as error:
             outcomes.append(str(error))
 
@@ -234,7 +234,7 @@ def test_of_two_starts_at_once_one_gets_the_name(root, monkeypatch):
 
 
 def test_names(root, tmp_path):
-    run = begun(root, "first", "steps: 1")
+    run = begun(root, "first", "max_steps: 1")
     assert find("first", root) == run and find(str(run.path), Path("nowhere")).name == "first"
     with pytest.raises(SettingsError, match=r"no run 'frist' in .* \(did you mean 'first'\?\); there: first"):
         find("frist", root)

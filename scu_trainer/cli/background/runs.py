@@ -165,7 +165,7 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
     options.config = options.config or _written_for_this_machine()
     entries, text = _read(Path(options.config))
     _check_flags(flags)
-    check_early(None, flags)
+    check_early(options.config, flags)
     name = options.name or _free_name(options, entries)
     settings = Options(
         options.launcher, _device(options, entries, flags), options.nice, options.threads,
