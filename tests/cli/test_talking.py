@@ -223,6 +223,17 @@ def test_answers_to_something_else_are_kept(folder, prompts, tmp_path, capsys):
     assert (tmp_path / "mine.jsonl").read_text() == "mine\n"
 
 
+def test_a_mistake_leaves_no_file_and_costs_no_answers(folder, prompts, tmp_path, capsys):
+    output = tmp_path / "a.jsonl"
+    too_long = generate(folder, prompts, output, "--max_new_tokens", "1000")
+    assert run(*too_long) == 2 and "lower --max_new_tokens" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [prompts]
+    assert run(*generate(folder, prompts, output)) == 0
+    before = output.read_bytes()
+    assert run(*too_long, "--overwrite") == 2 and output.read_bytes() == before
+    assert run(*generate(folder, prompts, output)) == 0 and "12 of them from before" in capsys.readouterr().out
+
+
 def test_answers_do_not_take_the_place_of_their_prompts(folder, prompts, capsys):
     before = prompts.read_bytes()
     assert run(*generate(folder, prompts, prompts, "--overwrite")) == 2

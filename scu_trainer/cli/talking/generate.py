@@ -109,18 +109,14 @@ class Written:
     """The file of answers, and beside it (``.meta.json``) what they answer."""
 
     def __init__(self, path: Path, asked: dict[str, Any], overwrite: bool) -> None:
-        self.path, self.asked, self.overwrite = path, asked, overwrite
+        self.path, self.asked = path, asked
         self.meta = path.with_name(path.name + ".meta.json")
         self.lines: list[str] = []
+        self.is_new = overwrite or not path.exists()
 
     def begin(self) -> int:
         """How many answers are there. Raises SettingsError where they are answers to something else."""
-        if self.overwrite:
-            self.path.unlink(missing_ok=True)
-            self.meta.unlink(missing_ok=True)
-        if not self.path.exists():
-            write_json(self.meta, self.asked)
-            self.path.touch()
+        if self.is_new:
             return 0
         before = read_json(self.meta) if self.meta.is_file() else None
         now = json.loads(json.dumps(self.asked))
@@ -145,6 +141,10 @@ class Written:
         return count
 
     def add(self, row: dict[str, Any]) -> None:
+        if self.is_new:  # not before there is an answer: a command that fails leaves what was there
+            self.path.unlink(missing_ok=True)
+            write_json(self.meta, self.asked)
+            self.is_new = False
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
