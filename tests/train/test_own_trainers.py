@@ -234,6 +234,46 @@ def test_the_last_backward_before_a_step_can_be_told(tmp_path, kind, memory):
     assert steps.count("x") == STEPS == found.state.global_step and steps.endswith("x")
 
 
+class CountsRows(BareLoss):
+    """As models do whose loss has a term that grows with what they were trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        self.rows += len(input_ids) if self.training else 0
+        return {"loss": super().forward(input_ids, labels, attention_mask)}
+
+
+class CountsTokens(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.tokens = getattr(self, "tokens", 0) + int(inputs["attention_mask"].sum())
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def fails_once(module: torch.nn.Module) -> None:
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    handle = module.register_forward_hook(fail)
+
+
+@pytest.mark.parametrize("memory", [CUT, MemorySettings()], ids=["cut", "whole"])
+def test_what_a_loss_counts_does_not_count_what_ran_out_of_memory(tmp_path, memory):
+    counted = []
+    for kind, faults, loops in ((CountsTokens, [], {}), (with_loops(CountsTokens), [FailsOnce()], {"memory": memory})):
+        found = run(kind, tmp_path, CountsRows(), eval_dataset=tiny.UnevenRows(8), callbacks=faults, **loops)
+        if faults:
+            assert faults[0].failed == 1
+            fails_once(found.model.model.lm_head)
+        in_training = found.tokens
+        found.evaluate()
+        counted.append([found.model.rows, in_training, found.tokens])
+    assert counted[0] == counted[1] and found.prediction.halving.out_of_memory == 1
+
+
 # -- a training_step of somebody's own ---------------------------------------------------------------------------------
 
 

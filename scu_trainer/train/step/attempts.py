@@ -16,7 +16,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -63,6 +63,7 @@ class Held(Protocol):
 class AttemptSite:
     """Where micro-batches run: what a snapshot has to hold, and how to begin the window's gradients again.
 
+    ``counting``: modules and trainer whose attributes may count what runs, such as the tokens that TRL logs.
     ``kept``: gradients from before this window (a stream's short last window leaves its own to the next epoch).
     """
 
@@ -70,13 +71,14 @@ class AttemptSite:
     buffers: ChangingBuffers
     parameters: Sequence[nn.Parameter]
     drop_gradients: Callable[[], None]
+    counting: tuple[Sequence[nn.Module], Any] = ((), None)
 
     def __post_init__(self) -> None:
         self.devices = sorted({str(p.device) for p in self.parameters} | {str(self.device)})
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def snapshot(self) -> WindowSnapshot:
-        take = functools.partial(WindowSnapshot.take, self.devices, self.buffers, self.parameters)
+        take = functools.partial(WindowSnapshot.take, self.devices, self.buffers, self.parameters, self.counting)
         return second_try(take, "a copy of the model's buffers, which are restored if memory runs out,")
 
     def keep_gradients(self) -> None:

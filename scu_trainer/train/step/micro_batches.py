@@ -23,6 +23,7 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
+from scu_trainer.train.loss.rows.model_loss import comes_from, counting_owner
 from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step import attempts as steps
@@ -42,6 +43,10 @@ from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, replaced
 from scu_trainer.train.step.training_mode import needless_train_left_out
 
 logger = logging.getLogger("scu_trainer")
+
+
+WITHOUT_COUNTERS = ("torch", "transformers", "peft", "scu_trainer")
+"""Packages whose modules keep what a forward changes in buffers, not in attributes."""
 
 
 class MicroBatchStep:
@@ -88,8 +93,13 @@ class MicroBatchStep:
         self._model_parameters, self._optimized = (), -1
         self._has_batch_norm, self._pad_token_id = _has_batch_norm(model), _pad_token_id(self.trainer)
         parameters = self._trained()
+        counting = [module for module in model.modules() if not comes_from(type(module), *WITHOUT_COUNTERS)]
         self._place = steps.AttemptSite(
-            self.trainer.args.device, ChangingBuffers(model), parameters, self.ranks.drop_gradients
+            self.trainer.args.device,
+            ChangingBuffers(model),
+            parameters,
+            self.ranks.drop_gradients,
+            (counting, counting_owner(self.trainer)),
         )
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         dtype = _multiplied_dtype(self.trainer)

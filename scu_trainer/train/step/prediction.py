@@ -20,12 +20,13 @@ from transformers.trainer_pt_utils import nested_concat
 from scu_trainer.data.random_states import put_back
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss.analysis import analyze
+from scu_trainer.train.loss.rows.model_loss import counting_owner
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import generators
+from scu_trainer.train.step.recovery.snapshot import generators, plain_attributes, put_back_attributes
 
 logger = logging.getLogger("scu_trainer")
 
@@ -96,6 +97,7 @@ class Prediction:
 
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
         """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
+        predict = partial(self._predicted, predict)
         batch = rows_of(self.trainer.model, inputs)
         is_whole = batch.obstacle is not None or batch.rows == 0
         if is_whole and not self._prepares_as_stock:  # preparing may generate, and reward: not twice
@@ -110,6 +112,15 @@ class Prediction:
                 return parts[0][1]
             join = partial(self._joined, batch, parts, count, loss_only)
             return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
+
+    def _predicted(self, predict: Callable[[Any], Result], inputs: Any) -> Result:
+        """``predict(inputs)``. One that fails leaves nothing in what the trainer counts: its rows come again."""
+        counted = plain_attributes((), counting_owner(self.trainer))
+        try:
+            return predict(inputs)
+        except (RuntimeError, MemoryError, OSError):
+            put_back_attributes(counted)
+            raise
 
     def _whole(self, batch: Batch, inputs: Any, predict: Callable[[Any], tuple]) -> tuple:
         doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
@@ -131,6 +142,7 @@ class Prediction:
         if not self._can_begin_again(loader):
             return evaluate()
         states = generators([str(self.trainer.args.device)])
+        counted = plain_attributes((), counting_owner(self.trainer))
         try:
             return evaluate()
         except (RuntimeError, MemoryError, OSError) as error:
@@ -140,6 +152,7 @@ class Prediction:
             forget_traceback(error)
         free_memory(self.trainer.args.device)
         put_back(states)
+        put_back_attributes(counted)
         logger.warning("evaluation ran out of memory between two batches and starts over (only once): %s", text)
         return evaluate()
 
@@ -192,7 +205,7 @@ class Prediction:
 
             low_precision = trainer.accelerator.mixed_precision != "no"
             rows = [layout_for(trainer.model, batch.inputs)]
-            how = {"training": False, "low_precision": low_precision, "most_rows": 2}
+            how = {"training": False, "low_precision": low_precision, "most_rows": 2, "owner": trainer}
             asked = analyze(loss_of, trainer.model, rows, count, 0, **how)
             self._reduction = asked or Reduction("rows", mixes="its rows give no finite loss")
             if not self._reduction.is_exact:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,25 +12,23 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-aten = torch.ops.aten
+from scu_trainer.train.step.recovery.snapshot import Attributes, plain_attributes, put_back_attributes
 
-PLAIN = (bool, int, float, str, type(None))
-MOST_ENTRIES = 10_000
-"""Entries of a container of plain values up to which it is put back."""
+aten = torch.ops.aten
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[None]:
     """Afterwards these are as before: modes of modules, buffers, attributes of modules that are plain values, those of
-    ``owner`` that are containers of such as well, RNG of torch on every device, of Python and of numpy.
+    ``owner`` that are containers of such as well (new ones are gone), RNG of torch on every device, of Python and of
+    numpy.
 
     Inside modules are in evaluation mode; with ``training`` in the mode that they have.
     """
     modules = list(model.modules())
     modes = [(module, module.training) for module in modules]
     buffers = [(module, dict(module._buffers), _copies(module)) for module in modules if module._buffers]
-    attributes = [(module, _plain_attributes(module, 0)) for module in modules]
-    attributes += [] if owner is None else [(owner, _plain_attributes(owner, MOST_ENTRIES))]
+    attributes = plain_attributes(modules, owner)
     numpy_state, python_state = np.random.get_state(), random.getstate()
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
@@ -52,7 +49,7 @@ def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _put_back(buffers: list, attributes: list) -> None:
+def _put_back(buffers: list, attributes: Attributes) -> None:
     for module, registered, copies in buffers:
         module._buffers.clear()
         module._buffers.update(registered)
@@ -61,28 +58,7 @@ def _put_back(buffers: list, attributes: list) -> None:
             if not value.is_meta and not torch.equal(registered[name], value):
                 # By ``data``: a backward that still has to come may need this buffer, with the values of before.
                 registered[name].data.copy_(value)
-    for one, plain in attributes:
-        for name, value in plain.items():
-            if vars(one).get(name) != value:
-                vars(one)[name] = value
-
-
-def _plain_attributes(one: Any, most: int) -> dict[str, Any]:
-    return {
-        name: value if isinstance(value, PLAIN) else copy.deepcopy(value)
-        for name, value in vars(one).items()
-        if name != "training" and _is_plain(value, most)
-    }
-
-
-def _is_plain(value: Any, most: int) -> bool:
-    """``most``: entries that a container may have; 0 for none at all."""
-    if isinstance(value, PLAIN):
-        return True
-    if not most or not isinstance(value, (list, dict)) or len(value) > most:
-        return False
-    entries = value.values() if isinstance(value, dict) else value
-    return all(_is_plain(entry, most) for entry in entries)
+    put_back_attributes(attributes)
 
 
 def rng_state(model: nn.Module) -> list[torch.Tensor]:

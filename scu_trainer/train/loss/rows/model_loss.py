@@ -101,6 +101,11 @@ def own_loss_above(trainer: Trainer) -> Optional[str]:
     return next((kind.__name__ for kind in above if "compute_loss" in vars(kind)), None)
 
 
+def counting_owner(trainer: Trainer) -> Optional[Trainer]:
+    """``trainer``, where a ``compute_loss`` that is not the stock one may count in its attributes, as TRL's do."""
+    return trainer if own_loss_between(trainer) or own_loss_above(trainer) else None
+
+
 def own_forward_of(model: torch.nn.Module) -> Optional[str]:
     """The forward that is neither transformers' nor ours: it may look at the logits beside the loss."""
     kind = next(kind for kind in type(inner_model(model)).__mro__ if "forward" in vars(kind))

@@ -1,4 +1,5 @@
-"""What a micro-batch changes beside its result, so that a failed one can be taken back: RNG, buffers, gradients."""
+"""What a micro-batch changes beside its result, so that a failed one can be taken back: RNG, buffers, gradients, and
+what code of somebody's own counts."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -18,6 +20,12 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_o
 
 logger = logging.getLogger("scu_trainer")
 
+Attributes = list[tuple[Any, dict[str, Any], Optional[set[str]]]]
+"""Owners, their plain attributes, and the names that they have; None where new ones stay."""
+
+PLAIN = (bool, int, float, str, type(None))
+MOST_ENTRIES = 10_000
+"""Entries of a container of plain values up to which it is put back."""
 
 COPIED_BYTES = 64 * 2**20
 """Buffers that are copied at every snapshot, the smallest first: nobody has to tell whether they change. Larger ones
@@ -215,21 +223,66 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
     return [f"{name}.{key}" if name else key for key, buffer in wanted._buffers.items() if buffer is not None]
 
 
+def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
+    """Those of ``modules`` and ``owner`` that ``untouched`` puts back."""
+    attributes: Attributes = [(module, _plain_attributes(module, 0), None) for module in modules]
+    if owner is not None:
+        attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES), set(vars(owner))))
+    return attributes
+
+
+def put_back_attributes(attributes: Attributes) -> None:
+    """As often as somebody changes them."""
+    for one, plain, names in attributes:
+        for name, value in plain.items():
+            if vars(one).get(name) != value:
+                vars(one)[name] = deepcopy(value)
+        for name in [] if names is None else set(vars(one)) - names:  # a counter that began inside
+            if _is_plain(vars(one)[name], MOST_ENTRIES):
+                del vars(one)[name]
+
+
+def _plain_attributes(one: Any, most: int) -> dict[str, Any]:
+    return {
+        name: value if isinstance(value, PLAIN) else deepcopy(value)
+        for name, value in vars(one).items()
+        if name != "training" and _is_plain(value, most)
+    }
+
+
+def _is_plain(value: Any, most: int) -> bool:
+    """``most``: entries that a container may have; 0 for none at all."""
+    if isinstance(value, PLAIN):
+        return True
+    if not most or not isinstance(value, (list, dict)) or len(value) > most:
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    return all(_is_plain(entry, most) for entry in entries)
+
+
 @dataclass
 class WindowSnapshot:
-    """The state of RNG, buffers and gradients before a micro-batch. ``parameters``: the trainable ones."""
+    """The state of RNG, buffers and gradients before a micro-batch. ``parameters``: the trainable ones; ``attributes``:
+    what the trainer and modules count or collect while a loss is computed."""
 
     rng: States
     buffers: ChangingBuffers
     copies: KeptBuffers
     parameters: Sequence[nn.Parameter]
     gradients: list[tuple[int, int]]
+    attributes: Attributes
 
     @classmethod
     def take(
-        cls, devices: Sequence[str], buffers: ChangingBuffers, parameters: Sequence[nn.Parameter]
+        cls,
+        devices: Sequence[str],
+        buffers: ChangingBuffers,
+        parameters: Sequence[nn.Parameter],
+        counting: tuple[Sequence[nn.Module], Any] = ((), None),
     ) -> WindowSnapshot:
-        return cls(generators(devices), buffers, buffers.copies(), parameters, gradient_versions(parameters))
+        """``counting``: of ``plain_attributes``."""
+        gradients, attributes = gradient_versions(parameters), plain_attributes(*counting)
+        return cls(generators(devices), buffers, buffers.copies(), parameters, gradients, attributes)
 
     @property
     def is_whole(self) -> bool:
@@ -237,8 +290,10 @@ class WindowSnapshot:
         return all(one.copy is not None or one.tensor is None for one in self.copies.buffers)
 
     def restore_surroundings(self) -> None:
-        """RNG and buffers as they were; gradients are the caller's. Raises as ``ChangingBuffers.restore``."""
+        """RNG, attributes and buffers as they were; gradients are the caller's. Raises as
+        ``ChangingBuffers.restore``."""
         put_back(self.rng)
+        put_back_attributes(self.attributes)
         self.buffers.restore(self.copies)
 
     def gradients_touched(self) -> bool:
