@@ -378,12 +378,14 @@ class MicroBatchSizer:
         names = (
             ", ".join(self._window.name_of(row) for row in micro_batch.rows[:3]) or "a batch that cannot be cut by rows"
         )
+        names += f" and {len(micro_batch.rows) - 3} more rows" if len(micro_batch.rows) > 3 else ""
+        alone = "does not fit in memory even alone" if len(micro_batch.rows) < 2 else "do not fit in memory together"
         obstacle = self._window.batches[micro_batch.batch].obstacle or self._window.uncuttable
         wanted = f", {_gib(failure.wanted_bytes)} wanted" if failure.wanted_bytes else ""
         is_kept = len(micro_batch.rows) > 1 and obstacle is None
         fewer = "per_device_train_batch_size (and raise gradient_accumulation_steps as much), " if obstacle else ""
         return (
-            f"step {self.step}: {names} ({micro_batch.length} tokens) does not fit in memory even alone{wanted}; "
+            f"step {self.step}: {names} ({micro_batch.length} tokens) {alone}{wanted}; "
             f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
             + (f"; it could not be cut: {obstacle}" if obstacle else "")
             + (f"; {self._keeper} keeps {len(micro_batch.rows)} rows together" if is_kept else "")
