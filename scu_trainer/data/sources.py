@@ -22,6 +22,7 @@ from scu_trainer.data.readers import (
     BLANK_ONCE,
     BLANK_TWICE,
     HELD_OUT_SPLITS,
+    MOST_NAMES,
     SUFFIXES,
     files_of_splits,
     has_several_sections,
@@ -38,6 +39,7 @@ from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
 
 MOST_FILES = 1_000_000  # in a folder; more is a whole disk, given by mistake
+MOST_KINDS = 20  # of files that are not read, in a line for a person
 WHOLE_HASH_BYTES = 2**20  # files up to this size are known by content, larger ones by size and time of change
 
 
@@ -99,7 +101,19 @@ def _resolve(
 def require_there(name: str) -> None:
     """Raises DataError where ``name`` is the path of nothing; a Hub id passes."""
     path = Path(name).expanduser()
-    if not path.exists() and _looks_like_a_path(name):
+    if path.exists():
+        return
+    if "://" in name:
+        raise DataError(
+            f"{name} is an address, and only the Hub is downloaded from: give the id of a dataset there (OWNER/NAME), "
+            "or download the file and give its path"
+        )
+    if set("*?,") & set(name):
+        raise DataError(
+            f"{name} is not one file or folder; a folder is read with all its files, and dataset takes a list: "
+            '--dataset \'["a.jsonl", "b.jsonl"]\' (docs/data.md, Mixtures)'
+        )
+    if _looks_like_a_path(name):
         link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
         raise DataError(f"{name}{link} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
 
@@ -133,13 +147,17 @@ def _from_folder(
 ) -> Source:
     if is_saved(folder):
         return _from_saved(folder, wanted, settings, columns)
-    visible = visible_files(folder)
+    visible, links = visible_files(folder), _links_not_followed(folder)
     files = [path for path in visible if kind_of(path) is not None]
+    others = sorted({path.suffix or shown_name(path) for path in visible if kind_of(path) is None})[:MOST_KINDS]
     if not files:
-        found = ", ".join(sorted({path.suffix or shown_name(path) for path in visible})[:20]) or "nothing"
+        found = ", ".join([*others, *map(_link, links[:MOST_NAMES])]) or "nothing"
         raise DataError(f"folder {folder} holds {found}; it needs files of the kinds {' '.join(SUFFIXES)}")
     ignored = len(visible) - len(files)
-    notes = (f"{ignored} files of other kinds in {folder} were not read",) if ignored else ()
+    notes = (f"{ignored} files of other kinds in {folder} were not read: {', '.join(others)}",) if ignored else ()
+    if links:
+        named = ", ".join(map(_link, links[:MOST_NAMES]))
+        notes += (f"{len(links):,} links in {folder} were not followed, so nothing behind them is read: {named}",)
     by_split, said = files_of_splits(files, folder)
     notes += said
     if not by_split or (len(by_split) == 1 and wanted[-1] == "train"):
@@ -185,6 +203,16 @@ def visible_files(folder: Path) -> list[Path]:
     if len(found) > MOST_FILES:
         raise DataError(f"{folder} holds more than {MOST_FILES:,} files; give the one folder that holds the data")
     return sorted(path for path in found if not is_hidden(path, folder))
+
+
+def _links_not_followed(folder: Path) -> list[Path]:
+    """Links that ``visible_files`` leaves out: to folders, which may lead in a circle, and to nothing."""
+    links = (path for path in folder.rglob("*") if path.is_symlink() and not path.is_file())
+    return sorted(path for path in links if not is_hidden(path, folder))
+
+
+def _link(path: Path) -> str:
+    return f"{shown_name(path)} (a link to {os.readlink(path)})"
 
 
 def _from_files(name: str, files: list[Path], settings: DataSettings, will_split: bool) -> Source:

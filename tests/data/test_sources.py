@@ -85,7 +85,26 @@ def test_folder_reads_each_text_file_as_one_document(source, tmp_path):
     (folder / ".hidden.txt").write_text("hidden")
     result = source(folder)
     assert texts(result) == ["a", "b\n\n\n\nstill b", "c"]
-    assert result.notes == (f"1 files of other kinds in {folder} were not read",)
+    assert result.notes == (f"1 files of other kinds in {folder} were not read: .png",)
+
+
+def test_links_that_a_folder_does_not_follow_are_named(source, tmp_path):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for made, text in ((folder, "a"), (elsewhere, "b")):
+        made.mkdir()
+        (made / f"{text}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (folder / "c.jsonl").symlink_to(elsewhere / "b.jsonl")
+    (folder / "gone.jsonl").symlink_to("nowhere.jsonl")
+    (folder / "more").symlink_to(elsewhere)
+    result = source(folder)
+    assert texts(result) == ["a", "b"]
+    assert result.notes == (
+        f"2 links in {folder} were not followed, so nothing behind them is read: gone.jsonl (a link to nowhere.jsonl), "
+        f"more (a link to {elsewhere})",
+    )
+    (folder / "a.jsonl").unlink(), (folder / "c.jsonl").unlink()
+    with pytest.raises(DataError, match=r"holds gone\.jsonl \(a link to nowhere\.jsonl\), more \(a link"):
+        source(folder)
 
 
 def test_folder_with_files_named_by_split(source, tmp_path):
@@ -152,6 +171,20 @@ def test_large_files_are_known_by_size_and_time(source, jsonl, monkeypatch):
 def test_a_path_that_does_not_exist_is_refused_without_asking_the_hub(source, monkeypatch, name):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(DataError, match="does not exist"):
+        source(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("https://example.org/rows.jsonl", "is an address, and only the Hub"),
+        ("data/*.jsonl", "dataset takes a list"),
+        ("a.jsonl,b", "dataset takes a list"),
+    ],
+)
+def test_what_is_neither_a_path_nor_an_id_says_what_to_give(source, monkeypatch, name, words):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(DataError, match=words):
         source(name)
 
 
