@@ -129,7 +129,7 @@ def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
 def _completion(row: dict) -> Optional[Read]:
     if "prompt" not in row or "completion" not in row:
         return None
-    if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
+    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
         return _messages_pair(row, "prompt", "completion")
     content = Completion(_string(row, "prompt"), _string(row, "completion"))
     return "prompt and completion", content, ("prompt", "completion")
@@ -299,8 +299,23 @@ def _is_list_of_rows(value: Any) -> bool:
 def _string(row: dict, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        raise BadRow(f"column {column!r} holds {type(value).__name__}, not text")
+        by_columns = _BY_COLUMNS if _holds_columns(row) else ""
+        raise BadRow(f"column {column!r} holds {type(value).__name__}, not text{by_columns}")
     return value
+
+
+_BY_COLUMNS = (
+    "; each column holds those of all rows: write one object per row, as pandas does with to_json(FILE, "
+    "orient='records', lines=True)"
+)
+
+
+def _holds_columns(row: dict) -> bool:
+    """Whether an object is a whole table, of columns by name, as pandas writes it unasked."""
+    values = row.values()
+    return all(isinstance(value, list) for value in values) or all(
+        isinstance(value, dict) and "0" in value for value in values
+    )
 
 
 def _is_empty(value: Any) -> bool:

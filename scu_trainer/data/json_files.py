@@ -41,13 +41,26 @@ def _json_record(place: str, line: bytes) -> Record:
 
 def _hint(error: ValueError, line: bytes) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return f"; {TO_UTF_8}"
+        return f"; {to_utf_8(error.object)}"
     if not line.rstrip().endswith(b","):
         return ""
     return "; the line ends with a comma: remove it, because each line is an object by itself"
 
 
 TO_UTF_8 = "convert it, for instance with iconv -f LATIN1 -t UTF-8"
+
+
+def to_utf_8(content: bytes) -> str:
+    """What to do with a file that is not UTF-8, by how ``content``, from its beginning on, begins."""
+    if content.startswith(b"\x1f\x8b"):
+        return "it is compressed by gzip: append .gz to its name"
+    return TO_UTF_8.replace("LATIN1", "UTF-16") if _is_utf_16(content) else TO_UTF_8
+
+
+def _is_utf_16(content: bytes) -> bool:
+    return content.startswith((b"\xff\xfe", b"\xfe\xff")) or 0 in content[:2]
+
+
 TOO_DEEP = f"lists and objects are nested deeper than {DEEPEST_ROW} levels"
 
 
@@ -84,7 +97,10 @@ def _has_half_character(value) -> bool:
 def read_json_file(path: Path) -> Iterator[Record]:
     """A .json file: one list of objects, an object that holds such a list, or one object per line."""
     with opened(path) as file:
-        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = file.read(4096)
+        if _is_utf_16(start):  # json.loads would take a list in one line for a row
+            raise DataError(f"{path} is not UTF-8 text; {to_utf_8(start)}")
+        start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
         is_line = _is_whole_object(start.partition(b"\n")[0])
     if start.startswith(b"["):
         return _json_list(path)

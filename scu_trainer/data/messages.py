@@ -14,7 +14,7 @@ from scu_trainer.data.records import BadRow
 
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", "ai", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
 }
 """What other tools call a speaker, in lower case. Another name stays as it is: the template may know it."""
@@ -27,6 +27,9 @@ CALLS = ("function_call", "tool_call")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 REASONING_PARTS = ("thinking", "reasoning")
 REASONING = ("reasoning_content", "reasoning", "thinking")
+NOT_LEARNED = ("train", "training", "loss")
+"""Names under which others write false beside a turn that is not to be learned; OpenAI writes a weight of 0."""
+
 MEDIA = ("image", "audio", "video", "file")
 
 
@@ -35,6 +38,8 @@ def messages_of(value: Any, column: str) -> list[dict]:
     value = (_parsed(value) or value) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            found = "text that is not JSON (a table writes such a list with json.dumps, not str)"
         raise BadRow(f"column {column!r} holds {found}, not a list of messages")
     turns = [turn for item in value for turn in _turns(item)]
     return [_message(item, f"message {number} of {column!r}") for number, item in enumerate(turns, start=1)]
@@ -45,6 +50,11 @@ def _turns(item: Any) -> list[Any]:
     if not isinstance(item, dict) or set(item) != {"input", "output"}:
         return [item]
     return [{"role": "user", "content": item["input"]}, {"role": "assistant", "content": item["output"]}]
+
+
+def is_answer(message: dict) -> bool:
+    """Whether a message is the assistant's, and to be learned."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def tools_of(value: Any) -> Optional[list]:
@@ -75,6 +85,8 @@ def _message(item: Any, where: str) -> dict:
     if not isinstance(message.get("role"), str):
         raise BadRow(f"{where} has no role; a message is {{'role': 'user', 'content': '...'}}")
     message["role"] = _role(message["role"])
+    if any(message.get(name) is False for name in NOT_LEARNED):
+        message["weight"] = 0
     return _with_content(_with_reasoning(_with_calls(message, where)), where)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from scu_trainer.data.json_files import TO_UTF_8, read_json_file, read_json_lines
+from scu_trainer.data.json_files import read_json_file, read_json_lines, to_utf_8
 from scu_trainer.data.opening import opened, shown_name
 from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError
@@ -23,7 +23,7 @@ from scu_trainer.errors import DataError
 BLANK_TWICE = 2  # a document of a single .txt ends at this many blank lines
 BLANK_ONCE = 1  # a paragraph
 READ_BYTES = 2**20  # of a column of a parquet file at a time
-SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
+SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
 
 
 def kind_of(path: Path) -> Optional[str]:
@@ -90,7 +90,7 @@ def _text_lines(path: Path) -> Iterator[str]:
         with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as lines:
             yield from lines
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}; {TO_UTF_8}") from None
+        raise DataError(f"{path} is not UTF-8 text: {error}; {to_utf_8(error.object)}") from None
 
 
 def _csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
@@ -103,7 +103,7 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                 yield _csv_record(f"{shown_name(path)} row {number}", row)
         except (csv.Error, UnicodeDecodeError) as error:
             kind = "CSV" if delimiter == "," else "tab-separated table"
-            hint = f"; {TO_UTF_8}" if isinstance(error, UnicodeDecodeError) else ""
+            hint = f"; {to_utf_8(error.object)}" if isinstance(error, UnicodeDecodeError) else ""
             raise DataError(f"{path} is not readable as UTF-8 {kind} with a header line: {error}{hint}") from None
 
 
@@ -114,9 +114,13 @@ def _require_columns(path: Path, names: list[str], delimiter: str) -> None:
             f"the header line of {path} is a single column, {names[0]!r}: its fields seem to be separated by "
             f"{SEPARATORS[other]}, not by {SEPARATORS[delimiter]}; {_to_separate(other)}"
         )
+    _require_each_once(f"the header line of {path}", names)
+
+
+def _require_each_once(where: str, names: list[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise DataError(f"the header line of {path} names the column {twice!r} twice; one of the two would be lost")
+        raise DataError(f"{where} names the column {twice!r} twice; one of the two would be lost")
 
 
 def _to_separate(found: str) -> str:
@@ -140,6 +144,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     try:
         # By default all row groups are fetched ahead: the whole file. A buffered stream holds a page at a time.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as file:
+            _require_each_once(f"{path}", file.schema_arrow.names)
             rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
             yield from table_records(shown_name(path), rows)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a torn file: any of them
@@ -155,6 +160,7 @@ def _arrow(path: Path) -> Iterator[Record]:
             is_file = file.read(6) == b"ARROW1"
             file.seek(0)
             reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+            _require_each_once(f"{path}", reader.schema.names)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             rows = (row for batch in batches for part in _slices(batch) for row in part.to_pylist())
             yield from table_records(shown_name(path), rows)

@@ -90,6 +90,20 @@ def test_assistant_tokens_by_difference_of_prefixes(encoder, tokenizer):
     assert (document.input_ids[:-2] == marked.input_ids[1:-2]).all()  # this template writes no bos, and no eos
 
 
+def test_a_completion_may_be_a_text_after_messages(encoder):
+    given = {"prompt": CONVERSATION[:2], "completion": "Green tea."}
+    messages = {**given, "completion": [{"role": "assistant", "content": "Green tea."}]}
+    assert (one(encoder(), given).labels == one(encoder(), messages).labels).all()
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}])
+def test_a_turn_that_is_marked_is_not_learned(encoder, mark):
+    turns = [*CONVERSATION[:2], {"role": "assistant", "content": "spilled", **mark}, *CONVERSATION[3:]]
+    document = one(encoder(), {"messages": turns})
+    assert "spilled" in encoder().tokenizer.decode(document.input_ids)
+    assert "spilled" not in learned_text(encoder(), document) and learned_text(encoder(), document)
+
+
 def test_eos_ends_an_answer_that_the_template_leaves_open(encoder, tokenizer):
     template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
@@ -189,7 +203,10 @@ def test_chat_without_template_says_what_to_do(encoder, tokenizer):
         ({"train": [{"text": "a"}], "test": [{"text": "b"}]}, UNREADABLE, "holds several lists (train, test)"),
         ({"dialog": [{"role": "user"}], "id": 1}, UNREADABLE, "--messages_column"),
         ({"messages": "a"}, UNREADABLE, "'messages' holds str, not a list"),
+        ({"messages": "[{'role': 'user', 'content': 'a'}]"}, UNREADABLE, "text that is not JSON (a table writes"),
         ({"messages": []}, UNREADABLE, "an empty list"),
+        ({"question": {"0": "a"}, "answer": {"0": "b"}}, UNREADABLE, "orient='records'"),
+        ({"question": ["a"], "answer": ["b"]}, UNREADABLE, "write one object per row"),
         ({"messages": [{"role": "user"}]}, UNREADABLE, "message 1 of 'messages' has no content"),
         ({"messages": [{"content": "a"}]}, UNREADABLE, "message 1 of 'messages' has no role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, UNREADABLE, "only text can be used"),
@@ -197,6 +214,9 @@ def test_chat_without_template_says_what_to_do(encoder, tokenizer):
         ({"text": " \n"}, EMPTY, "row 1"),
         ({"prompt": "a", "completion": ""}, NO_ANSWER, "row 1"),
         ({"messages": [{"role": "user", "content": "a"}]}, NOTHING_TO_LEARN, "row 1"),
+        ({"messages": [{**turn, "train": False} for turn in CONVERSATION]}, NOTHING_TO_LEARN, "row 1"),
+        ({"messages": [CONVERSATION[0], {"role": "assistant", "content": " "}]}, NO_ANSWER, "row 1"),
+        ({"prompt": CONVERSATION, "completion": [{"role": "assistant", "content": ""}]}, NO_ANSWER, "row 1"),
     ],
 )
 def test_unusable_rows(encoder, value, reason, words):

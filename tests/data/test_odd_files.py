@@ -6,7 +6,9 @@ import gzip
 import json
 import os
 
+import pyarrow
 import pytest
+from pyarrow import feather, parquet
 
 from scu_trainer.data.readers import SUFFIXES, kind_of, read_file
 from scu_trainer.data.sources import visible_files
@@ -101,6 +103,31 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
         list(read_file(tmp_path / "a.csv", "text"))
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_column_that_stands_twice_in_a_binary_table_is_refused(tmp_path, suffix):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    if suffix == "parquet":
+        parquet.write_table(table, tmp_path / "a.parquet")
+    else:
+        feather.write_feather(table, tmp_path / "a.arrow")
+    with pytest.raises(DataError, match="names the column 'text' twice"):
+        list(read_file(tmp_path / f"a.{suffix}", "text"))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "encoding"),
+    [*((suffix, encoding) for suffix in CONTENT for encoding in ("utf-16", "gzip")), (".jsonl", "utf-16-le")],
+)
+def test_another_encoding_is_named_as_what_it_is(tmp_path, suffix, encoding):
+    path, content = tmp_path / f"a{suffix}", CONTENT[suffix]
+    path.write_bytes(gzip.compress(content) if encoding == "gzip" else content.decode().encode(encoding))
+    try:
+        said = next(iter(read_file(path, "text"))).problem
+    except DataError as error:
+        said = str(error)
+    assert ("append .gz to its name" if encoding == "gzip" else "iconv -f UTF-16") in said
+
+
 def test_the_whole_system_is_no_folder_of_data(tmp_path):
     (tmp_path / "all").symlink_to("/")
     with pytest.raises(DataError, match="a folder of the system"):
@@ -114,6 +141,7 @@ def test_the_whole_system_is_no_folder_of_data(tmp_path):
         ("a.csv", "sep=;\nquestion;answer\n", "by semicolons, not by commas"),
         ("a.csv", "question\tanswer\na\tb\n", r"by tabs, not by commas; name the file \.tsv"),
         ("a.tsv", "question,answer\na,b\n", r"by commas, not by tabs; name the file \.csv"),
+        ("a.csv", "question|answer\na|b\n", "by vertical bars, not by commas"),
         ("a.csv", "text\ncaf\xe9\n", "not readable as UTF-8 CSV.*iconv -f LATIN1"),
         ("a.txt", "caf\xe9\n", "not UTF-8 text.*iconv -f LATIN1"),
     ],

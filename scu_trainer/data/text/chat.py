@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jinja2
 
+from scu_trainer.data.messages import is_answer
 from scu_trainer.data.records import BadRow, Chat
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.run_files import read_regular
@@ -101,11 +102,7 @@ def _has_weights(chat: Chat) -> bool:
 
 
 def _assistant_spans(render, chat: Chat) -> list[tuple[int, int]]:
-    turns = [
-        number
-        for number, message in enumerate(chat.messages)
-        if message["role"] == "assistant" and message.get("weight") != 0
-    ]
+    turns = [number for number, message in enumerate(chat.messages) if is_answer(message)]
     return [_span(render, chat.messages, turn, turn + 1) for turn in turns]
 
 

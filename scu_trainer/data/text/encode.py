@@ -12,7 +12,7 @@ import numpy
 import xxhash
 
 from scu_trainer.data.formats import Columns, understand
-from scu_trainer.data.messages import KNOWN_ROLES
+from scu_trainer.data.messages import KNOWN_ROLES, is_answer
 from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Record, Text
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat
@@ -188,10 +188,14 @@ def _unknown_roles(chat: Chat) -> tuple[str, ...]:
 
 
 def _says_something(content: Content) -> bool:
-    text = content.text if isinstance(content, Text) else getattr(content, "completion", "-")
-    if isinstance(content, Chat) and content.is_pair:
-        text = content.messages[-1]["content"]
-    return bool(text.strip())
+    if not isinstance(content, Chat):
+        return bool((content.text if isinstance(content, Text) else content.completion).strip())
+    if content.is_pair:
+        return bool(content.messages[-1]["content"].strip())
+    answers = [message for message in content.messages[content.prompt_turns or 0 :] if is_answer(message)]
+    return not answers or any(
+        message["content"].strip() or {"tool_calls", "reasoning_content"} & {*message} for message in answers
+    )
 
 
 def _without_end(ids: list[int], end_ids: set[Optional[int]]) -> list[int]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from scu_trainer.data.messages import is_answer
 from scu_trainer.data.records import BadRow, Chat
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -51,8 +52,7 @@ def _parts(chat: Chat, learns_prompt: bool) -> Iterator[Part]:
         yield Part("tools", [str(described.get("name", ""))], False, is_in_order=False)
     last_question = max((n for n, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     for number, message in enumerate(chat.messages):
-        is_answer = message["role"] == "assistant" and message.get("weight") != 0
-        is_learned = learns_prompt or (is_answer and number >= (chat.prompt_turns or 0))
+        is_learned = learns_prompt or (is_answer(message) and number >= (chat.prompt_turns or 0))
         yield from _parts_of(message, number + 1, is_learned, number > last_question)
 
 
