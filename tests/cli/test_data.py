@@ -123,6 +123,15 @@ def test_sources_of_a_mixture_are_looked_at_one_by_one(tmp_path, file, capsys):
     assert f"all 43 documents of {file}" in printed and f"all 2 documents of {other}" in printed
 
 
+def test_a_slip_is_named_before_any_row_is_shown(file, capsys, tmp_path):
+    config = tmp_path / "job.yaml"
+    config.write_text(f"datasett: {file}\n")
+    for words in (["--datasett", file], ["--config", config]):
+        assert cli.main(["data", *map(str, words)]) == 2
+        printed = capsys.readouterr()
+        assert "datasett (did you mean 'dataset'?)" in printed.err.replace("'datasett'", "datasett") and not printed.out
+
+
 def test_the_first_rows_need_no_torch(file, tmp_path):
     code = (
         "import sys; from scu_trainer.cli import configuration; from scu_trainer.cli.looking import data, screen\n"

@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
         from scu_trainer.settings.stock import seed_of_data
         from scu_trainer.train.run_directory.logs import run_log
 
+        configuration.check_early(options.config, flags)
         task, model, data = configuration.read_data(options.config, flags)
     if task != "text-generation":
         raise SettingsError(
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
         _look(console, options, model, part, limit)
         for part in ([data.of_source(source) for source in data.sources] or [data])
     ]
-    with run_log():  # names and values that only training knows, after the first rows: they need torch
+    with run_log():  # values that only training knows, after the first rows: they need torch
         values = configuration.read_values(options.config, flags)
     if options.html:
         _write_page(options.html, looks, console)
