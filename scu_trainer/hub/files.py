@@ -74,12 +74,16 @@ def upload_of(
 ) -> Upload:
     """What is published of a run; ``merged``: folder of its merged weights, in the place of its adapter.
 
-    Raises HubError for an adapter whose base nobody else has, and for secrets; ModelError where there are no weights.
+    Raises HubError for an adapter whose base nobody else has, and for secrets; ModelError where weights are missing
+    or torn.
     """
     weights = merged or facts.weights
     names = names_like(weights, (ADAPTER if facts.is_adapter else model_files(weights)) + PROCESSOR)
     if not any(name.endswith(".safetensors") for name in names):
         raise ModelError(f"{weights} holds no weights in safetensors files; train it again, or convert them first")
+    for name in names:
+        if name.endswith(".safetensors"):
+            _refuse_torn(weights / name)
     if facts.is_adapter:
         require_shared_base(facts, base_id)
     sources = {name: weights / name for name in names}
@@ -94,6 +98,18 @@ def upload_of(
     if merged is not None and not is_ours(facts.weights / CARD):
         left_out.append((CARD, f"the edited card of the adapter; that of the merged weights is {merged / CARD}"))
     return Upload(sorted(items, key=lambda item: item.path_in_repo), left_out, edited)
+
+
+def _refuse_torn(weights: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(weights, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ModelError(
+            f"{weights} is damaged or cut off ({error}), so nobody could load it; copy it again, or push a checkpoint"
+        ) from None
 
 
 def superseded(there: Iterable[str], upload: Upload) -> list[str]:

@@ -68,6 +68,13 @@ def test_a_run_that_is_not_finished(run, capsys):
     assert main(["push", *map(str, words)]) == 0
 
 
+def test_weights_that_are_cut_off_are_not_sent(run, capsys):
+    weights = run / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    told = refused(capsys, run, "--repo_id", "me/x", "--base_model", "me/base", "--dry_run")
+    assert f"{weights} is damaged or cut off (" in told
+
+
 def test_secrets_in_a_file_that_would_be_public(run, capsys):
     (run / "README.md").write_text("Use my token hf_" + "A1b2C3d4E5f6G7h8I9j0K1l2\n")
     told = refused(capsys, run, "--repo_id", "me/x", "--base_model", "me/base", "--dry_run")
