@@ -467,11 +467,16 @@ def check_names(arguments: Iterable[str], names: Collection[str]) -> None:
 
 
 def check_given_once(flags: Sequence[str]) -> None:
-    """Raise SettingsError where data is given twice: argparse takes the last one, and rows would be missing."""
+    """Raise SettingsError where data is given twice, of which argparse takes the last one, or as several words."""
     for name, first, second in _given_twice(flags):
         if name == "dataset":
             both = json.dumps([{name: redact(first)}, {name: redact(second)}])
             raise SettingsError(f"--{name} is given twice; give it once, or both as a list: --{name} '{both}'")
+    for name, value in flags_of(flags):
+        if name in ("dataset", "eval_dataset") and isinstance(value, list):
+            several = json.dumps([redact(one) for one in value[:2]])[:-1] + (", ...]" if len(value) > 2 else "]")
+            listed = f", or several as a list: --dataset '{several}'" if name == "dataset" else ""
+            raise SettingsError(f"--{name} has {len(value)} values; give one file or the folder of all{listed}")
 
 
 def _given_twice(flags: Sequence[str]) -> list[tuple[str, str, str]]:

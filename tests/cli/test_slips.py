@@ -103,6 +103,20 @@ def test_data_given_twice_is_refused(read):
         read(None, "--dataset a --dataset b".split())
 
 
+@pytest.mark.parametrize("read", [check_early, read_values, read_data])
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--dataset a.jsonl b.jsonl", """--dataset has 2 values.*as a list: --dataset '\\["a.jsonl", "b.jsonl"\\]'"""),
+        ("--dataset a b c --seed 1", """has 3 values; give one file or the folder of all, .* '\\["a", "b", ...\\]'"""),
+        ("--dataset d --eval_dataset a b", "--eval_dataset has 2 values; give one file or the folder of all$"),
+    ],
+)
+def test_several_files_as_a_shell_writes_them_say_how_a_list_is_given(read, typed, told):
+    with pytest.raises(SettingsError, match=told):
+        read(None, typed.split())
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
