@@ -123,6 +123,21 @@ def test_a_term_that_comes_later_ends_splitting_at_the_next_audit_and_is_said(tm
     assert json.dumps(figures)
 
 
+def test_a_term_that_grows_from_zero_is_found_by_its_gradient(tmp_path):
+    """The distance from where training began, added once per batch: quadratic in the value, linear in the gradient."""
+    begin = [p.detach().clone() for p in Net(plain).parameters()]
+
+    def loss(net, pooled, logits, mask, labels):
+        apart = sum((p - start).square().sum() for p, start in zip(net.parameters(), begin, strict=True))
+        return functional.cross_entropy(logits, labels, reduction="sum") + apart
+
+    trainer, found = train(loss, tmp_path, CUT, steps=4)
+    _, expected = train(loss, tmp_path, None, steps=4)
+    assert wrong_steps(found, expected) == []
+    (notice,) = trainer.micro_batches.analysis.notices
+    assert notice.startswith("from step 2 on, batches run whole, because the gradient of 2 rows together is not that")
+
+
 def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):
     """The few rows that are asked about do not show it; the first audit takes the whole window of a stranger's loss."""
 

@@ -221,6 +221,10 @@ class LossAnalysis:
     def _low_precision(self) -> bool:
         return self.trainer.accelerator.mixed_precision != "no"
 
+    @property
+    def _tolerance(self) -> float:
+        return tolerance(self.trainer.model, self._low_precision)
+
     # -- auditing ------------------------------------------------------------------------------------------------------
 
     def holds(self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any) -> bool:
@@ -238,7 +242,7 @@ class LossAnalysis:
         found = self._audit(window, micro_batches, num_items)
         if found is None:  # this window tells nothing: a later one will
             return True
-        if found.difference <= tolerance(self.trainer.model, self._low_precision):
+        if found.difference <= self._tolerance:
             self.audits += 1
             self.last_good_step = self._step
             self.largest_difference = max(self.largest_difference, found.difference)
@@ -252,11 +256,11 @@ class LossAnalysis:
         trainer = self.trainer
         if self._auditor is None:
             self._auditor = Auditor(trainer.model, self._loss_of, self._free_memory, trainer)
-        full = self.audits == 0 and not (self.reduction.known and self._is_public)  # of the known a sample is enough
+        own = not (self.reduction.known and self._is_public)  # of the known a sample of values is enough
         if trainer.loss_path is not None:  # without the logits, if training does without them
             trainer.loss_path.choose(partial(self._on_device, window.batches[0].inputs))
         with self._unrecorded():
-            audit = partial(self._auditor.audit, window, micro_batches, num_items, self.audits, full)
+            audit = partial(self._auditor.audit, window, micro_batches, num_items, self.audits, own)
             return second_try(audit, "auditing how the loss adds up")
 
     @property
@@ -270,11 +274,15 @@ class LossAnalysis:
         return self.trainer.state.global_step + 1
 
     def _stop_splitting(self, found: Audited) -> None:
-        reason = (
-            f"the loss of {found.rows} rows together is {found.whole:.6g}, the sum over their micro-batches "
-            f"{found.parts:.6g}"
-        )
-        self._end_splitting(reason, f"{reason}, which differs by {found.difference:.2g} of it")
+        if found.of_value > self._tolerance:
+            reason, of = f"the loss of {found.rows} rows together is {found.whole:.6g}", found.of_value
+            reason += f", the sum over their micro-batches {found.parts:.6g}"
+        else:
+            reason, of = (
+                f"the gradient of {found.rows} rows together is not that of their micro-batches",
+                found.of_gradient,
+            )
+        self._end_splitting(reason, f"{reason}, which differs by {of:.2g} of it")
 
     def _say_changed(self, reason: str) -> None:
         since = "no step was split before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"

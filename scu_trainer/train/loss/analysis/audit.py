@@ -1,6 +1,7 @@
 """Batches of the running training as a whole against the sum over its micro-batches: what says that a reduction holds.
 
-Forward only, in training mode without noise, on the micro-batches that memory made of the batch.
+In training mode without noise, on the micro-batches that memory made of the batch. All of them forward only; a sample
+with its gradient, which feels terms that grow from zero long before the value does.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Optional
 
 import torch
 
-from scu_trainer.train.loss.analysis.measuring import LossOf
+from scu_trainer.train.loss.analysis.measuring import LossOf, gradient_error, measured_weights, with_gradient
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state, untouched
 from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
@@ -25,16 +27,22 @@ SAMPLE_SHARE = 1 / 16
 
 @dataclass(frozen=True)
 class Audited:
-    """``whole``: the loss of ``rows`` rows together. ``parts``: what their micro-batches add up to."""
+    """``whole``: the loss of ``rows`` rows together. ``parts``: what their micro-batches add up to. ``of_gradient``:
+    how far their gradients are apart, relative to the largest; 0 where none was taken."""
 
     rows: int
     whole: float
     parts: float
+    of_gradient: float = 0.0
+
+    @property
+    def of_value(self) -> float:
+        """Relative to the larger one."""
+        return abs(self.whole - self.parts) / max(abs(self.whole), abs(self.parts), 1e-12)
 
     @property
     def difference(self) -> float:
-        """Relative to the larger one."""
-        return abs(self.whole - self.parts) / max(abs(self.whole), abs(self.parts), 1e-12)
+        return max(self.of_value, self.of_gradient)
 
 
 class Auditor:
@@ -46,24 +54,25 @@ class Auditor:
         self._draws = False
 
     def audit(
-        self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any, turn: int, full: bool
+        self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any, turn: int, own: bool
     ) -> Optional[Audited]:
-        """``turn``: the number of this audit, by which a batch and rows of it are drawn. ``full``: all batches as the
-        loader gave them against all micro-batches, for a loss that acts on many rows only. None where the rows tell
-        nothing: the loss is not finite, nothing is learned, or no two rows fit."""
-        if full:
+        """``turn``: the number of this audit, by which a batch and rows of it are drawn. ``own``: somebody's own code
+        takes part. Then the first audit is of all batches as the loader gave them against all micro-batches, for a
+        loss that acts on many rows only, and later ones take gradients. None where the rows tell nothing: the loss is
+        not finite, nothing is learned, or no two rows fit."""
+        if own and turn == 0:
             found, fits = self._fitting(lambda: self._of_window(window, micro_batches, num_items))
             if fits:
                 return found
         number = turn % len(window.batches)
         groups = [[row for row in micro_batch.rows if row[0] == number] for micro_batch in micro_batches]
-        groups = _sampled(window, [group for group in groups if group], _budget(window, micro_batches), turn)
-        while (rows := sum(map(len, groups))) > 1:
-            parts = _at_least_two(groups)
-            found, fits = self._fitting(lambda: self._compared(window, parts, num_items))  # noqa: B023
+        groups, most_tokens, before = [group for group in groups if group], _most_tokens(micro_batches), None
+        while sum(map(len, groups)) > 1 and (sample := _sampled(window, groups, most_tokens, turn)) != before:
+            parts = _at_least_two(sample)
+            found, fits = self._fitting(lambda: self._compared(window, parts, num_items, own))  # noqa: B023
             if fits:
                 return found
-            groups = _sampled(window, groups, sum(_tokens(window, groups)) // 2, turn) if rows > 2 else []
+            before, most_tokens = sample, sum(_tokens(window, sample)) // 2
         return None
 
     def _fitting(self, compare: Callable[[], Optional[Audited]]) -> tuple[Optional[Audited], bool]:
@@ -85,14 +94,18 @@ class Auditor:
         numbers = sorted({number for micro_batch in cut for number, _ in micro_batch.rows})
         shares = [1.0 if micro_batch.weight is None else micro_batch.weight for micro_batch in cut]
 
-        def losses() -> tuple[float, float]:
-            whole = sum(self._loss(window.batches[number].inputs, num_items) for number in numbers)
-            parts = [self._loss(window.inputs(micro_batch), num_items) for micro_batch in cut]
-            return whole, sum(share * part for share, part in zip(shares, parts, strict=True))
+        def losses() -> Audited:
+            with torch.no_grad():
+                whole = sum(float(self._loss(window.batches[number].inputs, num_items)) for number in numbers)
+                parts = [float(self._loss(window.inputs(micro_batch), num_items)) for micro_batch in cut]
+            rows = sum(window.batches[number].rows for number in numbers)
+            return Audited(rows, whole, sum(share * part for share, part in zip(shares, parts, strict=True)))
 
-        return self._without_noise(sum(window.batches[number].rows for number in numbers), losses)
+        return self._without_noise(losses)
 
-    def _compared(self, window: AccumulationWindow, groups: list[list[Row]], num_items: Any) -> Optional[Audited]:
+    def _compared(
+        self, window: AccumulationWindow, groups: list[list[Row]], num_items: Any, own: bool
+    ) -> Optional[Audited]:
         rows = [row for group in groups for row in group]
         items = window.items_of(rows)
         if window.reduction.is_mean and not sum(items):
@@ -101,30 +114,40 @@ class Auditor:
         inputs = batch.inputs if len(rows) == batch.rows else window.inputs_of(rows)
         shares = [sum(window.items_of(group)) / sum(items) if window.reduction.is_mean else 1.0 for group in groups]
 
-        def losses() -> tuple[float, float]:
-            parts = [
-                share * self._loss(window.inputs_of(group), num_items)
-                for share, group in zip(shares, groups, strict=True)
-                if share
-            ]
-            return self._loss(inputs, num_items), sum(parts)
+        def losses(gradient: bool) -> Audited:
+            with measured_weights(self.model) as weights, torch.set_grad_enabled(gradient):
 
-        return self._without_noise(len(rows), losses)
+                def measured(given: Any) -> torch.Tensor:
+                    return with_gradient(self._loss(given, num_items), weights)
 
-    def _without_noise(self, rows: int, losses: Callable[[], tuple[float, float]]) -> Optional[Audited]:
-        """``losses``: of the whole and of its parts; a second time where the first shows that numbers are drawn."""
-        with untouched(self.model, self.owner, training=True), torch.no_grad():
+                pairs = zip(shares, groups, strict=True)
+                parts = [share * measured(window.inputs_of(group)) for share, group in pairs if share]
+                whole = measured(inputs)
+            value = sum(float(part[0]) for part in parts)
+            return Audited(len(rows), float(whole[0]), value, gradient_error(whole, parts))
+
+        try:
+            return self._without_noise(partial(losses, own))
+        except RuntimeError as error:  # reentrant checkpointing gives no gradient by some of the weights
+            if not own or is_out_of_memory(error):
+                raise
+            forget_traceback(error)
+        return self._without_noise(partial(losses, False))
+
+    def _without_noise(self, losses: Callable[[], Audited]) -> Optional[Audited]:
+        """``losses``: of a whole and of its parts; a second time where the first shows that numbers are drawn."""
+        with untouched(self.model, self.owner, training=True):
             if not self._draws:
                 before = rng_state(self.model)
-                whole, parts = losses()
+                found = losses()
                 self._draws = has_drawn(self.model, before)
             if self._draws:
                 with WithoutNoise():
-                    whole, parts = losses()
-        return Audited(rows, whole, parts) if math.isfinite(whole) else None
+                    found = losses()
+        return found if math.isfinite(found.whole) else None
 
-    def _loss(self, inputs: Any, num_items: Any) -> float:
-        return float(self.loss_of(type(inputs)(inputs), num_items))
+    def _loss(self, inputs: Any, num_items: Any) -> torch.Tensor:
+        return self.loss_of(type(inputs)(inputs), num_items)
 
 
 def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:
@@ -135,30 +158,32 @@ def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:
     return [only[:1], only[1:]]
 
 
-def _budget(window: AccumulationWindow, micro_batches: Sequence[MicroBatch]) -> int:
-    """Tokens of a sample: no more than memory takes at once."""
-    return min(max(micro_batch.tokens for micro_batch in micro_batches), int(SAMPLE_SHARE * window.real_tokens))
+def _most_tokens(micro_batches: Sequence[MicroBatch]) -> int:
+    """That memory takes at once."""
+    return max(micro_batch.tokens for micro_batch in micro_batches)
 
 
 def _tokens(window: AccumulationWindow, groups: Sequence[Sequence[Row]]) -> list[int]:
     return [window.batches[number].length(row) for group in groups for number, row in group]
 
 
-def _sampled(window: AccumulationWindow, groups: list[list[Row]], tokens: int, seed: int) -> list[list[Row]]:
-    """Rows drawn out of the groups up to ``tokens``, the two shortest at least: those of the first group, and all
-    others."""
+def _sampled(window: AccumulationWindow, groups: list[list[Row]], most_tokens: int, seed: int) -> list[list[Row]]:
+    """Rows drawn out of the groups up to ``most_tokens`` and a share of the window: those of the first group, and all
+    others. Two at least, which count as unequally as may be: equal ones take one mean for another."""
     rows = [row for group in groups for row in group]
     lengths = {row: window.batches[row[0]].length(row[1]) for row in rows}
+    first, second, *others = sorted(rows, key=lambda row: (lengths[row], *window.items_of([row])))
+    last = next((row for row in reversed(others) if 2 * lengths[row] <= most_tokens), second)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = set(sorted(rows, key=lengths.get)[:2])
-    left = tokens - sum(lengths[row] for row in chosen)
+    chosen = {first, last}
+    left = min(most_tokens, int(SAMPLE_SHARE * window.real_tokens)) - sum(lengths[row] for row in chosen)
     for row in (rows[i] for i in order):
         if row not in chosen and lengths[row] <= left:
             chosen.add(row)
             left -= lengths[row]
     kept = [[row for row in group if row in chosen] for group in groups]
-    first, *others = [group for group in kept if group]
-    return [first, [row for group in others for row in group]] if others else [first]
+    beginning, *rest = [group for group in kept if group]
+    return [beginning, [row for group in rest for row in group]] if rest else [beginning]
 
 
 def is_part(window: AccumulationWindow, micro_batch: MicroBatch) -> bool:

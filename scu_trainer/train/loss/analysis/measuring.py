@@ -80,16 +80,8 @@ class Meter:
             return torch.tensor([self.loss(inputs)], dtype=torch.float64)
         with torch.enable_grad():
             loss = self._value(inputs, FEW_ITEMS)
-            found = [None] * len(self.weights)
-            if loss.requires_grad:
-                with self._without_noise():
-                    found = torch.autograd.grad(loss.reshape(()), self.weights, allow_unused=True)
-        parts = [
-            torch.zeros_like(weight) if gradient is None else gradient
-            for weight, gradient in zip(self.weights, found, strict=True)
-        ]
-        flat = [part.detach().double().reshape(-1).cpu() for part in (loss, *parts)]
-        return torch.cat(flat)
+            with self._without_noise():
+                return with_gradient(loss, self.weights)
 
     def _value(self, inputs: Any, items: float) -> torch.Tensor:
         device = getattr(self.num_items, "device", None)
@@ -107,6 +99,25 @@ class Meter:
             restore(state)
         with WithoutNoise() if self.is_noisy else contextlib.nullcontext():
             yield
+
+
+def with_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """``loss`` and its gradient by ``weights``, as one vector (1 + entries,) in float64."""
+    found = [None] * len(weights)
+    if loss.requires_grad and weights:
+        found = torch.autograd.grad(loss.reshape(()), weights, allow_unused=True)
+    parts = [
+        torch.zeros_like(weight) if gradient is None else gradient
+        for weight, gradient in zip(weights, found, strict=True)
+    ]
+    return torch.cat([part.detach().double().reshape(-1).cpu() for part in (loss, *parts)])
+
+
+def gradient_error(whole: torch.Tensor, shared: list[torch.Tensor]) -> float:
+    """How far the gradient of a whole is from the sum of its parts, relative to the largest. All as ``with_gradient``
+    gives them."""
+    scale = max(float(one[1:].norm()) for one in (whole, *shared))
+    return float((torch.stack(shared).sum(dim=0) - whole)[1:].norm()) / scale if scale else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,11 +143,9 @@ class Observation:
         ]
         if not shared:
             return math.inf
-        difference = torch.stack(shared).sum(dim=0) - self.whole
-        of_value = abs(float(difference[0])) / max(abs(float(one[0])) for one in (self.whole, *shared))
-        scale = max(float(one[1:].norm()) for one in (self.whole, *shared))
-        of_gradient = float(difference[1:].norm()) / scale if scale else 0.0
-        error = max(of_value, of_gradient)
+        difference = sum(float(one[0]) for one in shared) - float(self.whole[0])
+        of_value = abs(difference) / max(abs(float(one[0])) for one in (self.whole, *shared))
+        error = max(of_value, gradient_error(self.whole, shared))
         return error if math.isfinite(error) else math.inf
 
 
