@@ -232,7 +232,11 @@ class Spy(nn.Module):
 
     def __init__(self, model, refuses_below: int = 0) -> None:
         super().__init__()
-        self.model, self.refuses_below, self.seen = model, refuses_below, []
+        self.model, self.refuses_below, self._notes = model, refuses_below, SimpleNamespace(seen=[])
+
+    @property
+    def seen(self) -> list[int]:
+        return self._notes.seen  # a list of the module's own would be put back
 
     def forward(self, input_ids, **inputs):
         self.seen.append(input_ids.size(1))

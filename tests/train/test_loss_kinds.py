@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import types
+from collections import defaultdict, deque
 
 import numpy as np
 import pytest
@@ -277,6 +279,50 @@ def test_asking_in_training_mode_leaves_nothing_behind():
     assert float(model.seen) == 0 and model.calls == 0 and model.flag is False
     assert not fired and all(a is b for a, b in zip(model.parameters(), weights, strict=True))
     assert all(p.grad is None for p in model.parameters()) and not model._forward_hooks
+
+
+class Center(nn.Module):
+    """Of DINO: subtracted from what the model says, and moved towards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(CLASSES))
+
+    def forward(self, logits):
+        self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
+        return (logits - self.center).square().mean()
+
+
+def _set(net, pooled, logits):
+    net.kept = 0.9 * net.kept + pooled.detach().mean(0)
+
+
+KEEPING = {
+    "a tensor": (lambda net, owner: net.kept, _set),
+    "a tensor that is written to": (lambda net, owner: net.kept, lambda net, p, o: net.kept.add_(p.detach().mean(0))),
+    "a queue": (lambda net, owner: torch.stack(list(net.queue)), lambda net, p, o: net.queue.append(p[0].detach())),
+    "an array": (lambda net, owner: torch.tensor(net.array), lambda net, p, o: net.array.__iadd__(1)),
+    "a table of lists": (lambda net, owner: torch.tensor(net.table_of["a"]), lambda n, p, o: n.table_of["a"].append(1)),
+    "a name that is new": (lambda net, owner: torch.tensor(hasattr(net, "new")), lambda n, p, o: setattr(n, "new", 1)),
+    "a loss that the trainer holds": (lambda net, owner: owner.own.center, lambda net, p, o: net.of_owner(o)),
+}
+
+
+@pytest.mark.parametrize("what", KEEPING)
+def test_asking_puts_back_what_a_loss_keeps(what):
+    kept, keep = KEEPING[what]
+
+    def loss(net, pooled, logits, mask, labels):
+        keep(net, pooled, logits)
+        return functional.cross_entropy(logits, labels)
+
+    model, owner = Net(loss), types.SimpleNamespace(own=Center())
+    model.kept, model.queue, model.array = torch.zeros(8), deque([torch.zeros(8)], maxlen=9), np.zeros(2)
+    model.table_of = defaultdict(list, a=[1])
+    model.of_owner = lambda logits: owner.own(logits)
+    before, tensor, queue = kept(model, owner).clone(), model.kept, model.queue
+    assert ask(loss, classes(), model=model, owner=owner) is not None
+    assert torch.equal(kept(model, owner), before) and model.kept is tensor and model.queue is queue
 
 
 def test_kinds_that_came_out_alike_are_remembered():

@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import operator
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any, Optional
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scu_trainer.train.step.recovery.snapshot import Attributes, plain_attributes, put_back_attributes
+from scu_trainer.train.step.recovery.snapshot import MOST_ENTRIES, PLAIN, is_plain
 
 aten = torch.ops.aten
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""What torch itself keeps of a module: its mode, weights, buffers, hooks."""
+
+OF_DATA = frozenset({"train_dataset", "eval_dataset", "data_collator", "callback_handler"})
+"""Attributes of a trainer that no loss writes to."""
+
+PUBLIC = frozenset(
+    "torch transformers accelerate peft trl deepspeed bitsandbytes scu_trainer builtins functools".split()
+)
+
+MOST_BYTES = 64 * 2**20
+"""Of a tensor that is no buffer and is put back where it is written to."""
+
+PutBack = Callable[[], None]
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[None]:
-    """Afterwards these are as before: modes of modules, buffers, attributes of modules that are plain values, those of
-    ``owner`` that are containers of such as well (new ones are gone), RNG of torch on every device, of Python and of
-    numpy.
+    """Afterwards these are as before: modes of modules, buffers, attributes and the contents of those that are tensors
+    or containers, RNG of torch on every device, of Python and of numpy. Of ``model``, of its ``owner``, and of the
+    losses that either holds.
 
     Inside modules are in evaluation mode; with ``training`` in the mode that they have.
     """
-    modules = list(model.modules())
+    holders = _holders(model, owner)
+    modules = [holder for holder in holders if isinstance(holder, nn.Module)]
     modes = [(module, module.training) for module in modules]
     buffers = [(module, dict(module._buffers), _copies(module)) for module in modules if module._buffers]
-    attributes = plain_attributes(modules, owner)
+    # A hook may read what a loss has set on its trainer before; a counter that began inside goes.
+    attributes = [_attributes(holder, keeps_new=holder is owner) for holder in holders]
     numpy_state, python_state = np.random.get_state(), random.getstate()
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
@@ -39,9 +61,33 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
         finally:
             for module, was_training in modes:
                 module.training = was_training
-            _put_back(buffers, attributes)
+            _put_back(buffers)
+            for put_back in attributes:
+                put_back()
             np.random.set_state(numpy_state)
             random.setstate(python_state)
+
+
+def _holders(model: nn.Module, owner: Any) -> list[Any]:
+    """What may keep something from one loss to the next: modules, the trainer, and what they call that is code of
+    somebody's own."""
+    found: dict[int, Any] = {}
+    waiting = [*model.modules(), *([] if owner is None else [owner])]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            held = (value.__self__ if isinstance(value, MethodType) else value for value in vars(one).values())
+            for own in filter(_is_own, held):
+                waiting += own.modules() if isinstance(own, nn.Module) else [own]
+    return list(found.values())
+
+
+def _is_own(value: Any) -> bool:
+    """Whether it can be called, keeps something, and is code of somebody's own."""
+    if not callable(value) or isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in PUBLIC
 
 
 def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -49,16 +95,69 @@ def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _put_back(buffers: list, attributes: Attributes) -> None:
+def _put_back(buffers: list) -> None:
     for module, registered, copies in buffers:
         module._buffers.clear()
         module._buffers.update(registered)
         for name, value in copies.items():
-            # What nobody changed may be shared, and is left alone; without memory there is nothing to change.
-            if not value.is_meta and not torch.equal(registered[name], value):
-                # By ``data``: a backward that still has to come may need this buffer, with the values of before.
-                registered[name].data.copy_(value)
-    put_back_attributes(attributes)
+            _fill(registered[name], value)
+
+
+def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    # What nobody changed may be shared, and is left alone; without memory there is nothing to change.
+    if not value.is_meta and not torch.equal(tensor, value):
+        # By ``data``: a backward that still has to come may need this tensor, with the values of before.
+        tensor.data.copy_(value)
+
+
+def _attributes(one: Any, keeps_new: bool) -> PutBack:
+    """What puts the attributes of ``one`` back, with their contents. ``keeps_new``: names that come stay, but for those
+    of plain values."""
+    known = {name: value for name, value in vars(one).items() if name not in OF_TORCH}
+    is_ours = type(one).__module__.partition(".")[0] == "scu_trainer" and isinstance(one, nn.Module)
+    if is_ours:  # they keep what they were asked for
+        known = {name: value for name, value in known.items() if isinstance(value, PLAIN)}
+    contents = [back for name, value in known.items() if name not in OF_DATA and (back := _contents(value))]
+
+    def put_back() -> None:
+        now = vars(one)
+        for name in [] if is_ours else [name for name in now if name not in known and name not in OF_TORCH]:
+            if not keeps_new or is_plain(now[name], MOST_ENTRIES):
+                del now[name]
+        for name, value in known.items():
+            if name not in now or now[name] is not value:
+                now[name] = value
+        for back in contents:
+            back()
+
+    return put_back
+
+
+def _contents(value: Any) -> Optional[PutBack]:
+    """What gives a tensor its values back, or a container its entries; None for everything else."""
+    if type(value) is np.ndarray:
+        is_state = value.flags.writeable and value.nbytes <= MOST_BYTES
+        return partial(np.copyto, value, value.copy()) if is_state else None
+    if type(value) is torch.Tensor:
+        is_state = not value.requires_grad and value.layout is torch.strided and value.nbytes <= MOST_BYTES
+        return partial(_fill, value, value.clone()) if is_state else None
+    if not isinstance(value, (list, dict, set, deque)) or len(value) > MOST_ENTRIES:
+        return None
+    entries = copy.copy(value)
+    within = [back for entry in _entries(value) if (back := _contents(entry))]
+
+    def put_back() -> None:
+        if len(value) != len(entries) or any(map(operator.is_not, _entries(value), _entries(entries))):
+            value.clear()
+            value.update(entries) if isinstance(value, (dict, set)) else value.extend(entries)
+        for back in within:
+            back()
+
+    return put_back
+
+
+def _entries(container: Any) -> Iterable[Any]:
+    return (*container, *container.values()) if isinstance(container, dict) else container
 
 
 def rng_state(model: nn.Module) -> list[torch.Tensor]:

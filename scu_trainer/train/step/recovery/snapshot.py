@@ -238,7 +238,7 @@ def put_back_attributes(attributes: Attributes) -> None:
             if vars(one).get(name) != value:
                 vars(one)[name] = deepcopy(value)
         for name in [] if names is None else set(vars(one)) - names:  # a counter that began inside
-            if _is_plain(vars(one)[name], MOST_ENTRIES):
+            if is_plain(vars(one)[name], MOST_ENTRIES):
                 del vars(one)[name]
 
 
@@ -246,18 +246,18 @@ def _plain_attributes(one: Any, most: int) -> dict[str, Any]:
     return {
         name: value if isinstance(value, PLAIN) else deepcopy(value)
         for name, value in vars(one).items()
-        if name != "training" and _is_plain(value, most)
+        if name != "training" and is_plain(value, most)
     }
 
 
-def _is_plain(value: Any, most: int) -> bool:
+def is_plain(value: Any, most: int) -> bool:
     """``most``: entries that a container may have; 0 for none at all."""
     if isinstance(value, PLAIN):
         return True
     if not most or not isinstance(value, (list, dict)) or len(value) > most:
         return False
     entries = value.values() if isinstance(value, dict) else value
-    return all(_is_plain(entry, most) for entry in entries)
+    return all(is_plain(entry, most) for entry in entries)
 
 
 @dataclass
