@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.loss.analysis import analyze
 from tests.train.test_loss_kinds import MIXES, WEIGHTS, Net, contrast
 
 STEPS, ROWS, ACCUMULATION = 9, 6, 2
@@ -211,6 +212,23 @@ def test_the_usual_override_with_weights_of_classes_is_split_by_its_weights(tmp_
         assert wrong_steps(found, expected) == []
         assert trainer.micro_batches.reduction.kind == "targets" and trainer.micro_batches.reduction.known
         assert trainer.micro_batches.loop.statistics.chunks > 3 * ACCUMULATION
+
+
+def test_a_loss_of_pairs_of_rows_is_not_cut_and_said(tmp_path, caplog, monkeypatch):
+    """A row alone has none. After a few steps it is asked about in few of them."""
+    asked = []
+    monkeypatch.setattr(
+        "scu_trainer.train.loss.analysis.analysis.analyze",
+        lambda *given, **named: asked.append(0) or analyze(*given, **named),
+    )
+
+    def loss(net, pooled, logits, mask, labels):
+        return -functional.logsigmoid(logits[0::2, 0] - logits[1::2, 0]).mean()
+
+    _, found = train(loss, tmp_path, CUT)
+    _, expected = train(loss, tmp_path, None)
+    assert wrong_steps(found, expected) == [] and len(asked) == 6  # steps 1 to 5, and 8
+    assert caplog.text.count("do not tell how the loss adds up over them: batches run whole") == 1
 
 
 def test_inputs_with_other_names_are_asked_about_again(tmp_path):

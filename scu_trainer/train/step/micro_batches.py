@@ -380,7 +380,14 @@ class MicroBatchStep:
         obstacle = next((batch.obstacle for batch in batches if batch.obstacle), None)
         if obstacle:
             self._warn_once("batches cannot be cut by rows (%s): each runs whole or fails", obstacle)
-        if self.reduction is None or self.analysis.own_step.exchange is not None:
+        if self.analysis.own_step.exchange is not None:
+            return
+        if self.reduction is None:
+            if any(batch.rows > 1 for batch in batches):
+                self._warn_once(
+                    "the rows of this step do not tell how the loss adds up over them: batches run whole until those "
+                    "of a later step do (neither max_batch_size and token_cap nor short memory cut them)"
+                )
             return
         if not self.reduction.is_exact:
             self._warn_once(

@@ -32,7 +32,8 @@ MEAN_OF_KL = "the estimate of the KL divergence is a mean over the batch (calcul
 """In its first step that is 0, so no question tells."""
 
 MOST_QUESTIONS = 5
-"""Windows in which the model is asked about padding, or that do not tell, before it is left alone."""
+"""Windows in which the model is asked about padding, or that do not tell, before it is left alone; where none told at
+all it is asked again in the windows 8, 16, 32, ..."""
 
 
 class LossAnalysis:
@@ -108,7 +109,8 @@ class LossAnalysis:
         classes = self._new_classes(batches)
         known = self._by_keys.get(keys)
         if not self._must_ask(batches, known, classes):
-            self._found = known or replace(self._found, trims=False)
+            if self._found is not None:
+                self._found = known or replace(self._found, trims=False)
             return False
         found = self._try_rows(batches, num_items, pad_token_id)
         rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
@@ -148,6 +150,8 @@ class LossAnalysis:
 
         ``known``: of batches with these inputs.
         """
+        if known is None and not self._by_keys:  # a question takes some ten short forwards: not in every step for good
+            return self._asked < MOST_QUESTIONS or _is_power_of_two(self._windows + 1)
         if known is None:
             return not self._has_ended
         if not known.is_exact:

@@ -114,7 +114,9 @@ class AccumulationWindow:
     @property
     def uncuttable(self) -> Optional[str]:
         """Why no batch is cut, however short memory is; None where that is possible."""
-        return None if self.reduction is None or self.reduction.may_be_cut else self.reduction.mixes
+        if self.reduction is None:
+            return "no step has shown how the loss adds up over its rows"
+        return None if self.reduction.may_be_cut else self.reduction.mixes
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 
@@ -171,8 +173,7 @@ class AccumulationWindow:
     ) -> list[MicroBatch]:
         """``micro_batch`` under a smaller cap; [micro_batch] if it cannot be cut any further."""
         min_rows = max(min_rows, self.fewest_rows)
-        is_movable = self.reduction is not None and self.batches[micro_batch.batch].obstacle is None
-        is_movable = is_movable and self.uncuttable is None
+        is_movable = self.batches[micro_batch.batch].obstacle is None and self.uncuttable is None
         if len(micro_batch.rows) < 2 * min_rows or not is_movable:
             return [micro_batch]
         micro_batches = self._cut(list(micro_batch.rows), token_cap, max_rows, min_rows)
