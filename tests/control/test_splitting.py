@@ -15,6 +15,7 @@ from scu_trainer.control.splitting import (
     auto_cap,
     cut,
     cut_unpadded,
+    few_sizes,
 )
 
 POOL = [3, 8, 3, 2, 8, 3, 20]  # rows by length: 3 | 0 2 5 | 1 4 | 6
@@ -166,6 +167,13 @@ def test_a_pool_of_thousands_asks_for_a_bounded_number_of_comparisons(monkeypatc
     chance = random.Random(0)
     cut(lognormal_lengths(chance, 20, 0.6, 4000), 16384)
     assert len(tried) <= 4000 * math.isqrt(16384)
+
+
+def test_few_sizes():
+    assert [few_sizes(tokens) for tokens in (1, 8, 9, 100, 250, 500, 3000)] == [8, 8, 16, 104, 256, 512, 3072]
+    rounded = {tokens: few_sizes(tokens) for tokens in range(1, 8192)}
+    assert all(tokens <= size <= max(tokens + 7, tokens * 17 / 16) for tokens, size in rounded.items())
+    assert len(set(rounded.values())) == 16 + 6 * 16, "every eighth up to 128, then 16 for each doubling"
 
 
 def test_auto_cap():

@@ -137,6 +137,27 @@ def test_in_half_precision_the_difference_is_rounding(tmp_path, is_autocast):
     assert error_of(found.gradients[0], expected.gradients[0]) < 2e-2
 
 
+@pytest.mark.parametrize("way", ["end to end", "padded"])
+def test_in_half_precision_the_layers_see_few_sizes(tmp_path, monkeypatch, way):
+    """oneDNN compiles kernels for each; in float32 none is."""
+    lengths, attention = set(), functional.scaled_dot_product_attention
+
+    def attend(query, *others, **how):
+        if way != "padded" and is_training() and is_no_question():
+            lengths.add(query.size(2))
+        return attention(query, *others, **how)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    memory = MemorySettings(padding_free=way != "padded", token_cap=40)
+    trainer, found, seen = trained(tiny.llama, tmp_path / "ours", memory, bf16=True)
+    _, expected = compared(tiny.llama(), tmp_path / "stock", None, UnevenRows(), bf16=True, **WINDOW)
+    assert error_of(found.gradients[0], expected.gradients[0]) < 2e-2
+    assert {time % 8 for _, time in seen} == {length % 8 for length in lengths} | {0} == {0}
+    assert all(rows == 1 for rows, _ in seen) == (way != "padded")
+    statistics = trainer.micro_batches.loop.statistics
+    assert statistics.real_tokens < sum(rows * time for rows, time in seen)
+
+
 def test_rows_keep_their_own_losses_and_weights(tmp_path):
     """The curriculum reads and weighs the loss of each row."""
     settings, epochs = CurriculumSettings("infobatch"), {"num_train_epochs": 4}

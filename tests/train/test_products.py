@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scu_trainer.train.loops import flops
 from scu_trainer.train.loss.rows import products
@@ -110,6 +111,43 @@ def test_few_shapes_are_asked_for(onednn):
         hidden = drawn(tokens, SIZE).requires_grad_()
         chunked_linear_cross_entropy(hidden, layer, None, torch.arange(tokens) % VOCAB)[0].backward()
     assert {len(rows) for rows, *_ in onednn} == set(range(32, 257, 32))
+
+
+class Multiplied(TorchDispatchMode):
+    """Shapes of all products inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.shapes.append((*args[-2].shape, args[-1].size(1)))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_few_shapes_are_asked_for_in_half_precision(with_weights):
+    """There every product is oneDNN's, that of the weight's gradient, too."""
+    layer = drawn(VOCAB, SIZE).to(torch.bfloat16).requires_grad_()
+    with Multiplied() as multiplied:
+        for tokens in range(1, 300, 7):
+            hidden = drawn(tokens, SIZE).to(torch.bfloat16).requires_grad_()
+            targets, weights = torch.arange(tokens) % VOCAB, torch.ones(tokens) if with_weights else None
+            chunked_linear_cross_entropy(hidden, layer, None, targets, token_weights=weights)[0].backward()
+    rows = {size for shape in multiplied.shapes for size in shape} - {SIZE, VOCAB}
+    assert rows == set(range(32, 257, 32))
+
+
+def test_a_word_that_is_never_right_spoils_no_gradient_of_filled_rows():
+    """Its bias is minus infinity, which a row of zeros keeps."""
+    hidden, layer = drawn(TOKENS, SIZE).to(torch.bfloat16), drawn(VOCAB, SIZE).to(torch.bfloat16).requires_grad_()
+    bias = torch.zeros(VOCAB, dtype=torch.bfloat16)
+    bias[VOCAB - 1] = -torch.inf
+    chunked_linear_cross_entropy(hidden, layer, bias, torch.arange(TOKENS))[0].backward()
+    exact = layer.detach().double().requires_grad_()
+    cross_entropy(linear(hidden.double(), exact, bias.double()), torch.arange(TOKENS)).backward()
+    assert (layer.grad.double() - exact.grad).norm() < 1e-2 * exact.grad.norm()
 
 
 # -- who gets them -----------------------------------------------------------------------------------------------------

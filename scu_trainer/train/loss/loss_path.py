@@ -36,6 +36,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     own_loss_above,
     own_loss_between,
     sliding_window_of,
+    wants_few_sizes,
 )
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import (
@@ -137,6 +138,10 @@ class LossPath:
         return bool(self.is_padding_free) and (self._most_tokens is None or longest_row <= self._most_tokens)
 
     @functools.cached_property
+    def _wants_few_sizes(self) -> bool:
+        return wants_few_sizes(self.trainer)
+
+    @functools.cached_property
     def _most_tokens(self) -> Optional[int]:
         return sliding_window_of(self.trainer.model)
 
@@ -166,11 +171,12 @@ class LossPath:
         known = self._shares_prefixes
         # Audits take the noise out, so in one it would not show that rows need random numbers of their own.
         may_share = self.is_planned and known is not False if self._records else known is True
-        rows = end_to_end(inputs, self._most_tokens, may_share)
+        also_full = self.is_planned and self._wants_few_sizes
+        rows = end_to_end(inputs, self._most_tokens, may_share, also_full)
         if rows is None or rows.prefixes is None or known:
             return rows
         self._shares_prefixes = self._may_share_prefixes(inputs)
-        return end_to_end(inputs, self._most_tokens, self._shares_prefixes is True)
+        return end_to_end(inputs, self._most_tokens, self._shares_prefixes is True, also_full)
 
     def _may_share_prefixes(self, inputs: Any) -> Optional[bool]:
         """None where this model does not tell: its loss is not finite now."""

@@ -11,6 +11,7 @@ import torch
 from scu_trainer.control import splitting
 from scu_trainer.data import numbered
 from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step.micro_batch_sizer import busy_tokens
 
 
@@ -73,7 +74,7 @@ def planned_step(
     if memory.batch_mode == "logical" or cap is None or (cap == "auto" and not rows.is_uneven):
         return whole
     if cap == "auto":
-        cap = splitting.auto_cap(rows.longest, busy_tokens(device, dtype), batch_tokens)
+        cap = splitting.auto_cap(rows.longest, busy_tokens(device, compiles_shapes(device, dtype)), batch_tokens)
     total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
     most = min(total_rows, memory.max_batch_size or total_rows)
     fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)

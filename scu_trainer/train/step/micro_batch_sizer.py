@@ -19,7 +19,6 @@ from scu_trainer.control import microbatch as control
 from scu_trainer.control import splitting
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.rows import Row
@@ -43,9 +42,9 @@ AllReduceMax = Callable[[list[int]], list[int]]
 """Element-wise maximum over ranks; every rank calls it at the same place."""
 
 
-def busy_tokens(device: str, dtype: torch.dtype = torch.float32) -> int:
-    """``dtype``: in which is multiplied. Half precision is faster, and each micro-batch casts weights anew."""
-    if compiles_shapes(device, dtype):
+def busy_tokens(device: str, is_compiled: bool = False) -> int:
+    """``is_compiled``: ``compiles_shapes``. Half precision is faster there, and each micro-batch casts weights anew."""
+    if is_compiled:
         return BUSY_TOKENS_OF_COMPILED
     return BUSY_TOKENS.get(device, BUSY_TOKENS_ELSEWHERE)
 

@@ -23,9 +23,8 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
-from scu_trainer.train.loss.rows.model_loss import comes_from, counting_owner
+from scu_trainer.train.loss.rows.model_loss import comes_from, counting_owner, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
-from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -102,9 +101,8 @@ class MicroBatchStep:
             (counting, counting_owner(self.trainer)),
         )
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
-        dtype = _multiplied_dtype(self.trainer)
-        self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, dtype)
-        self._wants_few_sizes = compiles_shapes(self.trainer.args.device.type, dtype)
+        self._wants_few_sizes = wants_few_sizes(self.trainer)
+        self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, self._wants_few_sizes)
         self.prefetched(())
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
@@ -449,12 +447,6 @@ def _pad_token_id(trainer: Trainer) -> int:
 
 def _has_batch_norm(model: torch.nn.Module) -> bool:
     return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
-def _multiplied_dtype(trainer: Trainer) -> torch.dtype:
-    """In which the layers multiply: autocast's, or that of the first weight."""
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
-    return half or next((p.dtype for p in trainer.model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _most_positions(model: torch.nn.Module) -> int:

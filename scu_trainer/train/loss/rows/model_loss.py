@@ -25,6 +25,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from scu_trainer.train.loss.rows.gradient_sums import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy
 from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, on_rows
+from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.loss.rows.row_readings import RowLosses, row_losses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
 from scu_trainer.train.step.recovery.snapshot import replaced
@@ -104,6 +105,13 @@ def own_loss_above(trainer: Trainer) -> Optional[str]:
 def counting_owner(trainer: Trainer) -> Optional[Trainer]:
     """``trainer``, where a ``compute_loss`` that is not the stock one may count in its attributes, as TRL's do."""
     return trainer if own_loss_between(trainer) or own_loss_above(trainer) else None
+
+
+def wants_few_sizes(trainer: Trainer) -> bool:
+    """Whether micro-batches are to have few different numbers of tokens: kernels are compiled for each."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
+    weights = (p.dtype for p in trainer.model.parameters() if p.is_floating_point())
+    return compiles_shapes(trainer.args.device.type, half or next(weights, torch.float32))
 
 
 def own_forward_of(model: torch.nn.Module) -> Optional[str]:

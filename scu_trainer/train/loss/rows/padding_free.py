@@ -78,19 +78,22 @@ class EndToEnd:
 
 
 def end_to_end(
-    inputs: Mapping[str, Any], most_tokens: Optional[int] = None, shares_prefixes: bool = False
+    inputs: Mapping[str, Any],
+    most_tokens: Optional[int] = None,
+    shares_prefixes: bool = False,
+    also_full: bool = False,
 ) -> Optional[EndToEnd]:
     """None where nothing is gained, or it cannot be done: rows without padding that share no prefix, with
     padding on the left, or with labels in it, or of more than ``most_tokens``, or a mask that is on another device
     only, so that asking for it would wait. ``shares_prefixes``: whether a prefix that rows share may be computed
-    once."""
+    once. ``also_full``: rows without padding as well, which get a tail for few sizes."""
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if set(inputs) != NEEDED or not torch.is_tensor(mask) or not torch.is_tensor(labels):
         return None
     if mask.dim() != 2 or mask.shape != labels.shape:
         return None
     known, labels = (_known(each) for each in (mask, labels))
-    if known is None or labels is None or (bool(known.all()) and not shares_prefixes):
+    if known is None or labels is None or (bool(known.all()) and not shares_prefixes and not also_full):
         return None
     lengths = known.ne(0).sum(dim=1)
     is_filled = torch.arange(known.size(1)) < lengths.unsqueeze(1)
@@ -100,7 +103,7 @@ def end_to_end(
     places = is_filled.flatten().nonzero().flatten()
     ids = _known(inputs["input_ids"]) if shares_prefixes else None
     prefixes = None if ids is None else shared_prefixes(ids, lengths, places)
-    if prefixes is None and len(places) == known.numel():
+    if prefixes is None and not also_full and len(places) == known.numel():
         return None
     positions = (places % known.size(1)).unsqueeze(0)
     borders = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
