@@ -224,10 +224,10 @@ def test_repeated_heads_attend_as_grouped_ones(monkeypatch):
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
-    found = []
+    found, rows = [], SimpleNamespace(lengths=(3, 2), wants_few_sizes=False)
     for takes in (True, False):
         monkeypatch.setattr(padding_free, "takes_groups", lambda query, takes=takes: takes)
-        found.append(padding_free._by_length(query, key, value, 0.0, None, SimpleNamespace(lengths=(3, 2))))
+        found.append(padding_free._by_length(query, key, value, 0.0, None, rows))
     torch.testing.assert_close(*found)
     assert seen == [(2, 2, True)] * 2 + [(4, 4, False)] * 2
 

@@ -171,12 +171,12 @@ class LossPath:
         known = self._shares_prefixes
         # Audits take the noise out, so in one it would not show that rows need random numbers of their own.
         may_share = self.is_planned and known is not False if self._records else known is True
-        also_full = self.is_planned and self._wants_few_sizes
-        rows = end_to_end(inputs, self._most_tokens, may_share, also_full)
+        few_sizes = self.is_planned and self._wants_few_sizes
+        rows = end_to_end(inputs, self._most_tokens, may_share, few_sizes)
         if rows is None or rows.prefixes is None or known:
             return rows
         self._shares_prefixes = self._may_share_prefixes(inputs)
-        return end_to_end(inputs, self._most_tokens, self._shares_prefixes is True, also_full)
+        return end_to_end(inputs, self._most_tokens, self._shares_prefixes is True, few_sizes)
 
     def _may_share_prefixes(self, inputs: Any) -> Optional[bool]:
         """None where this model does not tell: its loss is not finite now."""

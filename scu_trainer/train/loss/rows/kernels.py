@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from scu_trainer.train.loss.rows.gradient_sums import may_add_to_gradient
 from scu_trainer.train.loss.rows.pages import new_empty, new_zeros
 from scu_trainer.train.loss.rows.products import (
+    ALIGNED_ROWS,
     aligned,
     compiles_shapes,
     filled_up,
@@ -275,9 +276,11 @@ class _OutputLayer:
         self.bias = None if bias is None else bias.to(work.compute_dtype)
         self.softcap = work.softcap
         self.kernel = kernel_for(weight.device, work.loss_dtype)
-        self.fills = compiles_shapes(weight.device.type, work.compute_dtype)
+        is_compiled = compiles_shapes(weight.device.type, work.compute_dtype)
+        self.fills = is_compiled and work.rows_per_chunk >= ALIGNED_ROWS
         longest = max(map(work.longest_chunk, (work.learned, len(work.order) - work.learned)))
-        shape = rows_with_room(min(longest, len(work.order)), self.weight), weight.size(0)
+        most = min(longest, len(work.order))
+        shape = aligned(most) if self.fills else rows_with_room(most, self.weight), weight.size(0)
         self.product = new_empty(weight, shape, work.compute_dtype)
         is_exact = work.compute_dtype == work.loss_dtype
         self.logits = self.product if is_exact else new_empty(weight, shape, work.loss_dtype)

@@ -30,7 +30,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from scu_trainer.control.splitting import few_sizes
 from scu_trainer.hardware.precision import AMPERE
-from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes, with_states
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host, on_its_way
 from scu_trainer.train.step.recovery.snapshot import replaced
@@ -53,7 +52,8 @@ class EndToEnd:
     ``lengths``: tokens of each. ``shape``: (rows, time) with the padding. ``places`` (tokens,): of the tokens in
     (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
     before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
-    ``prefixes``: shared by rows, where there are any. ``seen``: by the model. ``attended``: by ``_attention``.
+    ``prefixes``: shared by rows, where there are any. ``wants_few_sizes``: whether layers and attention get tokens that
+    nobody reads, up to one of ``few_sizes``. ``seen``: by the model. ``attended``: by ``_attention``.
     """
 
     lengths: tuple[int, ...]
@@ -63,6 +63,7 @@ class EndToEnd:
     positions: Tensor
     borders: Tensor
     prefixes: Optional[SharedPrefixes] = None
+    wants_few_sizes: bool = False
     seen: list[bool] = field(default_factory=list)
     attended: list[bool] = field(default_factory=list)
 
@@ -81,19 +82,19 @@ def end_to_end(
     inputs: Mapping[str, Any],
     most_tokens: Optional[int] = None,
     shares_prefixes: bool = False,
-    also_full: bool = False,
+    wants_few_sizes: bool = False,
 ) -> Optional[EndToEnd]:
     """None where nothing is gained, or it cannot be done: rows without padding that share no prefix, with
     padding on the left, or with labels in it, or of more than ``most_tokens``, or a mask that is on another device
     only, so that asking for it would wait. ``shares_prefixes``: whether a prefix that rows share may be computed
-    once. ``also_full``: rows without padding as well, which get a tail for few sizes."""
+    once. ``wants_few_sizes``: as of EndToEnd; so also of rows without padding."""
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if set(inputs) != NEEDED or not torch.is_tensor(mask) or not torch.is_tensor(labels):
         return None
     if mask.dim() != 2 or mask.shape != labels.shape:
         return None
     known, labels = (_known(each) for each in (mask, labels))
-    if known is None or labels is None or (bool(known.all()) and not shares_prefixes and not also_full):
+    if known is None or labels is None or (bool(known.all()) and not shares_prefixes and not wants_few_sizes):
         return None
     lengths = known.ne(0).sum(dim=1)
     is_filled = torch.arange(known.size(1)) < lengths.unsqueeze(1)
@@ -103,12 +104,12 @@ def end_to_end(
     places = is_filled.flatten().nonzero().flatten()
     ids = _known(inputs["input_ids"]) if shares_prefixes else None
     prefixes = None if ids is None else shared_prefixes(ids, lengths, places)
-    if prefixes is None and not also_full and len(places) == known.numel():
+    if prefixes is None and not wants_few_sizes and len(places) == known.numel():
         return None
     positions = (places % known.size(1)).unsqueeze(0)
     borders = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     there = (on_its_way(tensor, mask.device) for tensor in (places, positions, borders))
-    return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there, prefixes)
+    return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there, prefixes, wants_few_sizes)
 
 
 def _known(tensor: Tensor) -> Optional[Tensor]:
@@ -133,7 +134,7 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
         tokens = {"input_ids": rows.of(given["input_ids"]), "position_ids": arguments["position_ids"]}
         if prefixes is not None:
             tokens = {name: each[:, prefixes.kept] for name, each in tokens.items()}
-        tail = _tail(body, tokens["input_ids"])
+        tail = _tail(tokens["input_ids"].size(1), rows)
         if tail:
             tokens = {name: functional.pad(each, (0, tail)) for name, each in tokens.items()}
         output = forward(**{**given, **arguments, **tokens})
@@ -145,11 +146,9 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
         yield
 
 
-def _tail(body: torch.nn.Module, ids: Tensor) -> int:
-    """Tokens behind ``ids`` (1, tokens) that nobody reads: the layers see few different numbers of tokens."""
-    device = ids.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else body.dtype
-    return few_sizes(ids.size(1)) - ids.size(1) if compiles_shapes(device, dtype) else 0
+def _tail(tokens: int, rows: EndToEnd) -> int:
+    """How many tokens that nobody reads come after ``tokens``."""
+    return few_sizes(tokens) - tokens if rows.wants_few_sizes else 0
 
 
 def _of_flash(rows: EndToEnd) -> dict[str, Any]:
@@ -251,9 +250,8 @@ def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     sizes = [length * count for length, count in groups]
     made = []
     parts = (each[0].split(sizes, dim=1) for each in (query, key, value))
-    is_compiled = compiles_shapes(query.device.type, query.dtype)
     for (length, count), *part in zip(groups, *parts, strict=True):
-        tail = few_sizes(length) - length if is_compiled else 0  # causal: no token looks behind itself
+        tail = _tail(length, rows)  # causal: no token looks behind itself
         of_rows = [functional.pad(each.unflatten(1, (count, length)).transpose(0, 1), (0, 0, 0, tail)) for each in part]
         out = functional.scaled_dot_product_attention(
             *of_rows, is_causal=length > 1, dropout_p=dropout, scale=scaling, enable_gqa=query.size(1) != key.size(1)

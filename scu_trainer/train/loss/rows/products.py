@@ -63,8 +63,7 @@ def from_words(signal: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
 
 def rows_with_room(rows: int, weight: Tensor) -> int:
     """How many rows a buffer of ``rows`` logits is to have."""
-    fills = goes_through_onednn(weight) or compiles_shapes(weight.device.type, weight.dtype)
-    return aligned(rows) if fills else rows
+    return aligned(rows) if goes_through_onednn(weight) else rows
 
 
 def compiles_shapes(device: str, dtype: torch.dtype) -> bool:
