@@ -43,7 +43,7 @@ AllReduceMax = Callable[[list[int]], list[int]]
 
 
 def busy_tokens(device: str, is_compiled: bool = False) -> int:
-    """``is_compiled``: ``compiles_shapes``. Half precision is faster there, and each micro-batch casts weights anew."""
+    """``is_compiled``: ``compiles_shapes``. Half precision is faster there, and each micro-batch casts all weights."""
     if is_compiled:
         return BUSY_TOKENS_OF_COMPILED
     return BUSY_TOKENS.get(device, BUSY_TOKENS_ELSEWHERE)
