@@ -477,9 +477,10 @@ def law_of(settings: MemorySettings) -> control.SizerConfig:
 
 
 def _size(micro_batch: MicroBatch) -> str:
-    rows = max(1, len(micro_batch.rows))
-    is_even = micro_batch.tokens == rows * micro_batch.length
-    return f"{rows} rows x {micro_batch.length}" if is_even else f"{rows} rows of {micro_batch.tokens} tokens"
+    count = max(1, len(micro_batch.rows))
+    rows = f"{count} row{'s' if count > 1 else ''}"
+    is_even = micro_batch.tokens == count * micro_batch.length
+    return f"{rows} x {micro_batch.length}" if is_even else f"{rows} of {micro_batch.tokens} tokens"
 
 
 def _wanted(failure: steps.Failure) -> str:
