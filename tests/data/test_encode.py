@@ -104,6 +104,27 @@ def test_a_turn_that_is_marked_is_not_learned(encoder, mark):
     assert "spilled" not in learned_text(encoder(), document) and learned_text(encoder(), document)
 
 
+def test_marks_on_questions_leave_answers_to_the_generation_marks(encoder, tokenizer):
+    template = (  # a longer conversation begins differently
+        "{% for m in messages %}{{ '(last) ' if loop.last }}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    encode = encoder(with_template(tokenizer, template))
+    marked = [{**turn, "training": turn["role"] == "assistant"} for turn in CONVERSATION]
+    documents = [one(encode, {"messages": turns}) for turns in (CONVERSATION, marked)]
+    assert (documents[0].labels == documents[1].labels).all()
+
+
+def test_a_turn_that_is_marked_is_not_learned_in_a_completion_of_messages(encoder):
+    turns = [{"role": "assistant", "content": "spilled", "train": False}, *CONVERSATION[1:3]]
+    document = one(encoder(), {"prompt": CONVERSATION[:2], "completion": turns})
+    learned = learned_text(encoder(), document)
+    assert "spilled" not in learned and CONVERSATION[2]["content"] in learned, learned
+    for mark in ({"weight": 0}, {"loss": False}):
+        dropped = one(encoder(), {"prompt": CONVERSATION[:2], "completion": [{**CONVERSATION[2], **mark}]})
+        assert dropped.reason == NOTHING_TO_LEARN
+
+
 def test_eos_ends_an_answer_that_the_template_leaves_open(encoder, tokenizer):
     template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"

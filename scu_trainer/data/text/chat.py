@@ -57,7 +57,8 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
     """Token ids, whether each is learned, and the rendered text.
 
     ``learn`` is "all", "assistant" (what the assistant says, with its end-of-turn marker) or "completion" (all after
-    the prompt's turns). Raises BadRow if the template refuses the conversation.
+    the prompt's turns; its answers alone where a turn is marked as not to be learned). Raises BadRow if the template
+    refuses the conversation.
     """
     render = _renderer(tokenizer, chat)
     text = render(chat.messages)
@@ -66,10 +67,11 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
         return ids, [True] * len(ids), text
     if learn == "assistant" and _GENERATION.search(template) and not _has_weights(chat):
         return *_by_generation_marks(tokenizer, chat), text
-    if learn == "completion":
-        spans = [_span(render, chat.messages, chat.prompt_turns, len(chat.messages))]
+    first = chat.prompt_turns or 0 if learn == "completion" else 0
+    if learn == "completion" and not any(message.get("weight") == 0 for message in chat.messages[first:]):
+        spans = [_span(render, chat.messages, first, len(chat.messages))]
     else:
-        spans = _assistant_spans(render, chat)
+        spans = _assistant_spans(render, chat, first)
     return *_by_spans(tokenizer, text, spans), text
 
 
@@ -97,12 +99,12 @@ def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
 
 
 def _has_weights(chat: Chat) -> bool:
-    """Whether a turn is not to be learned: a weight of 0, as OpenAI's files have it."""
-    return any(message.get("weight") == 0 for message in chat.messages)
+    """Whether an answer is not to be learned: a weight of 0, as OpenAI's files have it. Questions never are."""
+    return any(message["role"] == "assistant" and not is_answer(message) for message in chat.messages)
 
 
-def _assistant_spans(render, chat: Chat) -> list[tuple[int, int]]:
-    turns = [number for number, message in enumerate(chat.messages) if is_answer(message)]
+def _assistant_spans(render, chat: Chat, first: int) -> list[tuple[int, int]]:
+    turns = [number for number, message in enumerate(chat.messages) if number >= first and is_answer(message)]
     return [_span(render, chat.messages, turn, turn + 1) for turn in turns]
 
 
