@@ -108,9 +108,9 @@ def require_there(name: str) -> None:
             f"{name} is an address, and only the Hub is downloaded from: give the id of a dataset there (OWNER/NAME), "
             "or download the file and give its path"
         )
-    if set("*?,") & set(name):
+    if set("*?,") & set(name) and not path.is_symlink():
         raise DataError(
-            f"{name} is not one file or folder; a folder is read with all its files, and dataset takes a list: "
+            f"{name} is not one file or folder{_nearest_in_folder(path)}; a folder is read with all its files, and dataset takes a list: "
             '--dataset \'["a.jsonl", "b.jsonl"]\' (docs/data.md, Mixtures)'
         )
     if _looks_like_a_path(name):
@@ -157,7 +157,7 @@ def _from_folder(
     notes = (f"{ignored} files of other kinds in {folder} were not read: {', '.join(others)}",) if ignored else ()
     if links:
         named = ", ".join(map(_link, links[:MOST_NAMES]))
-        notes += (f"{len(links):,} links in {folder} were not followed, so nothing behind them is read: {named}",)
+        notes += (f"{len(links):,} links in {folder} were not followed; what is only behind them is not read: {named}",)
     by_split, said = files_of_splits(files, folder)
     notes += said
     if not by_split or (len(by_split) == 1 and wanted[-1] == "train"):

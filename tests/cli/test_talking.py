@@ -234,6 +234,22 @@ def test_a_mistake_leaves_no_file_and_costs_no_answers(folder, prompts, tmp_path
     assert run(*generate(folder, prompts, output)) == 0 and "12 of them from before" in capsys.readouterr().out
 
 
+def test_answers_that_another_command_wrote_meanwhile_are_kept(tmp_path):
+    output, row = tmp_path / "a.jsonl", {"index": 0}
+    first, second = (Written(output, {"rows": 1}, overwrite=False) for _ in range(2))
+    assert (first.begin(), second.begin()) == (0, 0)
+    first.add(row)
+    with pytest.raises(SettingsError, match="a.jsonl was written by another command meanwhile"):
+        second.add(row)
+    assert output.read_text() == json.dumps(row) + "\n"
+
+
+def test_a_folder_in_the_place_of_the_answers_is_named_before_there_are_some(tmp_path):
+    for overwrite in (True, False):
+        with pytest.raises(SettingsError, match="is a folder; give another --output"):
+            Written(tmp_path, {"rows": 1}, overwrite).begin()
+
+
 def test_answers_do_not_take_the_place_of_their_prompts(folder, prompts, capsys):
     before = prompts.read_bytes()
     assert run(*generate(folder, prompts, prompts, "--overwrite")) == 2

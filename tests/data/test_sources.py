@@ -99,7 +99,7 @@ def test_links_that_a_folder_does_not_follow_are_named(source, tmp_path):
     result = source(folder)
     assert texts(result) == ["a", "b"]
     assert result.notes == (
-        f"2 links in {folder} were not followed, so nothing behind them is read: gone.jsonl (a link to nowhere.jsonl), "
+        f"2 links in {folder} were not followed; what is only behind them is not read: gone.jsonl (a link to nowhere.jsonl), "
         f"more (a link to {elsewhere})",
     )
     (folder / "a.jsonl").unlink(), (folder / "c.jsonl").unlink()
@@ -186,6 +186,15 @@ def test_what_is_neither_a_path_nor_an_id_says_what_to_give(source, monkeypatch,
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(DataError, match=words):
         source(name)
+
+
+def test_a_mistyped_path_with_a_comma_names_its_neighbour_or_where_its_link_leads(source, jsonl):
+    path = jsonl(ROWS, "notes, part 1.jsonl")
+    with pytest.raises(DataError, match=r"did you mean 'notes, part 1.jsonl'"):
+        source(str(path).replace("part", "prt"))
+    (path.parent / "x,y").symlink_to("gone")
+    with pytest.raises(DataError, match=r"\(a link to gone\) does not exist"):
+        source(path.parent / "x,y")
 
 
 def test_a_mistyped_path_names_its_neighbour(source, jsonl):

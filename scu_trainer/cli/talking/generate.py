@@ -109,13 +109,15 @@ class Written:
     """The file of answers, and beside it (``.meta.json``) what they answer."""
 
     def __init__(self, path: Path, asked: dict[str, Any], overwrite: bool) -> None:
-        self.path, self.asked = path, asked
+        self.path, self.asked, self.overwrite = path, asked, overwrite
         self.meta = path.with_name(path.name + ".meta.json")
         self.lines: list[str] = []
         self.is_new = overwrite or not path.exists()
 
     def begin(self) -> int:
         """How many answers are there. Raises SettingsError where they are answers to something else."""
+        if self.path.is_dir():
+            raise SettingsError(f"{self.path} is a folder; give another --output")
         if self.is_new:
             return 0
         before = read_json(self.meta) if self.meta.is_file() else None
@@ -142,6 +144,8 @@ class Written:
 
     def add(self, row: dict[str, Any]) -> None:
         if self.is_new:  # not before there is an answer: a command that fails leaves what was there
+            if self.path.exists() and not self.overwrite:
+                raise SettingsError(f"{self.path} was written by another command meanwhile; give another --output")
             self.path.unlink(missing_ok=True)
             write_json(self.meta, self.asked)
             self.is_new = False
