@@ -110,8 +110,8 @@ def require_there(name: str) -> None:
         )
     if set("*?,") & set(name) and not path.is_symlink():
         raise DataError(
-            f"{name} is not one file or folder{_nearest_in_folder(path)}; a folder is read with all its files, and dataset takes a list: "
-            '--dataset \'["a.jsonl", "b.jsonl"]\' (docs/data.md, Mixtures)'
+            f"{name} is not one file or folder{_nearest_in_folder(path)}; a folder is read with all its files, and "
+            'dataset takes a list: --dataset \'["a.jsonl", "b.jsonl"]\' (docs/data.md, Mixtures)'
         )
     if _looks_like_a_path(name):
         link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""

@@ -84,6 +84,7 @@ def upload_of(
     for name in names:
         if name.endswith(".safetensors"):
             _refuse_torn(weights / name)
+    _refuse_without_parts(weights, names)
     if facts.is_adapter:
         require_shared_base(facts, base_id)
     sources = {name: weights / name for name in names}
@@ -110,6 +111,19 @@ def _refuse_torn(weights: Path) -> None:
         raise ModelError(
             f"{weights} is damaged or cut off ({error}), so nobody could load it; copy it again, or push a checkpoint"
         ) from None
+
+
+def _refuse_without_parts(weights: Path, names: Iterable[str]) -> None:
+    """Raises ModelError where an index names files that are gone; beside whole weights it is left from earlier ones."""
+    for index in (name for name in names if name.endswith(".safetensors.index.json")):
+        parts = read_json(weights / index).get("weight_map")
+        named = parts.values() if isinstance(parts, dict) else ["weight_map"]
+        missing = next((str(part) for part in named if not (weights / str(part)).is_file()), None)
+        if missing is not None and not (weights / index.removesuffix(".index.json")).is_file():
+            raise ModelError(
+                f"{weights / missing} is missing, which {index} names, so nobody could load these weights; copy it "
+                "again, or push a checkpoint"
+            )
 
 
 def superseded(there: Iterable[str], upload: Upload) -> list[str]:

@@ -75,6 +75,16 @@ def test_weights_that_are_cut_off_are_not_sent(run, capsys):
     assert f"{weights} is damaged or cut off (" in told
 
 
+def test_weights_of_which_a_part_is_missing_are_not_sent(run, capsys):
+    words = (run, "--repo_id", "me/x", "--base_model", "me/base", "--dry_run")
+    parts = [f"adapter_model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = run / "adapter_model.safetensors.index.json"
+    write_json(index, {"metadata": {}, "weight_map": {"a": parts[0], "b": parts[1]}})
+    assert push.main([*map(str, words)]) == 0 and capsys.readouterr()  # of an earlier run, beside whole weights
+    (run / "adapter_model.safetensors").rename(run / parts[0])
+    assert f"{run / parts[1]} is missing, which {index.name} names" in refused(capsys, *words)
+
+
 def test_secrets_in_a_file_that_would_be_public(run, capsys):
     (run / "README.md").write_text("Use my token hf_" + "A1b2C3d4E5f6G7h8I9j0K1l2\n")
     told = refused(capsys, run, "--repo_id", "me/x", "--base_model", "me/base", "--dry_run")

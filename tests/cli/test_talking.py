@@ -239,7 +239,7 @@ def test_answers_that_another_command_wrote_meanwhile_are_kept(tmp_path):
     first, second = (Written(output, {"rows": 1}, overwrite=False) for _ in range(2))
     assert (first.begin(), second.begin()) == (0, 0)
     first.add(row)
-    with pytest.raises(SettingsError, match="a.jsonl was written by another command meanwhile"):
+    with pytest.raises(SettingsError, match=r"a\.jsonl was written by another command meanwhile"):
         second.add(row)
     assert output.read_text() == json.dumps(row) + "\n"
 

@@ -106,8 +106,8 @@ def test_a_turn_that_is_marked_is_not_learned(encoder, mark):
 
 def test_marks_on_questions_leave_answers_to_the_generation_marks(encoder, tokenizer):
     template = (  # a longer conversation begins differently
-        "{% for m in messages %}{{ '(last) ' if loop.last }}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{{ '(last) ' if loop.last }}{{ m.role }}: {% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     encode = encoder(with_template(tokenizer, template))
     marked = [{**turn, "training": turn["role"] == "assistant"} for turn in CONVERSATION]

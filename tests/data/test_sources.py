@@ -99,8 +99,8 @@ def test_links_that_a_folder_does_not_follow_are_named(source, tmp_path):
     result = source(folder)
     assert texts(result) == ["a", "b"]
     assert result.notes == (
-        f"2 links in {folder} were not followed; what is only behind them is not read: gone.jsonl (a link to nowhere.jsonl), "
-        f"more (a link to {elsewhere})",
+        f"2 links in {folder} were not followed; what is only behind them is not read: gone.jsonl (a link to "
+        f"nowhere.jsonl), more (a link to {elsewhere})",
     )
     (folder / "a.jsonl").unlink(), (folder / "c.jsonl").unlink()
     with pytest.raises(DataError, match=r"holds gone\.jsonl \(a link to nowhere\.jsonl\), more \(a link"):
