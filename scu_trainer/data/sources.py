@@ -149,12 +149,12 @@ def _from_folder(
         return _from_saved(folder, wanted, settings, columns)
     visible, links = visible_files(folder), _links_not_followed(folder)
     files = [path for path in visible if kind_of(path) is not None]
-    others = sorted({path.suffix or shown_name(path) for path in visible if kind_of(path) is None})[:MOST_KINDS]
+    names = [Path(shown_name(path)) for path in visible if kind_of(path) is None]
+    others = sorted({name.suffix or str(name) for name in names})[:MOST_KINDS]
     if not files:
         found = ", ".join([*others, *map(_link, links[:MOST_NAMES])]) or "nothing"
         raise DataError(f"folder {folder} holds {found}; it needs files of the kinds {' '.join(SUFFIXES)}")
-    ignored = len(visible) - len(files)
-    notes = (f"{ignored} files of other kinds in {folder} were not read: {', '.join(others)}",) if ignored else ()
+    notes = (f"{len(names)} files of other kinds in {folder} were not read: {', '.join(others)}",) if names else ()
     if links:
         named = ", ".join(map(_link, links[:MOST_NAMES]))
         notes += (f"{len(links):,} links in {folder} were not followed; what is only behind them is not read: {named}",)
@@ -212,7 +212,7 @@ def _links_not_followed(folder: Path) -> list[Path]:
 
 
 def _link(path: Path) -> str:
-    return f"{shown_name(path)} (a link to {os.readlink(path)})"
+    return f"{shown_name(path)} (a link to {os.fsencode(os.readlink(path)).decode(errors='replace')})"
 
 
 def _from_files(name: str, files: list[Path], settings: DataSettings, will_split: bool) -> Source:

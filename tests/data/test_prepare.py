@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import datasets
 import pytest
 
 from scu_trainer.data import prepare
+from scu_trainer.data.text import documents
 from scu_trainer.data.text.encode import EMPTY, NOTHING_TO_LEARN, UNREADABLE
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
@@ -44,6 +46,29 @@ def test_rows_survive_save_to_disk(prepared, jsonl, tmp_path):
     train = prepared(jsonl(ROWS), isolate_documents=True).train
     train.save_to_disk(tmp_path / "saved")
     assert datasets.load_from_disk(tmp_path / "saved").to_list() == train.to_list()
+
+
+def test_rows_of_documents_that_would_be_others_now_are_made_again(prepared, jsonl, monkeypatch):
+    before = prepared(jsonl(ROWS)).fingerprint
+    monkeypatch.setattr(documents, "DOCUMENTS_VERSION", documents.DOCUMENTS_VERSION + 1)
+    assert prepared(jsonl(ROWS)).fingerprint != before
+
+
+def test_what_lies_beside_the_data_is_named_as_it_is_now(prepared, jsonl, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    jsonl(ROWS, "folder/rows.jsonl")
+    before = prepared(folder)
+    (folder / "more").symlink_to(tmp_path)
+    (folder / os.fsdecode(b"a.\xff")).touch()
+    after = prepared(folder)
+    assert not before.statistics.notes and after.fingerprint == before.fingerprint
+    others, links = after.statistics.notes
+    assert others.endswith("were not read: .\N{REPLACEMENT CHARACTER}") and links.endswith(
+        f"more (a link to {tmp_path})"
+    )
+    (folder / "more").unlink(), (folder / os.fsdecode(b"a.\xff")).unlink()
+    assert not prepared(folder).statistics.notes
 
 
 def test_split_is_by_document_and_complete(prepared, jsonl):

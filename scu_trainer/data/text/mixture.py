@@ -146,6 +146,7 @@ def _open(
     if mixture.shares is not None:
         train = train.select(_order(mixture, parts))
     statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
+    statistics.notes = statistics_of(mixture, [part.statistics for part in parts]).notes  # of today
     own = [
         renumbered(part.eval, "document", open_arrow(folder / f"eval-{source}.arrow"))
         for source, part in enumerate(parts)

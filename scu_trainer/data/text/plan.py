@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 from scu_trainer.data.sources import Source
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import digest_of
+from scu_trainer.data.text import documents
 from scu_trainer.data.text.encode import Encoder
 from scu_trainer.settings import DataSettings
 
 if TYPE_CHECKING:
     import datasets
 
-ROWS_VERSION = 2  # raise it when the same settings would give other rows
+ROWS_VERSION = 2  # raise it when the same documents and settings would give other rows
 
 
 class HeldOutDocument(NamedTuple):
@@ -61,4 +62,5 @@ class EncodingPlan(NamedTuple):
         names = ("block_size", "packing", "isolate_documents", "validation_split_percentage", "max_eval_documents")
         rules = {name: getattr(settings, name) for name in (*names, "dataset_size", "streaming")}
         held_out = self.held_out.identity if self.held_out else None
-        return digest_of(ROWS_VERSION, self.source.identity, held_out, self.encoder.identity, rules, self.seed)
+        versions = [ROWS_VERSION, documents.DOCUMENTS_VERSION]
+        return digest_of(versions, self.source.identity, held_out, self.encoder.identity, rules, self.seed)

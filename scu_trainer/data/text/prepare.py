@@ -53,7 +53,9 @@ def prepare_plan(plan: EncodingPlan) -> PreparedData:
     if plan.settings.streaming:
         return prepare_stream(plan)
     folder = built_once(plan.cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
-    return _open(folder)
+    prepared = _open(folder)
+    prepared.statistics.notes[:0] = plan.source.notes  # of today: they tell what lies beside the rows, too
+    return prepared
 
 
 def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
@@ -95,7 +97,7 @@ def _open(folder: Path) -> PreparedData:
 
 def _write(folder: Path, plan: EncodingPlan) -> None:
     settings = plan.settings
-    statistics = DataStatistics(notes=[*plan.source.notes])
+    statistics = DataStatistics()
     read = functools.partial(tokenized, plan, statistics=statistics)
     documents, train_order, eval_source, eval_order = both_sides(plan, read, statistics)
     _write_training_rows(folder, documents, train_order, plan, statistics)
