@@ -61,6 +61,16 @@ def sources_of_rows(data) -> list[int]:
     return [sources.pop() for sources in found]
 
 
+def test_notes_of_a_mixture_from_the_cache_are_of_today(mixed, files, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "rows.jsonl").symlink_to(files["chat"])
+    assert not mixed([files["code"], str(folder)]).statistics.notes
+    (folder / "read.me").touch()
+    [note] = mixed([files["code"], str(folder)]).statistics.notes
+    assert note == f"folder: 1 files of other kinds in {folder} were not read: .me"
+
+
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
