@@ -305,7 +305,7 @@ def _string(row: dict, column: str) -> str:
 
 
 _BY_COLUMNS = (
-    "; each column holds the values of all rows: write one object per row, as pandas does with to_json(FILE, "
+    "; if each column holds the values of all rows, write one object per row, as pandas does with to_json(FILE, "
     "orient='records', lines=True)"
 )
 

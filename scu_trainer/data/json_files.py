@@ -58,7 +58,7 @@ def to_utf_8(content: bytes) -> str:
 
 
 def _is_utf_16(content: bytes) -> bool:
-    return content.startswith((b"\xff\xfe", b"\xfe\xff")) or 0 in content[:2]
+    return content.startswith((b"\xff\xfe", b"\xfe\xff")) or content[:2].count(0) == 1
 
 
 TOO_DEEP = f"lists and objects are nested deeper than {DEEPEST_ROW} levels"

@@ -227,7 +227,7 @@ def test_chat_without_template_says_what_to_do(encoder, tokenizer):
         ({"messages": "[{'role': 'user', 'content': 'a'}]"}, UNREADABLE, "text that is not JSON (a table writes"),
         ({"messages": []}, UNREADABLE, "an empty list"),
         ({"question": {"0": "a"}, "answer": {"0": "b"}}, UNREADABLE, "orient='records'"),
-        ({"question": ["a"], "answer": ["b"]}, UNREADABLE, "write one object per row"),
+        ({"question": ["a"], "answer": ["b"]}, UNREADABLE, "if each column holds the values of all"),
         ({"messages": [{"role": "user"}]}, UNREADABLE, "message 1 of 'messages' has no content"),
         ({"messages": [{"content": "a"}]}, UNREADABLE, "message 1 of 'messages' has no role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, UNREADABLE, "only text can be used"),

@@ -128,6 +128,14 @@ def test_another_encoding_is_named_as_what_it_is(tmp_path, suffix, encoding):
     assert ("append .gz to its name" if encoding == "gzip" else "iconv -f UTF-16") in said
 
 
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_zeros_of_a_file_that_was_never_written_are_no_utf_16(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(bytes(100))
+    [record] = read_file(path, "text")
+    assert "not readable as JSON" in record.problem and "UTF-16" not in record.problem
+
+
 def test_the_whole_system_is_no_folder_of_data(tmp_path):
     (tmp_path / "all").symlink_to("/")
     with pytest.raises(DataError, match="a folder of the system"):
