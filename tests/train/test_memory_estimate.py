@@ -313,6 +313,14 @@ def test_uneven_rows_are_cut_at_what_keeps_the_device_busy():
     assert plan_of(RowShapes(1024, 300.0, True), batch_mode="logical", memory_control=True).rows == 8
 
 
+@pytest.mark.parametrize("words, rows", [((), 7), (("--dtype", "bfloat16", "--tuning", "lora"), 20)])
+def test_half_precision_on_a_cpu_keeps_it_busy_with_more(model_dir, words, rows):
+    job = job_of(model_dir, "--mixed_precision", "no", "--per_device_train_batch_size", "32", *words)
+    assert predict.step_of(job, RowShapes(100, 100, True), "cpu").rows == rows
+    model = tiny.llama().to(torch.bfloat16)
+    assert predict.step_of(job, RowShapes(100, 100, True), "cpu", model).rows == 20
+
+
 def test_a_token_budget_decides_how_many_rows_a_batch_has():
     budget = CurriculumSettings(curriculum="token_budget", token_budget=4096)
     assert plan_of(RowShapes(1024, 1024.0, False), budget).rows == 4

@@ -182,7 +182,7 @@ class FromParts:
         return RowShapes.of(self.parts.data.train)
 
     def step(self, choice: SettingChoice) -> Step:
-        return step_of(self.job, self.rows, self.device)
+        return step_of(self.job, self.rows, self.device, self.parts.model)
 
     def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
         subject = replace(subject_of(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])

@@ -19,7 +19,13 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.loss.rows.kernels import card_bytes
-from scu_trainer.train.loss.rows.model_loss import has_causal_loss, head_of, obstacle_to_headless, own_forward_of
+from scu_trainer.train.loss.rows.model_loss import (
+    has_causal_loss,
+    head_of,
+    obstacle_to_headless,
+    own_forward_of,
+    weights_dtype,
+)
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step, lengths_of, planned_step
 from scu_trainer.train.memory_estimate.skeleton import copy_of
 from scu_trainer.train.memory_estimate.step import EstimatedStep, LossKind, trace
@@ -35,7 +41,7 @@ def predict(job: Job, parts: TrainingComponents) -> tuple[MemoryEstimate, Step]:
     """Of a job that is loaded, and the micro-batch that it is about. Nothing of ``parts`` is changed. Raises what a
     model raises that makes tensors whose shape depends on content."""
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
-    step = step_of(job, rows, device)
+    step = step_of(job, rows, device, parts.model)
     return estimate_of(subject_of(job, parts, rows), step, held_by(job, parts), device), step
 
 
@@ -59,8 +65,8 @@ def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: T
     return blocks
 
 
-def step_of(job: Job, rows: RowShapes, device: str) -> Step:
-    """``device``: kind of the device that trains."""
+def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] = None) -> Step:
+    """``device``: kind of the device that trains. ``model``: the loaded one."""
     return planned_step(
         rows,
         job.memory,
@@ -68,8 +74,14 @@ def step_of(job: Job, rows: RowShapes, device: str) -> Step:
         batch_rows=job.training.per_device_train_batch_size,
         accumulation=job.training.gradient_accumulation_steps,
         device=device,
-        dtype=autocast_of(job) or torch.float32,
+        dtype=autocast_of(job) or _dtype_of_weights(job, model),
     )
+
+
+def _dtype_of_weights(job: Job, model: Optional[nn.Module]) -> torch.dtype:
+    if model is not None:
+        return weights_dtype(model)
+    return getattr(torch, job.model.dtype) if job.model.dtype != "auto" else torch.float32
 
 
 def held_by(job: Job, parts: Optional[TrainingComponents] = None) -> Held:

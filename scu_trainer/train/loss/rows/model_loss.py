@@ -110,8 +110,11 @@ def counting_owner(trainer: Trainer) -> Optional[Trainer]:
 def wants_few_sizes(trainer: Trainer) -> bool:
     """Whether micro-batches are to have few different numbers of tokens: kernels are compiled for each."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
-    weights = (p.dtype for p in trainer.model.parameters() if p.is_floating_point())
-    return compiles_shapes(trainer.args.device.type, half or next(weights, torch.float32))
+    return compiles_shapes(trainer.args.device.type, half or weights_dtype(trainer.model))
+
+
+def weights_dtype(model: torch.nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def own_forward_of(model: torch.nn.Module) -> Optional[str]:
