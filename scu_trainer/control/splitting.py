@@ -109,10 +109,12 @@ def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> i
     return max(longest_row, min(busy_tokens, largest_batch_tokens))
 
 
-def few_sizes(tokens: int) -> int:
-    """``tokens`` rounded up to one of SIZES_PER_DOUBLING sizes, and to a multiple of 8."""
+def few_sizes(tokens: int, most: Optional[int] = None) -> int:
+    """``tokens`` rounded up to one of SIZES_PER_DOUBLING sizes, and to a multiple of 8, but not above ``most``, unless
+    they are more themselves."""
     step = max(8, 2 ** (tokens.bit_length() - 1) // SIZES_PER_DOUBLING)
-    return -(-tokens // step) * step
+    size = -(-tokens // step) * step
+    return size if most is None or tokens > most else min(size, most)
 
 
 def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: int) -> None:

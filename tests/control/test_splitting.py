@@ -174,6 +174,9 @@ def test_few_sizes():
     rounded = {tokens: few_sizes(tokens) for tokens in range(1, 8192)}
     assert all(tokens <= size <= max(tokens + 7, tokens * 17 / 16) for tokens, size in rounded.items())
     assert len(set(rounded.values())) == 16 + 6 * 16, "every eighth up to 128, then 16 for each doubling"
+    assert [few_sizes(tokens, 11) for tokens in (7, 9, 11, 12)] == [8, 11, 11, 16], (
+        "what is above the most is so anyway"
+    )
 
 
 def test_auto_cap():

@@ -12,6 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     FalconConfig,
     FalconForCausalLM,
     Gemma3ForCausalLM,
@@ -155,7 +158,66 @@ def test_in_half_precision_the_layers_see_few_sizes(tmp_path, monkeypatch, way):
     assert {time % 8 for _, time in seen} == {length % 8 for length in lengths} | {0} == {0}
     assert all(rows == 1 for rows, _ in seen) == (way != "padded")
     statistics = trainer.micro_batches.loop.statistics
-    assert statistics.real_tokens < sum(rows * time for rows, time in seen)
+    assert statistics.real_tokens < statistics.processed_tokens == sum(rows * time for rows, time in seen)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("most", [13, 44])
+def test_few_sizes_keep_a_token_cap(tmp_path, padding_free, most):
+    memory = MemorySettings(padding_free=padding_free, token_cap=most)
+    _, _, seen = trained(tiny.llama, tmp_path, memory, bf16=True)
+    longest = max(rows * time for rows, time in seen)
+    assert longest <= most if most > 16 else longest == 16, "rows of more than 13 are of few sizes again"
+
+
+def prompted() -> torch.nn.Module:
+    from peft import PromptTuningConfig, get_peft_model
+
+    return get_peft_model(tiny.gpt2(n_positions=16), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
+
+
+def with_short_encoder() -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": tiny.VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    ends = BertConfig(**sizes, max_position_embeddings=11), BertConfig(**sizes, max_position_embeddings=64)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(*ends, decoder_start_token_id=0, pad_token_id=2)
+    return EncoderDecoderModel(config)
+
+
+@pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
+@pytest.mark.parametrize("make", [prompted, with_short_encoder])
+def test_no_size_exceeds_the_positions_of_a_model(tmp_path, make):
+    """A prompt that is learned takes some, and the parts of a model may have unequal numbers of them."""
+    how = {"bf16": True, **WINDOW}
+    _, found = compared(make(), tmp_path / "ours", MemorySettings(token_cap=40), ShortRows(), **how)
+    _, expected = compared(make(), tmp_path / "stock", None, ShortRows(), **how)
+    assert error_of(found.gradients[0], expected.gradients[0]) < 2e-2
+
+
+class ShortRows(UnevenRows):
+    def __getitem__(self, index):
+        return {name: tokens[:11] for name, tokens in super().__getitem__(index).items()}
+
+
+def test_a_row_of_one_token_attends_to_itself_alone():
+    states = [torch.randn(1, 2, 6, 8, dtype=torch.bfloat16) for _ in range(3)]
+    made = padding_free._by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5)))
+    assert torch.equal(made[0, 0], states[2][0, :, 0])
+
+
+def test_in_single_precision_attention_copies_nothing(monkeypatch):
+    seen, attention = [], functional.scaled_dot_product_attention
+
+    def attend(*states, **how):
+        seen.extend(states)
+        return attention(*states, **how)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    states = [torch.randn(1, 2, 6, 8) for _ in range(3)]
+    padding_free._by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5)))
+    kept = {each.untyped_storage().data_ptr() for each in states}
+    assert len(seen) == 6 and {each.untyped_storage().data_ptr() for each in seen} == kept
 
 
 def test_rows_keep_their_own_losses_and_weights(tmp_path):

@@ -37,6 +37,23 @@ def test_figures():
     assert (one.real_tokens, one.padded_tokens, one.longest_row, one.largest_batch_tokens) == (18, 26, 8, 20)
 
 
+def test_few_sizes_leave_the_count_of_real_tokens():
+    one = window(text(4, 9, width=10), text(17))
+    assert (one.real_tokens, one.longest_row) == (30, 17)
+    one.take_few_sizes(20)
+    assert one.longest_row == 20 and [batch.needed for batch in one.batches] == [[8, 16], [20]]
+    again = AccumulationWindow(one.batches, SUM)  # after an audit that stops splitting
+    assert one.real_tokens == again.real_tokens == 30
+    again.take_few_sizes(0)
+    assert again.longest_row == 20
+
+
+def test_few_sizes_keep_the_cap_that_a_row_keeps():
+    one = window(text(9, 17, 18))
+    one.take_few_sizes(64, token_cap=17)
+    assert one.batches[0].needed == [16, 17, 24]
+
+
 @pytest.mark.parametrize(
     ("batches", "uneven"),
     [

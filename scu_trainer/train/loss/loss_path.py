@@ -81,7 +81,8 @@ class LossPath:
     ``was_asked``: whether the training loss has come this way at all. ``before_blaming``: called before all rows of a
     batch are set aside; may raise where it is not they that are bad. ``is_padding_free``: whether
     the model sees rows end to end; None while that is not decided. ``is_planned``: whether the micro-batch at hand was
-    planned so. ``end_to_end``: the last rows that were laid out.
+    planned so, and ``token_cap`` the most tokens of it where somebody has set that. ``end_to_end``: the last rows that
+    were laid out.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class LossPath:
         self._wanted, self._wanted_padding_free = chunked, padding_free
         self.is_padding_free: Optional[bool] = None
         self.is_planned = False
+        self.token_cap: Optional[int] = None
         self.end_to_end: Optional[EndToEnd] = None
         # On a card the sum of what comes back to a shared prefix has no fixed order.
         self._shares_prefixes: Optional[bool] = None if trainer.args.device.type == "cpu" else False
@@ -172,11 +174,11 @@ class LossPath:
         # Audits take the noise out, so in one it would not show that rows need random numbers of their own.
         may_share = self.is_planned and known is not False if self._records else known is True
         few_sizes = self.is_planned and self._wants_few_sizes
-        rows = end_to_end(inputs, self._most_tokens, may_share, few_sizes)
+        rows = end_to_end(inputs, self._most_tokens, may_share, few_sizes, self.token_cap)
         if rows is None or rows.prefixes is None or known:
             return rows
         self._shares_prefixes = self._may_share_prefixes(inputs)
-        return end_to_end(inputs, self._most_tokens, self._shares_prefixes is True, few_sizes)
+        return end_to_end(inputs, self._most_tokens, self._shares_prefixes is True, few_sizes, self.token_cap)
 
     def _may_share_prefixes(self, inputs: Any) -> Optional[bool]:
         """None where this model does not tell: its loss is not finite now."""

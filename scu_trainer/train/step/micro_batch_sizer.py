@@ -53,11 +53,10 @@ def busy_tokens(device: str, is_compiled: bool = False) -> int:
 class MemoryStatistics:
     """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
 
-    ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left, and a prefix that rows share
-    once. ``stock_tokens``: what the
-    stock loop would have processed. ``failed_tokens``: in micro-batches that ran out of memory. ``predicted``:
-    micro-batches cut because they were predicted not to fit. ``chunks``: micro-batches whose forward and backward
-    were kept. ``peak_bytes``: the most that this process used in a step.
+    ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left or added, and a prefix that
+    rows share once. ``stock_tokens``: what the stock loop would have processed. ``failed_tokens``: in micro-batches
+    that ran out of memory. ``predicted``: micro-batches cut because they were predicted not to fit. ``chunks``:
+    micro-batches whose forward and backward were kept. ``peak_bytes``: the most that this process used in a step.
     """
 
     windows: int = 0
@@ -92,7 +91,7 @@ class MicroBatchSizer:
         self._ceiling = 1
         self.busy_tokens = busy_tokens(device.type)
         self._retried: set[MicroBatch] = set()
-        self._shared: dict[tuple[Row, ...], int] = {}
+        self._saw: dict[tuple[Row, ...], int] = {}
         self._before: Optional[MemoryReading] = None
         self._base_bytes = 0
         self._limit_name = ""
@@ -123,7 +122,7 @@ class MicroBatchSizer:
         """
         self._window, self.step, self._attempts = window, step, 0
         self._retried.clear()
-        self._shared.clear()
+        self._saw.clear()
         has_rested, self._rests = self._rests, self._may_rest
         if self.gauge is not None and not self._rests:
             # After steps without a reading the peak is theirs; else it may be that of an evaluation, which is no step.
@@ -314,12 +313,12 @@ class MicroBatchSizer:
                 self.state, self._processed(micro_batch), micro_batch.quadratic, max(0, cost)
             )
 
-    def shared(self, micro_batch: MicroBatch, tokens: int) -> None:
-        """So many ``tokens`` of a micro-batch that has run were computed as part of another row."""
-        self._shared[micro_batch.rows] = tokens
+    def saw(self, micro_batch: MicroBatch, tokens: int) -> None:
+        """``tokens`` that the layers saw of one that ran: a prefix that rows share once, and a tail for few sizes."""
+        self._saw[micro_batch.rows] = tokens
 
     def _processed(self, micro_batch: MicroBatch) -> int:
-        return micro_batch.tokens - self._shared.get(micro_batch.rows, 0)
+        return self._saw.get(micro_batch.rows, micro_batch.tokens)
 
     @property
     def _is_learning(self) -> bool:

@@ -48,6 +48,10 @@ WITHOUT_COUNTERS = ("torch", "transformers", "peft", "scu_trainer")
 """Packages whose modules keep what a forward changes in buffers, not in attributes."""
 
 
+PARTS = ("encoder", "decoder", "text_encoder", "generator", "text_config")
+"""Of a configuration that is made of several, those of parts that see text."""
+
+
 class MicroBatchStep:
     """Runs windows for one trainer. ``loop``: the memory loop; ``analysis``: how the loss adds up over rows."""
 
@@ -182,6 +186,12 @@ class MicroBatchStep:
         if self._losses:
             return ()
         return self._prefetched if self._begins_window(inputs) else (inputs,)
+
+    @property
+    def _most_tokens(self) -> Optional[int]:
+        """Of a micro-batch, as somebody has set them."""
+        cap = self.settings.token_cap
+        return cap if isinstance(cap, int) else None
 
     def _begins_window(self, inputs: Any) -> bool:
         return bool(self._prefetched) and inputs is self._prefetched[0]
@@ -328,7 +338,7 @@ class MicroBatchStep:
         window = AccumulationWindow(batches, self.reduction, self._pad_token_id)
         window.is_padding_free = self._goes_padding_free(window)
         if self._wants_few_sizes and window.can_pool and window.is_uneven and not window.is_padding_free:
-            window.take_few_sizes(_most_positions(self.trainer.model))
+            window.take_few_sizes(_most_positions(self.trainer.model), self._most_tokens)
         window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
 
@@ -364,13 +374,14 @@ class MicroBatchStep:
             yield
             return
         path.end_to_end, path.is_planned = None, micro_batch.unpadded_tokens is not None
+        path.token_cap = self._most_tokens
         yield
         rows = path.end_to_end
         if rows is None or not rows.seen:
             if micro_batch.unpadded_tokens not in (None, padded):
                 path.stay_padded("something read more of the model's output than its loss, so rows kept their padding")
-        elif rows.prefixes is not None:
-            self.loop.shared(micro_batch, rows.prefixes.saved)
+        elif micro_batch.unpadded_tokens is not None or rows.prefixes is not None:
+            self.loop.saw(micro_batch, rows.seen[-1])
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
@@ -450,10 +461,14 @@ def _has_batch_norm(model: torch.nn.Module) -> bool:
 
 
 def _most_positions(model: torch.nn.Module) -> int:
-    """Tokens of a row for which the model has positions; 0 where its configuration does not say."""
+    """Tokens of a row for which every part of the model has positions; 0 where a configuration does not say, and where
+    prompt learning takes some of them."""
+    if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
+        return 0
     config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None) or 0
+    found = (getattr(config, name, None) for name in PARTS)
+    parts = [part for part in found if part is not None] or [config]
+    return min(getattr(part, "max_position_embeddings", None) or 0 for part in parts)
 
 
 def _per_batch(done: Sequence[tuple[MicroBatch, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:

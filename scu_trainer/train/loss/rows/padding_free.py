@@ -53,7 +53,8 @@ class EndToEnd:
     (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
     before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
     ``prefixes``: shared by rows, where there are any. ``wants_few_sizes``: whether layers and attention get tokens that
-    nobody reads, up to one of ``few_sizes``. ``seen``: by the model. ``attended``: by ``_attention``.
+    nobody reads, up to one of ``few_sizes``, the layers no more than ``token_cap``. ``seen``: tokens that the layers
+    saw. ``attended``: by ``_attention``.
     """
 
     lengths: tuple[int, ...]
@@ -64,7 +65,8 @@ class EndToEnd:
     borders: Tensor
     prefixes: Optional[SharedPrefixes] = None
     wants_few_sizes: bool = False
-    seen: list[bool] = field(default_factory=list)
+    token_cap: Optional[int] = None
+    seen: list[int] = field(default_factory=list)
     attended: list[bool] = field(default_factory=list)
 
     def of(self, values: Tensor) -> Tensor:
@@ -83,6 +85,7 @@ def end_to_end(
     most_tokens: Optional[int] = None,
     shares_prefixes: bool = False,
     wants_few_sizes: bool = False,
+    token_cap: Optional[int] = None,
 ) -> Optional[EndToEnd]:
     """None where nothing is gained, or it cannot be done: rows without padding that share no prefix, with
     padding on the left, or with labels in it, or of more than ``most_tokens``, or a mask that is on another device
@@ -109,7 +112,7 @@ def end_to_end(
     positions = (places % known.size(1)).unsqueeze(0)
     borders = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     there = (on_its_way(tensor, mask.device) for tensor in (places, positions, borders))
-    return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there, prefixes, wants_few_sizes)
+    return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there, prefixes, wants_few_sizes, token_cap)
 
 
 def _known(tensor: Tensor) -> Optional[Tensor]:
@@ -129,12 +132,12 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
     def on_tokens(*positional: Any, **others: Any) -> Any:
         names = inspect.signature(forward).parameters if positional else ()
         given = {**dict(zip(names, positional, strict=False)), **others}
-        rows.seen.append(True)
         prefixes = rows.prefixes
         tokens = {"input_ids": rows.of(given["input_ids"]), "position_ids": arguments["position_ids"]}
         if prefixes is not None:
             tokens = {name: each[:, prefixes.kept] for name, each in tokens.items()}
-        tail = _tail(tokens["input_ids"].size(1), rows)
+        tail = _tail(tokens["input_ids"].size(1), rows, rows.token_cap)
+        rows.seen.append(tokens["input_ids"].size(1) + tail)
         if tail:
             tokens = {name: functional.pad(each, (0, tail)) for name, each in tokens.items()}
         output = forward(**{**given, **arguments, **tokens})
@@ -146,9 +149,9 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
         yield
 
 
-def _tail(tokens: int, rows: EndToEnd) -> int:
+def _tail(tokens: int, rows: EndToEnd, most: Optional[int] = None) -> int:
     """How many tokens that nobody reads come after ``tokens``."""
-    return few_sizes(tokens) - tokens if rows.wants_few_sizes else 0
+    return few_sizes(tokens, most) - tokens if rows.wants_few_sizes else 0
 
 
 def _of_flash(rows: EndToEnd) -> dict[str, Any]:
@@ -183,14 +186,18 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     rows.attended.append(True)
     prefixes, given = rows.prefixes, query.size(2)
     tokens = len(rows.places if prefixes is None else prefixes.kept)
-    query, key, value = (each[:, :, :tokens] for each in _in_one_type(query, key, value))
+    query, key, value = _in_one_type(query, key, value)
+    if given > tokens:
+        query, key, value = (each[:, :, :tokens] for each in (query, key, value))
     if prefixes is not None:
         query, key, value = (prefixes.copied(each, 2) for each in (query, key, value))
     has_one_size = value.size(-1) == query.size(-1)  # latent attention (DeepSeek) has two
     by = _by_kernel if has_kernel(query) and has_one_size and not dropout else _by_length
     made = by(query, key, value, dropout, scaling, rows)
     made = made if prefixes is None else made.index_select(1, prefixes.kept)
-    return functional.pad(made, (0, 0, 0, 0, 0, given - tokens)), None
+    if given > tokens:
+        made = functional.pad(made, (0, 0, 0, 0, 0, given - tokens))
+    return made, None
 
 
 def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,9 +259,15 @@ def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     parts = (each[0].split(sizes, dim=1) for each in (query, key, value))
     for (length, count), *part in zip(groups, *parts, strict=True):
         tail = _tail(length, rows)  # causal: no token looks behind itself
-        of_rows = [functional.pad(each.unflatten(1, (count, length)).transpose(0, 1), (0, 0, 0, tail)) for each in part]
+        of_rows = [each.unflatten(1, (count, length)).transpose(0, 1) for each in part]
+        if tail:
+            of_rows = [functional.pad(each, (0, 0, 0, tail)) for each in of_rows]
         out = functional.scaled_dot_product_attention(
-            *of_rows, is_causal=length > 1, dropout_p=dropout, scale=scaling, enable_gqa=query.size(1) != key.size(1)
+            *of_rows,
+            is_causal=length + tail > 1,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=query.size(1) != key.size(1),
         )
         made.append(out[:, :, :length].transpose(1, 2).flatten(0, 1))
     return torch.cat(made).unsqueeze(0)

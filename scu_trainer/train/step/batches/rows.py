@@ -41,7 +41,7 @@ class Batch:
 
     ``rows``: 0 if it cannot be cut by rows; ``obstacle`` then says why. ``width``: columns of the time axis, 0 without
     one. ``trimmable``: padding may be cut off and added. ``needed``, ``needed_decoder``: per row, the columns that must
-    stay (the full width where that is not known; [] without a decoder side).
+    stay (the full width where that is not known; [] without a decoder side). ``real_tokens``: of all rows, as measured.
     """
 
     inputs: Any
@@ -53,6 +53,7 @@ class Batch:
     trimmable: bool = False
     needed: list[int] = field(default_factory=list)
     needed_decoder: list[int] = field(default_factory=list)
+    real_tokens: int = 0
     main_input_name: str = "input_ids"
     is_encoder_decoder: bool = False
 
@@ -61,10 +62,20 @@ class Batch:
         self.trimmable = False
         _measure(self)
 
-    def take_few_sizes(self, most_tokens: int) -> None:
-        """Rows keep, or get, as much padding as one of few sizes has, up to ``most_tokens``."""
-        self.needed = [max(own, min(few_sizes(own), most_tokens)) for own in self.needed]
-        self.needed_decoder = [max(own, min(few_sizes(own), most_tokens)) for own in self.needed_decoder]
+    def take_few_sizes(self, most_tokens: int, token_cap: Optional[int] = None) -> None:
+        """Rows keep, or get, as much padding as one of few sizes has, up to ``most_tokens`` on each time axis. A row
+        that keeps ``token_cap`` still does."""
+
+        def rounded(tokens: int, beside: int) -> int:
+            most = max(tokens, most_tokens)
+            is_within = token_cap is not None and tokens + beside <= token_cap
+            return few_sizes(tokens, min(most, token_cap - beside) if is_within else most)
+
+        if not self.needed_decoder:
+            self.needed = [rounded(own, 0) for own in self.needed]
+            return
+        self.needed = [rounded(own, other) for own, other in zip(self.needed, self.needed_decoder, strict=True)]
+        self.needed_decoder = [rounded(other, own) for own, other in zip(self.needed, self.needed_decoder, strict=True)]
 
     @property
     def is_padded(self) -> bool:
@@ -182,6 +193,11 @@ def _is_trimmable(batch: Batch) -> bool:
 
 
 def _measure(batch: Batch) -> None:
+    _measure_rows(batch)
+    batch.real_tokens = sum(map(batch.length, range(batch.rows)))
+
+
+def _measure_rows(batch: Batch) -> None:
     if not batch.trimmable:
         batch.needed = [batch.width] * batch.rows
         batch.needed_decoder = [batch.decoder_width] * batch.rows if batch.decoder_width else []

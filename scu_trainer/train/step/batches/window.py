@@ -65,17 +65,17 @@ class AccumulationWindow:
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
-    def take_few_sizes(self, most_tokens: int) -> None:
+    def take_few_sizes(self, most_tokens: int, token_cap: Optional[int] = None) -> None:
         """As in ``Batch``, where rows are cut to what they need; up to the widest batch in any case."""
         most_tokens = max(most_tokens, *(max(batch.width, batch.decoder_width) for batch in self.batches))
-        assert self.real_tokens  # counted before
         for batch in self.batches:
             if batch.trimmable:
-                batch.take_few_sizes(most_tokens)
+                batch.take_few_sizes(most_tokens, token_cap)
+        vars(self).pop("longest_row", None)  # of before
 
-    @functools.cached_property
+    @property
     def real_tokens(self) -> int:
-        return sum(batch.length(row) for batch in self.batches for row in range(batch.rows))
+        return sum(batch.real_tokens for batch in self.batches)
 
     @property
     def padded_tokens(self) -> int:
