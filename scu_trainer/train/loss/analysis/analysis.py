@@ -136,7 +136,8 @@ class LossAnalysis:
         def loss_of(inputs: Any) -> torch.Tensor:
             return self._loss_of(type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs, num_items)
 
-        with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.no_grad():
+        # With gradients, as in training: an exchange may depend on that.
+        with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.enable_grad():
             own_step.exchange = seen_exchange(loss_of, first_rows(batch, pad_token_id))
 
     def _end_splitting(self, mixes: str, reason: str) -> None:
