@@ -313,6 +313,12 @@ def test_uneven_rows_are_cut_at_what_keeps_the_device_busy():
     assert plan_of(RowShapes(1024, 300.0, True), batch_mode="logical", memory_control=True).rows == 8
 
 
+def test_fp16_on_a_cpu_is_planned_as_float32(model_dir, monkeypatch):
+    job = job_of(model_dir, "--per_device_train_batch_size", "32")
+    monkeypatch.setattr(predict, "autocast_of", lambda job: torch.float16)
+    assert predict.step_of(job, RowShapes(100, 100, True), "cpu").rows == 7
+
+
 @pytest.mark.parametrize("words, rows", [((), 7), (("--dtype", "bfloat16", "--tuning", "lora"), 20)])
 def test_half_precision_on_a_cpu_keeps_it_busy_with_more(model_dir, words, rows):
     job = job_of(model_dir, "--mixed_precision", "no", "--per_device_train_batch_size", "32", *words)

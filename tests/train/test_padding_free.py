@@ -170,6 +170,17 @@ def test_few_sizes_keep_a_token_cap(tmp_path, padding_free, most):
     assert longest <= most if most > 16 else longest == 16, "rows of more than 13 are of few sizes again"
 
 
+def test_fp16_on_a_cpu_is_float32_and_stays_as_it_is(tmp_path):
+    """accelerate has no autocast for it there."""
+    seen = {}
+    for half in (True, False):
+        memory = MemorySettings(padding_free=False, token_cap=40)
+        trainer, _, seen[half] = trained(tiny.llama, tmp_path / str(half), memory, fp16=half)
+        assert trainer.micro_batches.loop.busy_tokens == 768
+        seen[half].append(weights_of(trainer.model))
+    assert same(seen[True].pop(), seen[False].pop()) and seen[True] == seen[False]
+
+
 def prompted() -> torch.nn.Module:
     from peft import PromptTuningConfig, get_peft_model
 

@@ -74,11 +74,14 @@ def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] =
         batch_rows=job.training.per_device_train_batch_size,
         accumulation=job.training.gradient_accumulation_steps,
         device=device,
-        dtype=autocast_of(job) or _dtype_of_weights(job, model),
+        dtype=_multiplied_in(job, device, model),
     )
 
 
-def _dtype_of_weights(job: Job, model: Optional[nn.Module]) -> torch.dtype:
+def _multiplied_in(job: Job, device: str, model: Optional[nn.Module]) -> torch.dtype:
+    half = autocast_of(job)
+    if half is not None and not (half == torch.float16 and device == "cpu"):  # accelerate leaves that out
+        return half
     if model is not None:
         return weights_dtype(model)
     return getattr(torch, job.model.dtype) if job.model.dtype != "auto" else torch.float32

@@ -109,7 +109,10 @@ def counting_owner(trainer: Trainer) -> Optional[Trainer]:
 
 def wants_few_sizes(trainer: Trainer) -> bool:
     """Whether micro-batches are to have few different numbers of tokens: kernels are compiled for each."""
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
+    accelerator = trainer.accelerator
+    # Without native_amp (fp16 on a CPU) accelerate leaves autocast out.
+    mixed = accelerator.mixed_precision if accelerator.native_amp else "no"
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed)
     return compiles_shapes(trainer.args.device.type, half or weights_dtype(trainer.model))
 
 
