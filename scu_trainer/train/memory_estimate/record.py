@@ -35,7 +35,8 @@ class RunEstimate:
         peak = self.estimate.peak_bytes
         named = {part: getattr(self.estimate, part) for part in PARTS}
         parts = [f"{part} {readable(held)}" for part, held in named.items() if held >= WORTH_SAYING * peak]
-        size = f"{self.step.rows} row{'s' if self.step.rows > 1 else ''}" + (f" of {self.step.length} tokens" if self.step.length > 1 else "")
+        rows = f"{self.step.rows} row{'s' if self.step.rows > 1 else ''}"
+        size = rows + (f" of {self.step.length} tokens" if self.step.length > 1 else "")
         return f"memory: a step in micro-batches of {size} should take {readable(peak)} ({', '.join(parts)})"
 
     def as_dict(self, measured_bytes: Optional[int]) -> dict[str, Any]:
