@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise
@@ -323,6 +324,18 @@ def test_asking_puts_back_what_a_loss_keeps(what):
     before, tensor, queue = kept(model, owner).clone(), model.kept, model.queue
     assert ask(loss, classes(), model=model, owner=owner) is not None
     assert torch.equal(kept(model, owner), before) and model.kept is tensor and model.queue is queue
+
+
+def test_asking_puts_back_tables_that_hold_themselves_and_outputs_that_refuse_changes():
+    def loss(net, pooled, logits, mask, labels):
+        net.outputs["loss"], net.itself["new"] = logits.detach(), 1
+        return functional.cross_entropy(logits, labels)
+
+    model = Net(loss)
+    model.itself, model.outputs = {}, SequenceClassifierOutput(logits=torch.zeros(1))
+    model.itself["a"] = model.itself
+    assert ask(loss, classes(), model=model) is not None
+    assert list(model.itself) == ["a"] and list(model.outputs) == ["logits"]
 
 
 def test_kinds_that_came_out_alike_are_remembered():

@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.distributed.ranks import Ranks
-from scu_trainer.train.step.recovery.snapshot import WindowSnapshot
+from scu_trainer.train.step.recovery.snapshot import (
+    MOST_ENTRIES,
+    WindowSnapshot,
+    is_plain,
+    plain_attributes,
+    put_back_attributes,
+)
 from tests import tiny
 from tests.faults import CPU_TEXT, CUDA_TEXT, fail_above_tokens, fail_in_backward, fail_in_forward, is_training, oom
 from tests.tiny import Examples, Rows, UnevenRows, same, weights_of
@@ -322,3 +329,30 @@ def test_other_errors_pass_through(tmp_path, error):
     with pytest.raises((KeyboardInterrupt, RuntimeError, ValueError)) as caught:
         faulty_and_replayed(tiny.llama, Rows(), tmp_path, fault)
     assert type(caught.value) is type(error())
+
+
+def test_attributes_are_put_back_where_they_are_whatever_stands_there():
+    """A list may be held by a callback, too; a number may have become a tensor, of which none tells whether it differs;
+    a table may hold itself; a dataset of plain rows is not copied for each micro-batch."""
+    rows = [{"input_ids": [1, 2]}]
+    trainer = SimpleNamespace(figures=[1.0], newest=0.0, means=[0.0], none=None, train_dataset=rows)
+    trainer.table = {"figures": trainer.figures}
+    trainer.itself = {"a": trainer.table}
+    trainer.itself["b"] = trainer.itself
+    figures, table = trainer.figures, trainer.table
+    attributes = plain_attributes((), trainer)
+    assert "train_dataset" not in attributes[0][1]
+    for _ in range(2):
+        trainer.figures.append(2.0)
+        trainer.table["new"] = 1
+        trainer.newest, trainer.means, trainer.begun = torch.ones(2), [torch.ones(2)], 1
+        del trainer.none
+        put_back_attributes(attributes)
+        assert trainer.figures is figures == [1.0] and trainer.table is table == {"figures": [1.0]}
+        assert trainer.newest == 0.0 and trainer.means == [0.0] and trainer.none is None
+        assert not hasattr(trainer, "begun")
+
+
+def test_many_figures_are_put_back_and_endless_ones_not_looked_at():
+    assert is_plain({str(n): [0.5] * 9_000 for n in range(9)}, MOST_ENTRIES)
+    assert not is_plain([[0.5] * 9_000] * 12, MOST_ENTRIES) and not is_plain([0.5] * 10_001, MOST_ENTRIES)

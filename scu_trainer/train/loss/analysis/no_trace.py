@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import operator
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any, Optional
@@ -17,15 +14,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scu_trainer.train.step.recovery.snapshot import MOST_ENTRIES, PLAIN, is_plain
+from scu_trainer.train.step.recovery.snapshot import MOST_ENTRIES, OF_DATA, PLAIN, PutBack, contents, is_plain
 
 aten = torch.ops.aten
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """What torch itself keeps of a module: its mode, weights, buffers, hooks."""
-
-OF_DATA = frozenset({"train_dataset", "eval_dataset", "data_collator", "callback_handler"})
-"""Attributes of a trainer that no loss writes to."""
 
 PUBLIC = frozenset(
     "torch transformers accelerate peft trl deepspeed bitsandbytes scu_trainer builtins functools".split()
@@ -33,8 +27,6 @@ PUBLIC = frozenset(
 
 MOST_BYTES = 64 * 2**20
 """Of a tensor that is no buffer and is put back where it is written to."""
-
-PutBack = Callable[[], None]
 
 
 @contextlib.contextmanager
@@ -117,7 +109,10 @@ def _attributes(one: Any, keeps_new: bool) -> PutBack:
     is_ours = type(one).__module__.partition(".")[0] == "scu_trainer" and isinstance(one, nn.Module)
     if is_ours:  # they keep what they were asked for
         known = {name: value for name, value in known.items() if isinstance(value, PLAIN)}
-    contents = [back for name, value in known.items() if name not in OF_DATA and (back := _contents(value))]
+    of_data = OF_DATA if keeps_new else ()
+    seen: set[int] = set()
+    held = [value for name, value in known.items() if name not in of_data]
+    backs = [back for value in held if (back := contents(value, _of_array, seen))]
 
     def put_back() -> None:
         now = vars(one)
@@ -127,37 +122,21 @@ def _attributes(one: Any, keeps_new: bool) -> PutBack:
         for name, value in known.items():
             if name not in now or now[name] is not value:
                 now[name] = value
-        for back in contents:
+        for back in backs:
             back()
 
     return put_back
 
 
-def _contents(value: Any) -> Optional[PutBack]:
-    """What gives a tensor its values back, or a container its entries; None for everything else."""
+def _of_array(value: Any) -> Optional[PutBack]:
+    """What gives an array or tensor its values back; None for everything else."""
     if type(value) is np.ndarray:
         is_state = value.flags.writeable and value.nbytes <= MOST_BYTES
         return partial(np.copyto, value, value.copy()) if is_state else None
     if type(value) is torch.Tensor:
         is_state = not value.requires_grad and value.layout is torch.strided and value.nbytes <= MOST_BYTES
         return partial(_fill, value, value.clone()) if is_state else None
-    if not isinstance(value, (list, dict, set, deque)) or len(value) > MOST_ENTRIES:
-        return None
-    entries = copy.copy(value)
-    within = [back for entry in _entries(value) if (back := _contents(entry))]
-
-    def put_back() -> None:
-        if len(value) != len(entries) or any(map(operator.is_not, _entries(value), _entries(entries))):
-            value.clear()
-            value.update(entries) if isinstance(value, (dict, set)) else value.extend(entries)
-        for back in within:
-            back()
-
-    return put_back
-
-
-def _entries(container: Any) -> Iterable[Any]:
-    return (*container, *container.values()) if isinstance(container, dict) else container
+    return None
 
 
 def rng_state(model: nn.Module) -> list[torch.Tensor]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -20,12 +21,18 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_o
 
 logger = logging.getLogger("scu_trainer")
 
-Attributes = list[tuple[Any, dict[str, Any], Optional[set[str]]]]
-"""Owners, their plain attributes, and the names that they have; None where new ones stay."""
+PutBack = Callable[[], None]
+Attributes = list[tuple[Any, dict[str, tuple[Any, Optional[PutBack]]], Optional[set[str]]]]
+"""Owners, their plain attributes with what puts contents back, and the names they have; None where new ones stay."""
 
 PLAIN = (bool, int, float, str, type(None))
+PLAIN_TYPES = frozenset(PLAIN)
+CONTAINERS = (OrderedDict, dict, list, set, deque)
 MOST_ENTRIES = 10_000
-"""Entries of a container of plain values up to which it is put back."""
+"""Entries of a container up to which it is put back."""
+
+OF_DATA = frozenset({"train_dataset", "eval_dataset", "data_collator", "callback_handler"})
+"""Attributes of a trainer that no loss writes to."""
 
 COPIED_BYTES = 64 * 2**20
 """Buffers that are copied at every snapshot, the smallest first: nobody has to tell whether they change. Larger ones
@@ -224,7 +231,7 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 
 def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
-    """Those of ``modules`` and ``owner`` that ``untouched`` puts back."""
+    """Those of ``modules`` and ``owner`` that are plain values, and of the latter containers of such."""
     attributes: Attributes = [(module, _plain_attributes(module, 0), None) for module in modules]
     if owner is not None:
         attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES), set(vars(owner))))
@@ -232,32 +239,71 @@ def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attribu
 
 
 def put_back_attributes(attributes: Attributes) -> None:
-    """As often as somebody changes them."""
+    """As often as somebody changes them. Whoever holds a container, too, finds the entries of before in it."""
     for one, plain, names in attributes:
-        for name, value in plain.items():
-            if vars(one).get(name) != value:
-                vars(one)[name] = deepcopy(value)
-        for name in [] if names is None else set(vars(one)) - names:  # a counter that began inside
-            if is_plain(vars(one)[name], MOST_ENTRIES):
-                del vars(one)[name]
+        now = vars(one)
+        for name, (value, back) in plain.items():
+            if name not in now or now[name] is not value:
+                now[name] = value
+            if back is not None:
+                back()
+        for name in [] if names is None else now.keys() - names:  # a counter that began inside
+            if is_plain(now[name], MOST_ENTRIES):
+                del now[name]
 
 
-def _plain_attributes(one: Any, most: int) -> dict[str, Any]:
+def _plain_attributes(one: Any, most: int) -> dict[str, tuple[Any, Optional[PutBack]]]:
     return {
-        name: value if isinstance(value, PLAIN) else deepcopy(value)
+        name: (value, None if isinstance(value, PLAIN) else contents(value))
         for name, value in vars(one).items()
-        if name != "training" and is_plain(value, most)
+        if name != "training" and name not in OF_DATA and is_plain(value, most)
     }
 
 
 def is_plain(value: Any, most: int) -> bool:
-    """``most``: entries that a container may have; 0 for none at all."""
-    if isinstance(value, PLAIN):
-        return True
-    if not most or not isinstance(value, (list, dict)) or len(value) > most:
-        return False
-    entries = value.values() if isinstance(value, dict) else value
-    return all(is_plain(entry, most) for entry in entries)
+    """``most``: entries that a container may have; 0 for none at all. All containers within one: ten times as many."""
+    waiting, left = [value], 10 * most
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, PLAIN):
+            continue
+        if not most or not isinstance(one, (list, dict)) or len(one) > min(most, left):
+            return False
+        left -= 1 + len(one)
+        entries = one.values() if isinstance(one, dict) else one
+        if not PLAIN_TYPES.issuperset(map(type, entries)):
+            waiting += entries
+    return True
+
+
+def contents(
+    value: Any, of_other: Callable[[Any], Optional[PutBack]] = lambda _: None, seen: Optional[set[int]] = None
+) -> Optional[PutBack]:
+    """What gives a container its entries back, and those within theirs, as often as called. ``of_other``: the same of
+    what is no container. ``seen``: containers that are in hand: one may hold itself."""
+    seen = set() if seen is None else seen
+    kind: Any = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+    if kind is None:
+        return of_other(value)
+    if len(value) > MOST_ENTRIES or id(value) in seen:
+        return None
+    seen.add(id(value))
+    is_map = isinstance(value, dict)
+    entries = dict(value) if is_map else kind(value)
+    within = [back for entry in _entries(value) if (back := contents(entry, of_other, seen))]
+
+    def put_back() -> None:
+        if len(value) != len(entries) or any(map(operator.is_not, _entries(value), _entries(entries))):
+            kind.clear(value)  # outputs of models refuse their own
+            (kind.extend if kind in (list, deque) else kind.update)(value, entries)
+        for back in within:
+            back()
+
+    return put_back
+
+
+def _entries(container: Any) -> Iterable[Any]:
+    return (*container, *container.values()) if isinstance(container, dict) else container
 
 
 @dataclass
