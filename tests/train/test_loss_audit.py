@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis import analyze
+from scu_trainer.train.loss.analysis.audit import Auditor
 from tests.train.test_loss_kinds import MIXES, WEIGHTS, Net, contrast
 
 STEPS, ROWS, ACCUMULATION = 9, 6, 2
@@ -61,10 +62,9 @@ def train(loss, folder, memory, rows=None, steps: int = STEPS, base=SCUTrainer, 
         max_grad_norm=0.0,
         max_steps=steps,
         per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=ACCUMULATION,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
-        **changes,
+        **{"gradient_accumulation_steps": ACCUMULATION, **changes},
     )
     trainer = base(Net(loss), arguments, train_dataset=rows or Pictures(), memory=memory, callbacks=[seen])
     trainer.train()
@@ -229,6 +229,52 @@ def test_a_loss_of_pairs_of_rows_is_not_cut_and_said(tmp_path, caplog, monkeypat
     _, expected = train(loss, tmp_path, None)
     assert wrong_steps(found, expected) == [] and len(asked) == 6  # steps 1 to 5, and 8
     assert caplog.text.count("do not tell how the loss adds up over them: batches run whole") == 1
+
+
+def test_single_rows_do_not_use_up_the_questions(tmp_path):
+    """A loader that counts tokens may give one row a time for long: the first batch of more is asked about."""
+
+    class OneThenMany(torch.utils.data.BatchSampler):
+        def __init__(self) -> None:
+            self.batch_size, self.drop_last, self.sampler = ROWS, False, range(8 + 3 * ROWS)
+
+        def __iter__(self):
+            yield from ([row] for row in range(8))
+            yield from (list(range(8 + step * ROWS, 8 + (step + 1) * ROWS)) for step in range(3))
+
+        def __len__(self) -> int:
+            return 11
+
+    class Loads(SCUTrainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=OneThenMany())
+
+    changes = {"gradient_accumulation_steps": 1, "base": Loads, "steps": 11}
+    trainer, found = train(plain, tmp_path, CUT, **changes)
+    _, expected = train(plain, tmp_path, None, **changes)
+    assert wrong_steps(found, expected) == []
+    assert trainer.micro_batches.loop.statistics.chunks == 8 + 3 * ROWS / 2
+
+
+def test_audits_keep_nothing_for_a_backward_where_no_gradient_can_be_compared(tmp_path, monkeypatch):
+    """As of weights that are sharded: an engine that waits for a backward would be asked for the next forward."""
+    monkeypatch.setattr("scu_trainer.train.loss.analysis.measuring._smallest_weights", lambda model: [])
+    audited, seen = Auditor._compared, []
+
+    def loss(net, pooled, logits, mask, labels):
+        seen.append(torch.is_grad_enabled())
+        return plain(net, pooled, logits, mask, labels)
+
+    def compared(*given):
+        before = len(seen)
+        found = audited(*given)
+        grad.extend(seen[before:])
+        return found
+
+    grad: list[bool] = []
+    monkeypatch.setattr(Auditor, "_compared", compared)
+    trainer, _ = train(loss, tmp_path, CUT, steps=4)
+    assert trainer.micro_batches.analysis.audits == 3 and grad and not any(grad)
 
 
 def test_inputs_with_other_names_are_asked_about_again(tmp_path):

@@ -112,11 +112,12 @@ class LossAnalysis:
             if self._found is not None:
                 self._found = known or replace(self._found, trims=False)
             return False
-        found = self._try_rows(batches, num_items, pad_token_id)
+        can_tell = rows_to_ask(batches, self._seen) is not None  # else, as with single rows, not a word to the model
+        found = self._try_rows(batches, num_items, pad_token_id) if can_tell else None
         rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
         seen = {int(batches[number].inputs["labels"][row]) for number, row in rows}
         # From here on nothing runs out of memory: what did until here is asked again.
-        self._asked += 1
+        self._asked += can_tell or known is not None
         self._seen |= seen
         self._found = self._without_endless_questions(found or known)
         if self._found is not None:
@@ -187,8 +188,6 @@ class LossAnalysis:
 
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
         trainer = self.trainer
-        if rows_to_ask(batches, self._seen) is None:  # as it stays with single rows: not a word to the model then
-            return None
         with self._unrecorded():
             return analyze(
                 self._loss_of,

@@ -115,7 +115,8 @@ class Auditor:
         shares = [sum(window.items_of(group)) / sum(items) if window.reduction.is_mean else 1.0 for group in groups]
 
         def losses(gradient: bool) -> Audited:
-            with measured_weights(self.model) as weights, torch.set_grad_enabled(gradient):
+            # Without weights to compare (sharded ones) nothing is kept for a backward that never comes.
+            with measured_weights(self.model) as weights, torch.set_grad_enabled(gradient and bool(weights)):
 
                 def measured(given: Any) -> torch.Tensor:
                     return with_gradient(self._loss(given, num_items), weights)
