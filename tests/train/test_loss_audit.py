@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis import analyze
-from scu_trainer.train.loss.analysis.audit import Auditor
+from scu_trainer.train.loss.analysis.audit import Auditor, with_scaled_gradient
 from tests.train.test_loss_kinds import MIXES, WEIGHTS, Net, contrast
 
 STEPS, ROWS, ACCUMULATION = 9, 6, 2
@@ -275,6 +275,13 @@ def test_audits_keep_nothing_for_a_backward_where_no_gradient_can_be_compared(tm
     monkeypatch.setattr(Auditor, "_compared", compared)
     trainer, _ = train(loss, tmp_path, CUT, steps=4)
     assert trainer.micro_batches.analysis.audits == 3 and grad and not any(grad)
+
+
+def test_the_gradient_of_a_small_loss_is_taken_in_float16_as_training_takes_it():
+    """Without a scale it is made of the smallest numbers that float16 has, and rounds by a fifth."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    found = with_scaled_gradient(1e-7 * weight.half().float().sum(), [weight])
+    assert found.tolist() == pytest.approx([4e-7] + [1e-7] * 4, rel=1e-3)
 
 
 def test_inputs_with_other_names_are_asked_about_again(tmp_path):

@@ -213,7 +213,7 @@ class ShortRows(UnevenRows):
 
 def test_a_row_of_one_token_attends_to_itself_alone():
     states = [torch.randn(1, 2, 6, 8, dtype=torch.bfloat16) for _ in range(3)]
-    made = padding_free._by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5)))
+    made = padding_free._by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5), wants_few_sizes=True))
     assert torch.equal(made[0, 0], states[2][0, :, 0])
 
 
@@ -226,7 +226,7 @@ def test_in_single_precision_attention_copies_nothing(monkeypatch):
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
     states = [torch.randn(1, 2, 6, 8) for _ in range(3)]
-    padding_free._by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5)))
+    padding_free._by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5), wants_few_sizes=False))
     kept = {each.untyped_storage().data_ptr() for each in states}
     assert len(seen) == 6 and {each.untyped_storage().data_ptr() for each in seen} == kept
 

@@ -271,7 +271,10 @@ def test_it_is_tried_before_it_is_done(tmp_path, caplog, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "may_share"), [("cpu", True), ("cuda", False)])
 def test_on_a_card_every_row_keeps_its_prefix(kind, may_share):
-    args, accelerator = SimpleNamespace(device=torch.device(kind)), SimpleNamespace(mixed_precision="no")
+    args, accelerator = (
+        SimpleNamespace(device=torch.device(kind)),
+        SimpleNamespace(mixed_precision="no", native_amp=False),
+    )
     trainer = SimpleNamespace(args=args, accelerator=accelerator, model=tiny.llama())
     path, batch = LossPath(trainer, "never"), pad([Templates()[index] for index in range(8)])
     path._shares_prefixes = path._shares_prefixes is None  # as if it had been tried

@@ -20,6 +20,9 @@ from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
 
+MOST_DOUBLINGS = 15
+"""Of a small loss before its gradient is taken: float16 has no larger power of two."""
+
 SAMPLE_SHARE = 1 / 16
 """Of a window's tokens, what an audit takes where the first one, on all of them, has passed
 (benchmarks/loops/loss_analysis_cost.py)."""
@@ -119,7 +122,7 @@ class Auditor:
             with measured_weights(self.model) as weights, torch.set_grad_enabled(gradient and bool(weights)):
 
                 def measured(given: Any) -> torch.Tensor:
-                    return with_gradient(self._loss(given, num_items), weights)
+                    return with_scaled_gradient(self._loss(given, num_items), weights)
 
                 pairs = zip(shares, groups, strict=True)
                 parts = [share * measured(window.inputs_of(group)) for share, group in pairs if share]
@@ -149,6 +152,16 @@ class Auditor:
 
     def _loss(self, inputs: Any, num_items: Any) -> torch.Tensor:
         return self.loss_of(type(inputs)(inputs), num_items)
+
+
+def with_scaled_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """``with_gradient``, where a small loss is taken times a power of two, as training in float16 does, whose smallest
+    numbers have few digits."""
+    value = abs(float(loss.detach())) if loss.requires_grad and weights else 1.0
+    if not 0 < value < 0.5:
+        return with_gradient(loss, weights)
+    scale = 2.0 ** min(-math.frexp(value)[1], MOST_DOUBLINGS)
+    return with_gradient(loss * scale, weights) / scale
 
 
 def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:
