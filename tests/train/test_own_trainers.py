@@ -459,6 +459,14 @@ def model():
                 torch.distributed.all_reduce(torch.ones(1))
 
         made.register_forward_hook(exchange)
+    if sys.argv[2] == "broadcast":  # on one rank alone, and with nobody
+        groups = []
+        def exchange_alone(*_):
+            groups or groups.append(torch.distributed.new_group([0]))
+            if torch.distributed.get_rank() == 0:
+                torch.distributed.broadcast(torch.ones(1), 0, group=groups[0])
+
+        made.register_forward_hook(exchange_alone)
     return made
 
 kind = Gathers if sys.argv[2] == "gather" else Trainer
@@ -469,7 +477,14 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("word, who", [("gather", "the code of its loss"), ("allreduce", "its forward or its loss")])
+@pytest.mark.parametrize(
+    "word, who",
+    [
+        ("gather", "the code of its loss"),
+        ("allreduce", "its forward or its loss"),
+        ("broadcast", "its forward or its loss"),
+    ],
+)
 def test_a_loss_that_talks_to_other_ranks_keeps_its_batches_whole(tmp_path, word, who):
     """As TRL's gather their metrics: ranks with other numbers of micro-batches waited for each other for ever."""
     (tmp_path / "gathers.py").write_text(GATHERS)

@@ -376,7 +376,8 @@ class MicroBatchSizer:
         names = (
             ", ".join(self._window.name_of(row) for row in micro_batch.rows[:3]) or "a batch that cannot be cut by rows"
         )
-        names += f" and {len(micro_batch.rows) - 3} more rows" if len(micro_batch.rows) > 3 else ""
+        more = len(micro_batch.rows) - 3
+        names += f" and {more} more row{'s' if more > 1 else ''}" if more > 0 else ""
         alone = "does not fit in memory even alone" if len(micro_batch.rows) < 2 else "do not fit in memory together"
         obstacle = self._window.batches[micro_batch.batch].obstacle or self._window.uncuttable
         wanted = f", {_gib(failure.wanted_bytes)} wanted" if failure.wanted_bytes else ""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
+from accelerate.utils import gather_object
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_to_ask
@@ -128,7 +129,7 @@ class LossAnalysis:
         return found is not None or known is None
 
     def _look_for_exchange(self, batch: Batch, num_items: Any, pad_token_id: int) -> None:
-        """All ranks do this at the same place: how often they ask later depends on their rows."""
+        """All ranks do this at the same place, and agree: how often they ask later depends on their rows."""
         self._has_looked_for_exchange = True
         trainer, own_step = self.trainer, self.own_step
         if own_step.exchange or trainer.accelerator.num_processes == 1 or has_sharded_weights(trainer.model):
@@ -139,7 +140,8 @@ class LossAnalysis:
 
         # With gradients, as in training: an exchange may depend on that.
         with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.enable_grad():
-            own_step.exchange = seen_exchange(loss_of, first_rows(batch, pad_token_id))
+            seen = seen_exchange(loss_of, first_rows(batch, pad_token_id))
+        own_step.exchange = next(filter(None, gather_object([seen])), None)
 
     def _end_splitting(self, mixes: str, reason: str) -> None:
         """For batches with any inputs: what was found for one is not to be trusted for the others."""
