@@ -36,7 +36,6 @@ from scu_trainer.train.loss.rows.model_loss import (
     own_loss_above,
     own_loss_between,
     sliding_window_of,
-    wants_few_sizes,
 )
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import (
@@ -81,8 +80,8 @@ class LossPath:
     ``was_asked``: whether the training loss has come this way at all. ``before_blaming``: called before all rows of a
     batch are set aside; may raise where it is not they that are bad. ``is_padding_free``: whether
     the model sees rows end to end; None while that is not decided. ``is_planned``: whether the micro-batch at hand was
-    planned so, and ``token_cap`` the most tokens of it where somebody has set that. ``end_to_end``: the last rows that
-    were laid out.
+    planned so, ``wants_few_sizes`` whether it then gets one of few sizes, and ``token_cap`` the most tokens of it where
+    somebody has set that. ``end_to_end``: the last rows that were laid out.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class LossPath:
         self._kind: Optional[str] = None
         self._wanted, self._wanted_padding_free = chunked, padding_free
         self.is_padding_free: Optional[bool] = None
-        self.is_planned = False
+        self.is_planned = self.wants_few_sizes = False
         self.token_cap: Optional[int] = None
         self.end_to_end: Optional[EndToEnd] = None
         # On a card the sum of what comes back to a shared prefix has no fixed order.
@@ -140,10 +139,6 @@ class LossPath:
         return bool(self.is_padding_free) and (self._most_tokens is None or longest_row <= self._most_tokens)
 
     @functools.cached_property
-    def _wants_few_sizes(self) -> bool:
-        return wants_few_sizes(self.trainer)
-
-    @functools.cached_property
     def _most_tokens(self) -> Optional[int]:
         return sliding_window_of(self.trainer.model)
 
@@ -173,7 +168,7 @@ class LossPath:
         known = self._shares_prefixes
         # Audits take the noise out, so in one it would not show that rows need random numbers of their own.
         may_share = self.is_planned and known is not False if self._records else known is True
-        few_sizes = self.is_planned and self._wants_few_sizes
+        few_sizes = self.is_planned and self.wants_few_sizes
         rows = end_to_end(inputs, self._most_tokens, may_share, few_sizes, self.token_cap)
         if rows is None or rows.prefixes is None or known:
             return rows

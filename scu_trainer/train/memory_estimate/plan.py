@@ -16,6 +16,7 @@ from scu_trainer.hardware.recommend import SettingChoice
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
+from scu_trainer.train.loss.rows.model_loss import HALVES
 from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import as_all_layers, deepened, kinds_of, layers_of, shallow, with_layers
 from scu_trainer.train.memory_estimate.predict import estimate_of, held_by, loss_kind, step_of, subject_of, trained_of
@@ -28,8 +29,6 @@ from scu_trainer.train.tasks.packing import Packing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-HALVES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
 """Layers up to which a model is traced whole. On a CPU only that shows how the heap grows."""

@@ -188,8 +188,8 @@ class MicroBatchStep:
         return self._prefetched if self._begins_window(inputs) else (inputs,)
 
     @property
-    def _most_tokens(self) -> Optional[int]:
-        """Of a micro-batch, as somebody has set them."""
+    def _given_token_cap(self) -> Optional[int]:
+        """None for ``auto``."""
         cap = self.settings.token_cap
         return cap if isinstance(cap, int) else None
 
@@ -338,7 +338,7 @@ class MicroBatchStep:
         window = AccumulationWindow(batches, self.reduction, self._pad_token_id)
         window.is_padding_free = self._goes_padding_free(window)
         if self._wants_few_sizes and window.can_pool and window.is_uneven and not window.is_padding_free:
-            window.take_few_sizes(_most_positions(self.trainer.model), self._most_tokens)
+            window.take_few_sizes(_most_positions(self.trainer.model), self._given_token_cap)
         window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
 
@@ -374,7 +374,7 @@ class MicroBatchStep:
             yield
             return
         path.end_to_end, path.is_planned = None, micro_batch.unpadded_tokens is not None
-        path.token_cap = self._most_tokens
+        path.wants_few_sizes, path.token_cap = self._wants_few_sizes, self._given_token_cap
         yield
         rows = path.end_to_end
         if rows is None or not rows.seen:

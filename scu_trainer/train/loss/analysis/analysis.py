@@ -113,9 +113,10 @@ class LossAnalysis:
             if self._found is not None:
                 self._found = known or replace(self._found, trims=False)
             return False
-        can_tell = rows_to_ask(batches, self._seen) is not None  # else, as with single rows, not a word to the model
+        to_ask = rows_to_ask(batches, self._seen)
+        can_tell = to_ask is not None  # else, as with single rows, not a word to the model
         found = self._try_rows(batches, num_items, pad_token_id) if can_tell else None
-        rows = rows_to_ask(batches, self._seen) or [] if found is not None and classes else []
+        rows = to_ask if found is not None and classes else []
         seen = {int(batches[number].inputs["labels"][row]) for number, row in rows}
         # From here on nothing runs out of memory: what did until here is asked again.
         self._asked += can_tell or known is not None

@@ -32,6 +32,9 @@ from scu_trainer.train.step.recovery.snapshot import replaced
 
 Seen = Callable[[RowLosses], None]
 
+HALVES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""``mixed_precision`` -> what autocast multiplies in."""
+
 NOISE_BY_LENGTH = "neftune_noise_alpha scales its noise by the length of padded rows"
 
 
@@ -112,8 +115,7 @@ def wants_few_sizes(trainer: Trainer) -> bool:
     accelerator = trainer.accelerator
     # Without native_amp (fp16 on a CPU) accelerate leaves autocast out.
     mixed = accelerator.mixed_precision if accelerator.native_amp else "no"
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed)
-    return compiles_shapes(trainer.args.device.type, half or weights_dtype(trainer.model))
+    return compiles_shapes(trainer.args.device.type, HALVES.get(mixed) or weights_dtype(trainer.model))
 
 
 def weights_dtype(model: torch.nn.Module) -> torch.dtype:
