@@ -28,7 +28,7 @@ before_mib, faults = resident_mib(), []
 for _ in range(3):
     begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for mebibytes in sizes:
-        block = torch.ones(mebibytes << 18)
+        block = b"x" * (mebibytes << 20)
         del block
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
 held_mib = resident_mib() - before_mib
@@ -64,7 +64,8 @@ if sys.argv[1] == "settle":
     heap.settle()
 for _ in range(4):
     begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(20 << 18) for _ in range(3)]
+    # not tensors: where the C library cannot use an aligned block again, when it settles depends on what lies around
+    blocks = [b"x" * (20 << 20) for _ in range(3)]
     del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
 """
