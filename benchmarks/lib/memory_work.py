@@ -74,8 +74,8 @@ class Shape:
     layers: int = 4
     longest_row: int = 2048
 
-    def model(self) -> LlamaForCausalLM:
-        torch.manual_seed(0)
+    def model(self, seed: int = 0) -> LlamaForCausalLM:
+        torch.manual_seed(seed)
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=self.vocab,
