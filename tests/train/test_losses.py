@@ -486,32 +486,89 @@ def test_blocks_of_rows_give_what_all_rows_give(with_gradient, softcap, monkeypa
     assert (35, VOCAB) not in seen.shapes and (3 * torch.get_num_threads(), VOCAB) in seen.shapes
 
 
-class InPlace(torch.autograd.Function):
-    """As Liger's: the gradient is written over the logits in the forward, where they require one."""
-
-    @staticmethod
-    def forward(ctx, logits, targets):
-        losses, _ = softmax._softmax_in_place(logits.detach(), targets, logits.requires_grad, None)
-        return losses
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise AssertionError("makes a tensor as large as the logits")
+def in_float32(logits, targets, with_gradient, softcap):
+    """As the kernel for a card: half precision is read and written, the arithmetic is float32."""
+    losses, signal = softmax._softmax_in_place(logits.float(), targets, with_gradient, softcap)
+    return losses, logits.copy_(signal) if with_gradient else logits
 
 
-@pytest.mark.parametrize("with_gradient", [True, False])
-def test_the_gradient_that_a_fused_kernel_wrote_is_taken_as_it_lies(with_gradient, monkeypatch):
-    functional = ModuleType("liger_kernel.transformers.functional")
-    functional.liger_cross_entropy = lambda logits, targets, reduction, softcap: InPlace.apply(logits, targets)
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, functional.__name__, functional)
-    logits, targets = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)), torch.arange(5)
-    expected = softmax._softmax_in_place(logits.clone(), targets, with_gradient, None)
-    with torch.no_grad():  # as inside of an autograd function
-        losses, signal = softmax._liger(logits, targets, with_gradient, None)
-    assert signal is logits and not losses.requires_grad
-    assert torch.equal(losses, expected[0]) and (not with_gradient or torch.equal(signal, expected[1]))
+def broken(*_):
+    raise RuntimeError("Failed to find C compiler")
+
+
+def wrong(*given):
+    losses, signal = in_float32(*given)
+    return losses * 1.01, signal
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (in_float32, ""),
+        (broken, "RuntimeError: Failed to find C compiler"),
+        (wrong, "its results are"),
+    ],
+)
+def test_a_kernel_for_a_card_is_tried_before_it_is_used(kernel, said, monkeypatch, caplog):
+    module = ModuleType("scu_trainer.train.loss.rows.triton_softmax")
+    module.softmax_in_place = kernel
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = softmax._fused.__wrapped__(torch.device("cpu"), torch.bfloat16)
+    assert found is (softmax._softmax_in_place if said else in_float32)
+    assert softmax.reads_half(found) == (not said)
+    assert said in caplog.text and bool(caplog.records) == bool(said)
+
+
+def test_without_triton_the_loss_is_torchs_own_and_nobody_is_warned(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "scu_trainer.train.loss.rows.triton_softmax", raising=False)
+    assert softmax._fused.__wrapped__(torch.device("cpu"), torch.bfloat16) is softmax._softmax_in_place
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_full_card_is_no_broken_kernel(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    module = ModuleType("scu_trainer.train.loss.rows.triton_softmax")
+    module.softmax_in_place = full
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(torch.OutOfMemoryError):
+        softmax._fused.__wrapped__(torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_half_precision_is_not_copied_for_a_kernel_that_reads_it(with_bias, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    rows, vocab, size = 48, 300, 16
+    hidden, weight = torch.randn(rows, size, generator=generator), torch.randn(vocab, size, generator=generator)
+    bias = torch.randn(vocab, generator=generator) if with_bias else None
+    targets, weights = torch.arange(rows), torch.linspace(0.5, 2.0, rows)
+
+    buffers = []
+
+    def new_empty(tensor, shape, dtype):
+        buffers.append(dtype)
+        return pages.new_empty(tensor, shape, dtype)
+
+    def gradients():
+        buffers.clear()
+        leaves = [one.clone().requires_grad_() for one in (hidden, weight, bias) if one is not None]
+        with torch.autocast("cpu", torch.bfloat16):
+            given = [*leaves, *[None] * (3 - len(leaves))]
+            loss, losses = chunked_linear_cross_entropy(*given, targets, token_weights=weights, divisor=50.0)
+        loss.backward()
+        return [losses, *(leaf.grad for leaf in leaves)]
+
+    monkeypatch.setattr(kernels, "new_empty", new_empty)
+    expected = gradients()
+    assert buffers == [torch.bfloat16, torch.float32]
+    monkeypatch.setattr(kernels, "kernel_for", lambda device, dtype: in_float32)
+    monkeypatch.setattr(kernels, "compiles_shapes", lambda device, dtype: False)  # as on a card
+    found = gradients()
+    assert buffers == [torch.bfloat16]
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 0.01 * other.norm()
 
 
 def test_the_gradient_of_the_weight_is_handed_on_without_a_copy():

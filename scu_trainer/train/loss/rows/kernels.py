@@ -27,6 +27,8 @@ from scu_trainer.train.loss.rows.gradient_sums import may_add_to_gradient
 from scu_trainer.train.loss.rows.pages import new_empty, new_zeros
 from scu_trainer.train.loss.rows.products import (
     ALIGNED_ROWS,
+    PART_BYTES,
+    add_product,
     aligned,
     compiles_shapes,
     filled_up,
@@ -34,7 +36,7 @@ from scu_trainer.train.loss.rows.products import (
     rows_with_room,
     to_words,
 )
-from scu_trainer.train.loss.rows.softmax import kernel_for
+from scu_trainer.train.loss.rows.softmax import kernel_for, reads_half
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 ROWS = 256
@@ -49,10 +51,6 @@ CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
 this process may use, not of what is free: sums in another order for every run would be another run."""
 
 _CARD_BYTES: ContextVar[Optional[int]] = ContextVar("card_bytes", default=None)
-
-PART_BYTES = 32 * 2**20
-"""Of a tensor that exists only on the way: a product in half precision that is added to a float32 sum, logits that are
-read in float32."""
 
 
 def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
@@ -107,8 +105,7 @@ def chunked_linear_cross_entropy(
     The loss can be differentiated once by hidden, weight and bias. token_losses (tokens,) cannot; they are 0 where
     ignored. Both float32, float64 if the weight is. A token of weight 0 has its loss, be it infinite or NaN, and takes
     no part in the gradient at all. Waits for the device once, not at all without token_weights where ``host_targets``
-    are given, the same targets on the host; Liger's kernel, where it is used, waits three times for each chunk. Raises
-    IndexError for targets outside the vocabulary.
+    are given, the same targets on the host. Raises IndexError for targets outside the vocabulary.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         found = f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}"
@@ -275,15 +272,15 @@ class _OutputLayer:
         self.weight = weight.to(work.compute_dtype)
         self.bias = None if bias is None else bias.to(work.compute_dtype)
         self.softcap = work.softcap
-        self.kernel = kernel_for(weight.device, work.loss_dtype)
+        self.kernel = kernel_for(weight.device, work.compute_dtype)
         is_compiled = compiles_shapes(weight.device.type, work.compute_dtype)
         self.fills = is_compiled and work.rows_per_chunk >= ALIGNED_ROWS
         longest = max(map(work.longest_chunk, (work.learned, len(work.order) - work.learned)))
         most = min(longest, len(work.order))
         shape = aligned(most) if self.fills else rows_with_room(most, self.weight), weight.size(0)
         self.product = new_empty(weight, shape, work.compute_dtype)
-        is_exact = work.compute_dtype == work.loss_dtype
-        self.logits = self.product if is_exact else new_empty(weight, shape, work.loss_dtype)
+        is_read = work.compute_dtype == work.loss_dtype or reads_half(self.kernel)
+        self.logits = self.product if is_read else new_empty(weight, shape, work.loss_dtype)
 
     def losses(self, rows: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
         """Losses (rows,), and their gradient by the logits (rows, vocab) where that is asked for."""
@@ -320,24 +317,16 @@ class _Gradients:
     ) -> None:
         """One chunk. Token weights meet the narrow side of each product: (rows, size), not (rows, vocab)."""
         if self.bias is not None:
-            self.bias += signal.sum(0) if token_weights is None else signal.t().mv(token_weights.squeeze(1))
+            dtype = self.bias.dtype
+            weightless = token_weights is None
+            self.bias += signal.sum(0, dtype=dtype) if weightless else signal.t().to(dtype).mv(token_weights.squeeze(1))
         factor = layer.as_factor(signal)
         if self.hidden is not None:
             part = from_words(factor, layer.product, layer.weight)[: len(rows)].to(self.hidden.dtype)
             self.hidden.index_copy_(0, tokens, part if token_weights is None else part.mul_(token_weights))
         if self.weight is not None:
             weighted = rows if token_weights is None else (rows * token_weights).to(rows.dtype)
-            _add_product(self.weight, factor, layer.filled(weighted))
-
-
-def _add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:
-    """total (vocab, size) += factorᵀ (vocab, rows) · rows (rows, size)."""
-    if total.dtype == factor.dtype:
-        total.addmm_(factor.t(), rows)
-        return
-    step = max(1, PART_BYTES // (4 * total.size(1)))
-    for start in range(0, total.size(0), step):
-        total[start : start + step] += torch.mm(factor[:, start : start + step].t(), rows)
+            add_product(self.weight, factor, layer.filled(weighted))
 
 
 # -- losses from logits ------------------------------------------------------------------------------------------------

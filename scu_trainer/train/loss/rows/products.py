@@ -1,4 +1,4 @@
-"""Two of the three products of the output layer, by the faster of torch's two libraries for float32 on a CPU.
+"""The products of the output layer: two of the three by the faster of torch's two libraries for float32 on a CPU.
 
 torch multiplies with MKL, which takes slower kernels on AMD processors. oneDNN, which is part of torch too and does its
 half precision, chooses kernels by instruction set, not by vendor. ``python benchmarks/studies/products.py`` measures
@@ -32,6 +32,10 @@ ALIGNED_ROWS = 32
 """Only multiples of it are asked for. With all sizes up to 256 a process grew by 300 MiB, and by 2 GiB with what malloc
 could not use again between them and blocks of 16,000 words."""
 
+PART_BYTES = 32 * 2**20
+"""Of a tensor that exists only on the way: a product in half precision that is added to a float32 sum, logits that are
+read in float32."""
+
 SCHEMA = (
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
 )
@@ -59,6 +63,34 @@ def from_words(signal: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
     if goes_through_onednn(weight):
         return by_onednn(buffer[: aligned(len(signal))], weight.t())[: len(signal)]
     return torch.mm(signal, weight)
+
+
+def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:
+    """total (vocab, size) += factorᵀ (vocab, rows) · rows (rows, size)."""
+    if total.dtype == factor.dtype:
+        total.addmm_(factor.t(), rows)
+        return
+    if adds_to_float32(total.device, factor.dtype):
+        torch.addmm(total, factor.t(), rows, out_dtype=total.dtype, out=total)
+        return
+    step = max(1, PART_BYTES // (4 * total.size(1)))
+    for start in range(0, total.size(0), step):
+        total[start : start + step] += torch.mm(factor[:, start : start + step].t(), rows)
+
+
+@functools.cache
+def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product in half precision can be added to a float32 sum on ``device`` as it is made, not rounded before
+    nor written on its own: a card's libraries can, and from some version on torch lets them, which is tried once."""
+    if device.type != "cuda":
+        return False
+    begun, one = 2.0**-12, torch.ones(16, 16, device=device, dtype=dtype)  # half precision has no 16 + 2^-12
+    total = torch.full((16, 16), begun, device=device)
+    try:
+        torch.addmm(total, one.t(), one, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):  # no such operation in this version, or not for these types
+        return False
+    return bool((total == 16 + begun).all())
 
 
 def rows_with_room(rows: int, weight: Tensor) -> int:

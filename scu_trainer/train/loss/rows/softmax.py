@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Optional
 
@@ -11,21 +11,60 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+logger = logging.getLogger("scu_trainer")
+
 Kernel = Callable[[Tensor, Tensor, bool, Optional[float]], tuple[Tensor, Tensor]]
 
 BLOCK_BYTES = 2**20
 """Of the logits that one thread of a CPU works on before the next: the five passes over them then meet in its cache."""
 
+_BY_TORCH = "The Triton kernel for the loss does not work on %s, torch's own operations take longer: %s"
+TRIAL_SHAPE = 4, 5_001
+TRIAL_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+"""Largest difference of losses and gradients from torch's own operations in float32: they round their results."""
+
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """For logits of ``dtype`` on ``device``."""
     if device.type == "cpu":
         return _block_by_block
-    return _liger if device.type == "cuda" and dtype == torch.float32 and _has_liger() else _softmax_in_place
+    return _fused(device, dtype) if device.type == "cuda" and dtype in TRIAL_BOUNDS else _softmax_in_place
+
+
+def reads_half(kernel: Kernel) -> bool:
+    """Whether logits in half precision are computed with in float32 as they are; others need a float32 copy."""
+    return kernel not in (_block_by_block, _softmax_in_place)
 
 
 @functools.cache
-def _has_liger() -> bool:
-    return importlib.util.find_spec("liger_kernel") is not None
+def _fused(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel of triton_softmax.py, once it has given on this ``device`` what torch's own operations give: Triton
+    needs a C compiler, and what it makes depends on its version and on the card."""
+    try:
+        from scu_trainer.train.loss.rows.triton_softmax import softmax_in_place
+
+        farthest = _farthest(softmax_in_place, device, dtype)
+    except torch.OutOfMemoryError:  # recovered from as everywhere, and tried again
+        raise
+    except ImportError as error:  # as on Windows
+        logger.info("The loss is computed by torch's own operations on %s: %s", device, error)
+    except Exception as error:  # a compiler fails in many ways, and a training can do without
+        logger.warning(_BY_TORCH, device, f"{type(error).__name__}: {str(error)[:200]}")
+    else:
+        if farthest <= TRIAL_BOUNDS[dtype]:
+            return softmax_in_place
+        logger.warning(_BY_TORCH, device, f"its results are {farthest:.1e} off")
+    return _softmax_in_place
+
+
+def _farthest(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> float:
+    """Largest difference of ``kernel`` from torch's own operations in float32."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(TRIAL_SHAPE, generator=generator).to(device, dtype)
+    targets = torch.arange(len(logits), device=device)
+    expected = _softmax_in_place(logits.to(torch.float32, copy=True), targets, True, None)
+    made = kernel(logits, targets, True, None)
+    return max(float((one - other).abs().max()) for one, other in zip(made, expected, strict=True))
 
 
 def _block_by_block(
@@ -74,17 +113,3 @@ def _cap(logits: Tensor, softcap: float) -> Tensor:
     tanh = logits.div_(softcap).tanh_().clone()
     logits.mul_(softcap)
     return tanh.square_().neg_().add_(1.0)
-
-
-def _liger(logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]) -> tuple[Tensor, Tensor]:
-    """The same by Liger's kernel, which writes the gradient over the logits in its forward.
-
-    Its backward would multiply that by ones into another tensor of this size. Waits for the device three times: the
-    kernel counts the targets and looks whether they are in the vocabulary.
-    """
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    with torch.set_grad_enabled(with_gradient):
-        leaf = logits.detach().requires_grad_(with_gradient)
-        losses = liger_cross_entropy(leaf, targets, reduction="none", softcap=softcap)
-    return losses.detach(), logits
