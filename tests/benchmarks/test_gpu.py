@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("trl", reason="trl is not installed")
 
-from benchmarks.gpu import gpu, gpu_shapes, gpu_table, gpu_window, gpu_work
+from benchmarks.gpu import gpu, gpu_shapes, gpu_table, gpu_window, gpu_work, loss_kernels
 from benchmarks.gpu.gpu_work import Point, result_of
 from benchmarks.lib import common, text_job
 from scu_trainer.control.splitting import few_sizes
@@ -64,6 +64,21 @@ def test_a_part_of_the_quick_run(monkeypatch, capfd, few_objects):
     assert trl["processed"] <= ours["processed"] <= few_sizes(trl["processed"]) < stock["processed"]
     assert unsloth["status"] == "cannot run"
     assert gpu_table.differences(seen) == []
+
+
+def test_loss_kernels_compute_one_gradient_and_the_missing_say_why(monkeypatch):
+    monkeypatch.setattr(loss_kernels, "QUICK", {"tokens": 48, "words": 300, "hidden": [16], "rounds": 1})
+    monkeypatch.setattr(sys, "argv", ["loss_kernels.py", "--quick"])
+    seen = []
+    monkeypatch.setattr(loss_kernels, "finish", lambda name, title, grid, figures, **given: seen.append((grid, given)))
+    loss_kernels.main()
+    ((grid, given),) = seen
+    assert given["quick"] and len(grid.rows) == 2 * len(loss_kernels.CONTENDERS)
+    for name, _, _, ms, *_, distance in grid.rows:
+        if distance:
+            assert float(distance) < 0.01, name
+        else:
+            assert "No module" in ms and name in ("liger", "cut-cross-entropy")
 
 
 def test_the_models(monkeypatch):
