@@ -31,16 +31,15 @@ def logits_of(dtype: torch.dtype) -> torch.Tensor:
     return logits.to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("with_gradient", [True, False])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
-def test_losses_and_gradient_are_torchs_own(dtype, bound, with_gradient, softcap):
+def test_losses_and_gradient_are_torchs_own(dtype, bound, with_gradient):
     from scu_trainer.train.loss.rows.triton_softmax import softmax_in_place
 
     logits, targets = logits_of(dtype), torch.tensor([0, 1, 5_000, 7, WORDS - 1, 4_095, 4_096], device=DEVICE)
     before = logits.clone()
-    expected = softmax._softmax_in_place(before.to(torch.float32, copy=True), targets, with_gradient, softcap)
-    losses, signal = softmax_in_place(logits, targets, with_gradient, softcap)
+    expected = softmax._softmax_in_place(before.to(torch.float32, copy=True), targets, with_gradient)
+    losses, signal = softmax_in_place(logits, targets, with_gradient)
     assert signal is logits and losses.dtype == torch.float32
     assert torch.allclose(losses, expected[0], rtol=1e-6, atol=5e-6)
     if with_gradient:
@@ -55,7 +54,7 @@ def test_a_logit_that_is_no_number_spoils_its_row_alone(odd):
 
     logits = logits_of(torch.float32)
     logits[0, 17] = odd
-    losses, signal = softmax_in_place(logits, torch.full((7,), WORDS - 1, device=DEVICE), True, None)
+    losses, signal = softmax_in_place(logits, torch.full((7,), WORDS - 1, device=DEVICE), True)
     assert losses[0].isnan() and not losses[1:].isnan().any()
     assert signal[0].isnan().all() and not signal[1:].isnan().any()
 
@@ -64,7 +63,7 @@ def test_rows_of_a_larger_buffer_leave_the_rest_alone():
     from scu_trainer.train.loss.rows.triton_softmax import softmax_in_place
 
     buffer = torch.zeros(4, WORDS + 8, device=DEVICE)
-    softmax_in_place(buffer[1:3, :WORDS], torch.zeros(2, dtype=torch.long, device=DEVICE), True, None)
+    softmax_in_place(buffer[1:3, :WORDS], torch.zeros(2, dtype=torch.long, device=DEVICE), True)
     assert buffer[1:3, :WORDS].count_nonzero() == 2 * WORDS
     buffer[1:3, :WORDS] = 0
     assert not buffer.any()

@@ -91,16 +91,14 @@ def chunked_linear_cross_entropy(
     *,
     token_weights: Optional[Tensor] = None,
     divisor: Union[Tensor, float, None] = None,
-    ignore_index: int = NOT_LEARNED,
     rows_per_chunk: Optional[int] = None,
-    softcap: Optional[float] = None,
     host_targets: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """(sum(token_weights · token_losses) / divisor, token_losses in nats).
 
     hidden (tokens, size), weight (vocab, size), bias (vocab,), targets and token_weights (tokens,): already shifted.
     ``divisor``: None for the number of valid targets, or what stands for it (num_items_in_batch); without a valid
-    target the loss is 0 / divisor and all gradients are 0. ``softcap`` c: logits become c · tanh(logits / c).
+    target (of -100 is none) the loss is 0 / divisor and all gradients are 0.
 
     The loss can be differentiated once by hidden, weight and bias. token_losses (tokens,) cannot; they are 0 where
     ignored. Both float32, float64 if the weight is. A token of weight 0 has its loss, be it infinite or NaN, and takes
@@ -111,12 +109,11 @@ def chunked_linear_cross_entropy(
         found = f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}"
         raise ValueError(f"{found} found; (tokens, size) and (tokens,) allowed: flatten both alike")
     work = _Work(
-        *_order(targets, token_weights, weight, ignore_index, host_targets),
+        *_order(targets, token_weights, weight, host_targets),
         targets=targets,
         token_weights=token_weights,
         divisor=divisor,
         rows_per_chunk=rows_per_chunk or rows_in_chunk(weight.size(0), weight.device),
-        softcap=softcap,
         compute_dtype=_compute_dtype(weight),
         with_gradient=torch.is_grad_enabled(),
     )
@@ -134,7 +131,6 @@ class _Work:
     token_weights: Optional[Tensor]
     divisor: Union[Tensor, float, None]
     rows_per_chunk: int
-    softcap: Optional[float]
     compute_dtype: torch.dtype
     with_gradient: bool
 
@@ -173,28 +169,24 @@ class _Work:
 
 
 def _order(
-    targets: Tensor,
-    token_weights: Optional[Tensor],
-    weight: Tensor,
-    ignore_index: int,
-    host_targets: Optional[Tensor] = None,
+    targets: Tensor, token_weights: Optional[Tensor], weight: Tensor, host_targets: Optional[Tensor] = None
 ) -> tuple[Tensor, int]:
     """``order`` and ``learned`` of _Work, at the price of one wait for the device."""
     if host_targets is not None and token_weights is None:
-        order, learned = _order(host_targets, None, weight, ignore_index)
+        order, learned = _order(host_targets, None, weight)
         return (order.pin_memory() if targets.is_cuda else order).to(targets.device, non_blocking=True), learned
     vocab = weight.size(0)
     if isinstance(targets, FakeTensor):  # shapes alone (train/memory_estimate): after two chunks all have been seen
         few = min(len(targets), 2 * rows_in_chunk(vocab, weight.device))
         return torch.arange(few), few
-    valid = targets != ignore_index
+    valid = targets != NOT_LEARNED
     learned = valid if token_weights is None else valid & (token_weights != 0)
     outside = valid & ((targets < 0) | (targets >= vocab))
     counts = torch.stack([learned.sum(), valid.sum(), outside.sum()]).tolist()
     if counts[2]:
         raise IndexError(
             f"{counts[2]} targets, the first of them {int(targets[outside][0])}, are outside the vocabulary; allowed "
-            f"are 0 to {vocab - 1}, and {ignore_index} for tokens that are not learned"
+            f"are 0 to {vocab - 1}, and {NOT_LEARNED} for tokens that are not learned"
         )
     place = 2 - valid.to(torch.int8) - learned.to(torch.int8)
     return torch.argsort(place, stable=True)[: counts[1]], counts[0]
@@ -271,7 +263,6 @@ class _OutputLayer:
     def __init__(self, weight: Tensor, bias: Optional[Tensor], work: _Work) -> None:
         self.weight = weight.to(work.compute_dtype)
         self.bias = None if bias is None else bias.to(work.compute_dtype)
-        self.softcap = work.softcap
         self.kernel = kernel_for(weight.device, work.compute_dtype)
         is_compiled = compiles_shapes(weight.device.type, work.compute_dtype)
         self.fills = is_compiled and work.rows_per_chunk >= ALIGNED_ROWS
@@ -288,7 +279,7 @@ class _OutputLayer:
         to_words(filled, self.weight, self.bias, self.product[: len(filled)])
         if logits.dtype != self.product.dtype:
             logits.copy_(self.product[: len(rows)])
-        return self.kernel(logits, targets, with_gradient, self.softcap)
+        return self.kernel(logits, targets, with_gradient)
 
     def filled(self, rows: Tensor) -> Tensor:
         """With rows of zeros at the end where few numbers of rows are to be multiplied."""
@@ -333,10 +324,9 @@ class _Gradients:
 
 
 @torch.no_grad()
-def token_losses_of_logits(
-    logits: Tensor, targets: Tensor, ignore_index: int = NOT_LEARNED, rows_per_chunk: Optional[int] = None
-) -> Tensor:
-    """Cross-entropy of each token in nats, shape (tokens,), float32 (float64 if the logits are); 0 where ignored.
+def token_losses_of_logits(logits: Tensor, targets: Tensor, rows_per_chunk: Optional[int] = None) -> Tensor:
+    """Cross-entropy of each token in nats, shape (tokens,), float32 (float64 if the logits are); 0 where the target is
+    -100.
 
     logits (..., vocab), targets (...): already shifted. Converts one chunk of rows at a time. Logits that are a slice
     (``logits[:, :-1]``) would be copied: shift the targets instead.
@@ -348,30 +338,5 @@ def token_losses_of_logits(
     for start in range(0, len(flat), step):
         chunk = flat[start : start + step].to(losses.dtype)
         chunk_targets = targets[start : start + step]
-        losses[start : start + step] = cross_entropy(chunk, chunk_targets, ignore_index=ignore_index, reduction="none")
+        losses[start : start + step] = cross_entropy(chunk, chunk_targets, ignore_index=NOT_LEARNED, reduction="none")
     return losses
-
-
-def weighted_row_sums(
-    logits: Tensor, targets: Tensor, row_weights: Optional[Tensor] = None, ignore_index: int = NOT_LEARNED
-) -> Tensor:
-    """Weight times the sum of the cross-entropies of each row, shape (rows,), float32, differentiable by the logits.
-
-    logits (rows, time, vocab) or (rows, classes), targets (rows, time) or (rows,): already shifted. A row of weight 0
-    gives 0, and exactly no gradient, whatever its logits. Holds float32 logits of all rows, as the stock loss does.
-    """
-    rows = len(logits)
-    learned = None if row_weights is None else row_weights.nonzero().squeeze(1)
-    if learned is not None and len(learned) < rows:
-        sums = weighted_row_sums(
-            logits.index_select(0, learned),
-            targets.index_select(0, learned),
-            row_weights.index_select(0, learned),
-            ignore_index,
-        )
-        return sums.new_zeros(rows).index_copy(0, learned, sums)
-    losses = cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignore_index, reduction="none"
-    )
-    sums = losses.view(rows, -1).sum(dim=1)
-    return sums if row_weights is None else sums * row_weights

@@ -321,7 +321,7 @@ def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen, rows: 
             known = None if known is None else rows.of(known)
             loss, tokens = loss_of(logits, rows.of(targets), num_items_in_batch, known)
             tokens = rows.padded(tokens.detach())
-        seen(RowLosses(*row_losses(tokens.detach(), len(targets), targets)))
+        seen(RowLosses(*row_losses(tokens.detach(), targets)))
         return loss
 
     with on_rows(inner.base_model, rows), replaced(inner, "_loss_function", loss_function):

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from torch.nn import functional
 
-from scu_trainer.train.loss.rows.kernels import token_losses_of_logits, weighted_row_sums
+from scu_trainer.train.loss.rows.kernels import token_losses_of_logits
 from scu_trainer.train.loss.rows.known import Call, divisor_of
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
@@ -38,15 +38,13 @@ class RowLosses:
         return torch.stack([self.sums.float(), self.counts.float()], dim=1)
 
 
-def row_losses(
-    token_losses: torch.Tensor, rows: int, targets: torch.Tensor, ignore_index: int = NOT_LEARNED
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of losses in nats, number of valid targets) of each row, both (rows,).
+def row_losses(token_losses: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of losses in nats, number of targets other than -100) of each row, both (rows,).
 
-    token_losses (rows · time,), targets (rows, time): already shifted. The mean of a row is sum / count; a row without
-    valid targets has sum 0 and count 0. A NaN stays in its own row.
+    token_losses (rows · time,), targets (rows, time) or (rows,): already shifted. A NaN stays in its own row.
     """
-    counts = (targets.reshape(rows, -1) != ignore_index).sum(dim=1)
+    rows = len(targets)
+    counts = (targets.reshape(rows, -1) != NOT_LEARNED).sum(dim=1)
     return token_losses.view(rows, -1).sum(dim=1), counts
 
 
@@ -101,10 +99,12 @@ class RowLossReading:
             return RowLosses(sums, counts, labels.reshape(-1), logits_of(outputs).argmax(dim=-1).reshape(-1))
 
     def sums_with_gradient(self, outputs: Any, labels: Any) -> torch.Tensor:
-        """The sums alone, differentiable."""
-        if self.kind in ("shifted", "tokens", "classes"):
-            return weighted_row_sums(logits_of(outputs), _targets(self.kind, labels))
-        return _rows(self.kind, outputs, labels)[0]
+        """The sums alone, differentiable. Of logits all rows are float32 at once, as in the stock loss."""
+        if self.kind not in ("shifted", "tokens", "classes"):
+            return _rows(self.kind, outputs, labels)[0]
+        logits, targets = logits_of(outputs).flatten(0, -2).float(), _targets(self.kind, labels)
+        losses = functional.cross_entropy(logits, targets.flatten(), ignore_index=NOT_LEARNED, reduction="none")
+        return losses.view(len(targets), -1).sum(dim=1)
 
 
 CAUSAL = RowLossReading("shifted", True, divides_by="items")
@@ -234,7 +234,7 @@ def _rows(kind: str, outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Ten
         return _of_numbers(kind, logits, labels)
     targets = _targets(kind, labels)
     losses = token_losses_of_logits(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
-    return row_losses(losses, len(targets), targets)
+    return row_losses(losses, targets)
 
 
 def _of_numbers(kind: str, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 logger = logging.getLogger("scu_trainer")
 
-Kernel = Callable[[Tensor, Tensor, bool, Optional[float]], tuple[Tensor, Tensor]]
+Kernel = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 BLOCK_BYTES = 2**20
 """Of the logits that one thread of a CPU works on before the next: the five passes over them then meet in its cache."""
@@ -62,14 +61,12 @@ def _farthest(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> float
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TRIAL_SHAPE, generator=generator).to(device, dtype)
     targets = torch.arange(len(logits), device=device)
-    expected = _softmax_in_place(logits.to(torch.float32, copy=True), targets, True, None)
-    made = kernel(logits, targets, True, None)
+    expected = _softmax_in_place(logits.to(torch.float32, copy=True), targets, True)
+    made = kernel(logits, targets, True)
     return max(float((one - other).abs().max()) for one, other in zip(made, expected, strict=True))
 
 
-def _block_by_block(
-    logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]
-) -> tuple[Tensor, Tensor]:
+def _block_by_block(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
     """``_softmax_in_place`` of some rows after the others. With 128,000 words the passes take 0.6 times as long.
 
     Of logits without content (train/memory_estimate) the first and the last blocks show what all of them take; what the
@@ -77,25 +74,22 @@ def _block_by_block(
     row_bytes, threads = logits.size(1) * logits.element_size(), torch.get_num_threads()
     rows = threads * max(1, BLOCK_BYTES // row_bytes)
     if len(logits) <= rows:
-        return _softmax_in_place(logits, targets, with_gradient, softcap)
+        return _softmax_in_place(logits, targets, with_gradient)
     blocks = list(zip(logits.split(rows), targets.split(rows), strict=True))
     alike = range(2, len(blocks) - 2) if isinstance(logits, FakeTensor) else ()
     losses = [
-        block[0].new_empty(len(block[0])) if number in alike else _softmax_in_place(*block, with_gradient, softcap)[0]
+        block[0].new_empty(len(block[0])) if number in alike else _softmax_in_place(*block, with_gradient)[0]
         for number, block in enumerate(blocks)
     ]
     return torch.cat(losses), logits
 
 
-def _softmax_in_place(
-    logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]
-) -> tuple[Tensor, Tensor]:
+def _softmax_in_place(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
     """Losses (rows,) and ``logits`` overwritten by their gradient.
 
     The exponentials are summed pairwise, torch.softmax on a CPU sums one by one: at 128,000 words that is a hundred
     times the error.
     """
-    slope = _cap(logits, softcap) if softcap else None
     targets = targets.unsqueeze(1)
     highest = logits.amax(dim=1, keepdim=True)
     distance = highest - logits.gather(1, targets)
@@ -103,13 +97,4 @@ def _softmax_in_place(
     losses = (distance + total.log()).squeeze(1)
     if with_gradient:
         logits.div_(total).scatter_add_(1, targets, torch.full_like(total, -1.0))
-        if slope is not None:
-            logits.mul_(slope)
     return losses, logits
-
-
-def _cap(logits: Tensor, softcap: float) -> Tensor:
-    """Cap ``logits`` in place; the slope of the cap, 1 - tanh²."""
-    tanh = logits.div_(softcap).tanh_().clone()
-    logits.mul_(softcap)
-    return tanh.square_().neg_().add_(1.0)

@@ -7,8 +7,6 @@ imports this where the device is a card.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -27,25 +25,18 @@ def _one_row(
     losses,
     stride,
     words,
-    softcap,
     WITH_GRADIENT: tl.constexpr,
-    IS_CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # rows times words pass 2^31
     first = logits + row * stride
     target = tl.load(targets + row)
     chosen = tl.load(first + target).to(tl.float32)
-    if IS_CAPPED:
-        chosen = softcap * (2.0 * tl.sigmoid(2.0 * chosen / softcap) - 1.0)
     highest = float("-inf")
     total = 0.0
     for begin in range(0, words, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         values = tl.load(first + columns, mask=columns < words, other=float("-inf")).to(tl.float32)
-        if IS_CAPPED:
-            capped = softcap * (2.0 * tl.sigmoid(2.0 * values / softcap) - 1.0)
-            values = tl.where(columns < words, capped, float("-inf"))
         higher = tl.maximum(highest, tl.max(values, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # words that are ruled out: -inf less -inf is no number
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(values - base), 0)
@@ -55,18 +46,11 @@ def _one_row(
         for begin in range(0, words, BLOCK):
             columns = begin + tl.arange(0, BLOCK)
             values = tl.load(first + columns, mask=columns < words, other=0.0).to(tl.float32)
-            slope = 1.0
-            if IS_CAPPED:
-                tanh = 2.0 * tl.sigmoid(2.0 * values / softcap) - 1.0
-                values = softcap * tanh
-                slope = 1.0 - tanh * tanh
-            gradient = (tl.exp(values - highest) / total - tl.where(columns == target, 1.0, 0.0)) * slope
+            gradient = tl.exp(values - highest) / total - tl.where(columns == target, 1.0, 0.0)
             tl.store(first + columns, gradient.to(logits.dtype.element_ty), mask=columns < words)
 
 
-def softmax_in_place(
-    logits: Tensor, targets: Tensor, with_gradient: bool, softcap: Optional[float]
-) -> tuple[Tensor, Tensor]:
+def softmax_in_place(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
     """Losses (rows,), float32, and ``logits`` (rows, words), float32 or half, overwritten by their gradient, whose rows
     may lie apart. Targets lie in the vocabulary. Waits for nothing."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
@@ -77,9 +61,7 @@ def softmax_in_place(
             losses,
             logits.stride(0),
             logits.size(1),
-            softcap or 1.0,
             WITH_GRADIENT=with_gradient,
-            IS_CAPPED=bool(softcap),
             BLOCK=BLOCK_WORDS,
             num_warps=WARPS,
         )
