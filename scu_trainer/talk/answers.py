@@ -125,7 +125,7 @@ class Batches:
 
     def __init__(self, talker: Talker, settings: AnswerSettings, batch_rows: int) -> None:
         self.talker, self.settings, self.batch_rows = talker, settings, batch_rows
-        self._halving, self._good = Halving(talker.device), 0
+        self._halving, self._good = Halving(), 0
 
     @property
     def out_of_memory(self) -> int:

@@ -9,8 +9,7 @@ from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.step.muon import MuonWithAdamW, muon_for
-from scu_trainer.train.step.recovery.optimizer_guard import preallocate
-from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
+from scu_trainer.train.step.recovery.optimizer_state import preallocate
 from tests.tiny import llama, lora, same, trained, weights_of
 from tests.train.test_optimizers import FailingSteps, StopAt, state_of
 
@@ -54,7 +53,7 @@ def test_steps_are_those_of_torch_with_state_made_ahead():
     optimizer = MuonWithAdamW([{"params": ours[:2], "weight_decay": 0.1}], [{"params": ours[2:]}], 1e-2)
     muon = torch.optim.Muon(theirs[:2], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adam = torch.optim.AdamW(theirs[2:], lr=1e-2)
-    assert preallocate(optimizer, is_out_of_memory) == 4 * (32 + 24 + 2 * 5 + 1)
+    assert preallocate(optimizer) == 4 * (32 + 24 + 2 * 5 + 1)
     for _ in range(3):
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn(mine.shape, generator=generator)

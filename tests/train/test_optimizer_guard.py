@@ -19,9 +19,10 @@ from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.step.muon import MuonWithAdamW
-from scu_trainer.train.step.recovery import optimizer_guard
-from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
-from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
+from scu_trainer.train.step.recovery import optimizer_guard, second_try
+from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard
+from scu_trainer.train.step.recovery.optimizer_state import preallocate
+from scu_trainer.train.step.recovery.second_try import retry_unchanged
 from tests import tiny
 from tests.faults import oom
 
@@ -154,8 +155,7 @@ class Weights:
         self.optimizer.step()
 
     def guard(self, **options) -> OptimizerGuard:
-        options = {"free_memory": lambda: None, "named_parameters": self.named, "part_bytes": 200, **options}
-        return OptimizerGuard(self.optimizer, is_out_of_memory, **options)
+        return OptimizerGuard(self.optimizer, **{"named_parameters": self.named, "part_bytes": 200, **options})
 
     def bits(self):
         return [bits(p) for p in self.parameters], {
@@ -205,6 +205,15 @@ def returns_new_memory(operation) -> bool:
     return any("Tensor" in str(item.type) and item.alias_info is None for item in operation._schema.returns)
 
 
+@pytest.fixture(autouse=True)
+def freed(monkeypatch) -> list[int]:
+    """Instead of freeing memory, which takes long, an entry for each time."""
+    times: list[int] = []
+    for module in (optimizer_guard, second_try):
+        monkeypatch.setattr(module, "free_memory", lambda: times.append(1))
+    return times
+
+
 # Preallocation
 
 
@@ -212,7 +221,7 @@ def returns_new_memory(operation) -> bool:
 def test_training_after_preallocation_is_bitwise_the_same(name):
     weights = Weights(name)
     before = [bits(p) for p in weights.parameters]
-    preallocate(weights.optimizer, is_out_of_memory)
+    preallocate(weights.optimizer)
     assert [bits(p) for p in weights.parameters] == before
     assert all(p.grad is None for p in weights.parameters)
     for _ in range(3):
@@ -223,7 +232,7 @@ def test_training_after_preallocation_is_bitwise_the_same(name):
 @pytest.mark.parametrize("name", STATE_AHEAD)
 def test_the_first_step_uses_the_preallocated_state(name):
     weights = Weights(name)
-    count_bytes = preallocate(weights.optimizer, is_out_of_memory)
+    count_bytes = preallocate(weights.optimizer)
     ahead = {id(v) for p in weights.parameters for v in weights.optimizer.state[p].values() if torch.is_tensor(v)}
     weights.step()
     state = {id(v): v for entry in weights.optimizer.state.values() for v in entry.values() if torch.is_tensor(v)}
@@ -237,7 +246,7 @@ def test_the_first_step_uses_the_preallocated_state(name):
 def test_state_that_is_made_from_the_first_gradient_is_left_alone(name, caplog):
     weights = Weights(name)
     with caplog.at_level(logging.INFO):
-        assert preallocate(weights.optimizer, is_out_of_memory) == 0
+        assert preallocate(weights.optimizer) == 0
     values = [value for entry in weights.optimizer.state.values() for value in entry.values()]
     assert not any(torch.is_tensor(value) for value in values)  # APOLLO keeps a seed for each weight
     assert "from the first gradient" in caplog.text
@@ -259,7 +268,7 @@ def test_unknown_optimizers_are_neither_preallocated_nor_guarded(caplog):
     weights, stock = Weights("adamw_loop"), Weights("adamw_loop")
     weights.optimizer, stock.optimizer = OwnStep(weights.parameters), OwnStep(stock.parameters)
     with caplog.at_level(logging.INFO):
-        assert preallocate(weights.optimizer, is_out_of_memory) == 0
+        assert preallocate(weights.optimizer) == 0
         assert not weights.optimizer.state
         with weights.guard().attached():
             weights.step()
@@ -273,7 +282,7 @@ def test_a_loaded_state_is_left_alone():
     first.step()
     second.step()
     second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    assert preallocate(second.optimizer, is_out_of_memory) == 0
+    assert preallocate(second.optimizer) == 0
     assert second.bits() == first.bits()
 
 
@@ -281,7 +290,7 @@ def test_gradients_that_are_there_survive_preallocation():
     weights = Weights("adamw_foreach")
     weights.backward()
     gradients = [p.grad for p in weights.parameters]
-    preallocate(weights.optimizer, is_out_of_memory)
+    preallocate(weights.optimizer)
     assert all(p.grad is gradient for p, gradient in zip(weights.parameters, gradients, strict=True))
 
 
@@ -289,14 +298,14 @@ def test_gradients_that_are_there_survive_preallocation():
 def test_preallocation_that_does_not_fit_leaves_nothing_behind(name):
     weights = Weights(name)
     with Failing() as dry_run:
-        preallocate(weights.optimizer, is_out_of_memory)
+        preallocate(weights.optimizer)
     allocating = [k for k, operation in enumerate(dry_run.operations) if returns_new_memory(operation)]
     assert len(allocating) > 10
     for k in allocating:
         weights = Weights(name)
         before = weights.bits()
         with pytest.raises(OutOfMemory, match=r"needs about .* GiB.*optim: adamw_8bit"), failing_at(k):
-            preallocate(weights.optimizer, is_out_of_memory)
+            preallocate(weights.optimizer)
         assert weights.bits() == before
         assert not weights.optimizer.state
         assert all(p.grad is None for p in weights.parameters)
@@ -306,7 +315,7 @@ def test_the_estimate_of_the_state_counts_what_is_missing():
     parameters = [torch.nn.Parameter(torch.zeros(2**20)) for _ in range(3 * 2**3)]
     optimizer = torch.optim.AdamW(parameters, foreach=True)
     with pytest.raises(OutOfMemory, match=r"about 0\.19 GiB"), failing_at(30):  # 24 x 4 MiB x 2
-        preallocate(optimizer, is_out_of_memory)
+        preallocate(optimizer)
 
 
 # The guard
@@ -349,9 +358,8 @@ def test_a_fault_at_any_operation_changes_nothing(name, step):
 
 @pytest.mark.parametrize("name", ["adamw_fused", "adamw_foreach", "adamw_loop", "adafactor", "bnb_adamw_8bit"])
 @pytest.mark.parametrize("capacity", [1, 2])
-def test_parts_shrink_until_they_fit(name, capacity):
+def test_parts_shrink_until_they_fit(name, capacity, freed):
     """Fails whenever more than ``capacity`` weights have a gradient, at the last operation that can fail."""
-    freed = []
     weights = Weights(name)
     weights.step()
 
@@ -359,7 +367,7 @@ def test_parts_shrink_until_they_fit(name, capacity):
         visible = [p for p in weights.parameters if p.grad is not None]
         return len(visible) > capacity and any(t is visible[-1] for t in tensors) and operation._schema.is_mutable
 
-    with weights.guard(free_memory=lambda: freed.append(1), part_bytes=10**9).attached() as guard:
+    with weights.guard(part_bytes=10**9).attached() as guard:
         weights.backward()
         with Failing(does_not_fit):
             weights.optimizer.step()
@@ -397,14 +405,13 @@ def test_one_failure_teaches_the_rest_of_the_step():
     assert guard.recoveries == 1  # not once for each of four parts
 
 
-def test_nothing_fits():
-    freed = []
+def test_nothing_fits(freed):
     weights = Weights("adamw_foreach")
     weights.step()
     before = weights.bits()
     weights.backward()
     gradients = [p.grad for p in weights.parameters]
-    guard = weights.guard(free_memory=lambda: freed.append(1))
+    guard = weights.guard()
     always_at_the_last = Failing(lambda number, operation, tensors: "addcdiv" in str(operation))
     with (
         guard.attached(),
@@ -459,7 +466,7 @@ def test_other_errors_are_not_taken_for_out_of_memory():
     assert all(p.grad is not None for p in weights.parameters)
 
 
-def test_the_failed_update_is_let_go_before_memory_is_freed():
+def test_the_failed_update_is_let_go_before_memory_is_freed(monkeypatch):
     """Temporary tensors of the failed update must be gone when ``free_memory`` runs."""
     import gc
     import weakref
@@ -474,7 +481,10 @@ def test_the_failed_update_is_let_go_before_memory_is_freed():
             return result
 
     weights = Weights("adamw_foreach")
-    guard = weights.guard(free_memory=lambda: alive.append(sum(ref() is not None for ref in temporary)))
+    monkeypatch.setattr(
+        optimizer_guard, "free_memory", lambda: alive.append(sum(ref() is not None for ref in temporary))
+    )
+    guard = weights.guard()
     gc.disable()
     try:
         with guard.attached(), Watch(lambda number, operation, tensors: "addcdiv" in str(operation) and not alive):
@@ -703,7 +713,7 @@ def test_under_accelerate_with_a_gradient_scaler(name, failing):
         weights = Weights(name)
         # finite scale: a fault must not be mistaken for an overflow
         optimizer = AcceleratedOptimizer(weights.optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
-        guard = OptimizerGuard(optimizer, is_out_of_memory, lambda: None, part_bytes=200)
+        guard = OptimizerGuard(optimizer, part_bytes=200)
         with guard.attached() if guarded else contextlib.nullcontext():
             for index in range(2):
                 weights.backward()
@@ -731,8 +741,8 @@ class Guarding(TrainerCallback):
         self.rates: list[float] = []
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
-        self.allocated_bytes = preallocate(optimizer, is_out_of_memory)
-        self.guard = OptimizerGuard(optimizer, is_out_of_memory, lambda: None, model.named_parameters(), 3000)
+        self.allocated_bytes = preallocate(optimizer)
+        self.guard = OptimizerGuard(optimizer, model.named_parameters(), 3000)
         self.guard.attach()
 
     def on_pre_optimizer_step(self, args, state, control, **_):
@@ -793,20 +803,17 @@ def failing_once(before: bool):
     return clip, calls
 
 
-def test_clipping_is_repeated_when_no_gradient_was_written():
+def test_clipping_is_repeated_when_no_gradient_was_written(freed):
     parameters, expected = gradients(), gradients()
     clip, calls = failing_once(before=True)
-    freed = []
-    norm = retry_unchanged(
-        lambda: clip(parameters), [p.grad for p in parameters], is_out_of_memory, lambda: freed.append(1)
-    )
+    norm = retry_unchanged(lambda: clip(parameters), [p.grad for p in parameters])
     assert norm == torch.nn.utils.clip_grad_norm_(expected, 1.0)
     assert [bits(p.grad) for p in parameters] == [bits(p.grad) for p in expected]
     assert (len(calls), len(freed)) == (2, 1)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), RuntimeError("no")])
-def test_clipping_is_not_repeated_after_writes_or_other_errors(error):
+def test_clipping_is_not_repeated_after_writes_or_other_errors(error, freed):
     parameters = gradients()
     clip, calls = failing_once(before=False)
 
@@ -817,8 +824,8 @@ def test_clipping_is_not_repeated_after_writes_or_other_errors(error):
         raise error
 
     with pytest.raises(type(error or oom())):
-        retry_unchanged(function, [p.grad for p in parameters], is_out_of_memory, lambda: calls.append("freed"))
-    assert calls == [1]
+        retry_unchanged(function, [p.grad for p in parameters])
+    assert calls == [1] and not freed
 
 
 def test_clipping_that_fails_twice_raises():
@@ -829,5 +836,5 @@ def test_clipping_that_fails_twice_raises():
         raise oom()
 
     with pytest.raises(torch.OutOfMemoryError):
-        retry_unchanged(function, [], is_out_of_memory, lambda: None)
+        retry_unchanged(function)
     assert calls == [1, 1]

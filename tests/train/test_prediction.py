@@ -213,7 +213,7 @@ def test_documents_are_scored_alike_in_parts():
 
 
 def test_halving_covers_every_row_once_and_in_order():
-    halving, tried = Halving(torch.device("cpu")), []
+    halving, tried = Halving(), []
 
     def attempt(part: range) -> list[int]:
         tried.append(len(part))

@@ -69,7 +69,7 @@ def score_samples(
     The model's training mode is left as it was.
     """
     device = input_device(model)
-    halving, found = Halving(device), []
+    halving, found = Halving(), []
     with evaluating(model):
         for start in range(0, len(rows), rows_at_once):
             numbers = range(start, min(start + rows_at_once, len(rows)))

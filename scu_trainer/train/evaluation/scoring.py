@@ -131,7 +131,7 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
     nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
     if path.makes_logits:
         batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // _vocabulary(path.model)))
-    halving = Halving(device)
+    halving = Halving()
     for indices in _batches(rows["length"], batch_tokens):
 
         def score(part: range, indices=indices) -> np.ndarray:

@@ -91,7 +91,7 @@ class AttemptSite:
         """What ``snapshot`` holds, and where ``with_gradients`` those of before this window. Frees memory first."""
         if with_gradients:
             self.drop_gradients()
-        free_memory(self.device)
+        free_memory()
         if with_gradients:
             second_try(self._restore_gradients, "restoring the gradients from before this step")
         second_try(snapshot.restore_surroundings, "restoring the model's buffers")

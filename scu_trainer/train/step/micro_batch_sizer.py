@@ -81,7 +81,6 @@ class MicroBatchSizer:
     def __init__(self, settings: MemorySettings, gauge: Optional[Gauge], device: torch.device) -> None:
         self.settings = settings
         self.gauge = gauge
-        self.device = device
         self.law = law_of(settings)
         self.reset()
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
@@ -227,7 +226,7 @@ class MicroBatchSizer:
         decision = control.decide(self.law, self.state, seen)
         if decision.collect and self.step - self._collected_step >= STEPS_BETWEEN_COLLECTIONS:
             self._collected_step = self.step
-            free_memory(self.device)
+            free_memory()
         return decision
 
     def stepped(self) -> None:

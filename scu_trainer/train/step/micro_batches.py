@@ -36,8 +36,9 @@ from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens
 from scu_trainer.train.step.recovery.memory import Gauge, forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.memory_limit import limited_gauge
-from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard, preallocate, retry_unchanged
-from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard
+from scu_trainer.train.step.recovery.optimizer_state import preallocate
+from scu_trainer.train.step.recovery.second_try import retry_unchanged, second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, replaced
 from scu_trainer.train.step.training_mode import needless_train_left_out
 
@@ -85,7 +86,7 @@ class MicroBatchStep:
         self.loop.reset()
         if self._logical_rows is not None:
             self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
-        self.analysis = LossAnalysis(self.trainer, self.free_memory)
+        self.analysis = LossAnalysis(self.trainer)
         self._said, self._warned = False, set()
         self._not_by_rows: set[str] = set()
 
@@ -143,17 +144,14 @@ class MicroBatchStep:
 
     def _guard_optimizer(self, model: torch.nn.Module) -> None:
         optimizer = self.trainer.optimizer
-        allocate = functools.partial(preallocate, optimizer, is_out_of_memory)
-        retry_unchanged(allocate, (), lambda error: isinstance(error, OutOfMemory), self.free_memory)
-        self._guard = OptimizerGuard(optimizer, is_out_of_memory, self.free_memory, model.named_parameters())
+        allocate = functools.partial(preallocate, optimizer)
+        retry_unchanged(allocate, is_cured=lambda error: isinstance(error, OutOfMemory))
+        self._guard = OptimizerGuard(optimizer, model.named_parameters())
         self._guard.attach()
 
     @property
     def reduction(self) -> Optional[Reduction]:
         return self.analysis.reduction
-
-    def free_memory(self) -> None:
-        free_memory(self.trainer.args.device)
 
     def finish(self) -> None:
         """When training ends."""
@@ -279,7 +277,7 @@ class MicroBatchStep:
                 raise
             text = str(error).partition("\n")[0]
             forget_traceback(error)
-        self.free_memory()
+        free_memory()
         stop(text)
 
     def _stop_own_step(self, text: str) -> NoReturn:
@@ -324,10 +322,7 @@ class MicroBatchStep:
         return batch
 
     def _window(self, raw: Sequence[Any], num_items: Any) -> AccumulationWindow:
-        def read() -> list[Batch]:
-            return [self._layout(inputs) for inputs in raw]
-
-        batches = retry_unchanged(read, (), is_out_of_memory, self.free_memory)
+        batches = retry_unchanged(lambda: [self._layout(inputs) for inputs in raw])
         said = self.analysis.read(batches, num_items, self._pad_token_id)
         if self.analysis.own_step.is_seen and ((said and self.reduction is not None) or not self._said):
             self._say_limits(batches, num_items)

@@ -44,8 +44,7 @@ class Halving:
     ``largest_rows``: the size that fitted after an out-of-memory, None before one; later calls begin with it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self.largest_rows: Optional[int] = None
         self.out_of_memory = 0
 
@@ -67,7 +66,7 @@ class Halving:
             if failed is None:
                 begin, is_second_try = part.stop, False
                 continue
-            free_memory(self.device)
+            free_memory()
             self._shrink(len(part), failed, is_second_try)
             is_second_try = len(part) == 1
         return results
@@ -91,7 +90,7 @@ class Prediction:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.halving = Halving(trainer.args.device)
+        self.halving = Halving()
         self.items: Optional[tuple[Any]] = None
         self._reduction: Optional[Reduction] = None
 
@@ -150,7 +149,7 @@ class Prediction:
                 raise
             text = str(error).partition("\n")[0]
             forget_traceback(error)
-        free_memory(self.trainer.args.device)
+        free_memory()
         put_back(states)
         put_back_attributes(counted)
         logger.warning("evaluation ran out of memory between two batches and starts over (only once): %s", text)

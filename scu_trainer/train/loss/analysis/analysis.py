@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
@@ -45,8 +45,7 @@ class LossAnalysis:
     audits.
     """
 
-    def __init__(self, trainer: Trainer, free_memory: Callable[[], None]) -> None:
-        self._free_memory = free_memory
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.own_step = OwnStep(trainer)
         self._found: Optional[Reduction] = None
@@ -262,7 +261,7 @@ class LossAnalysis:
     ) -> Optional[Audited]:
         trainer = self.trainer
         if self._auditor is None:
-            self._auditor = Auditor(trainer.model, self._loss_of, self._free_memory, trainer)
+            self._auditor = Auditor(trainer.model, self._loss_of, trainer)
         own = not (self.reduction.known and self._is_public)  # of the known a sample of values is enough
         if trainer.loss_path is not None:  # without the logits, if training does without them
             trainer.loss_path.choose(partial(self._on_device, window.batches[0].inputs))

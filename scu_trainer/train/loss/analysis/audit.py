@@ -18,7 +18,7 @@ from scu_trainer.train.loss.analysis.measuring import LossOf, gradient_error, me
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state, untouched
 from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
-from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 
 MOST_DOUBLINGS = 15
 """Of a small loss before its gradient is taken: float16 has no larger power of two."""
@@ -49,11 +49,10 @@ class Audited:
 
 
 class Auditor:
-    """``loss_of``: as in training. ``free_memory``: called after an out-of-memory, which makes the audit smaller.
-    ``owner``: see ``untouched``."""
+    """``loss_of``: as in training. ``owner``: see ``untouched``. An audit that runs out of memory gets smaller."""
 
-    def __init__(self, model: torch.nn.Module, loss_of: LossOf, free_memory: Callable[[], None], owner: Any) -> None:
-        self.model, self.loss_of, self.free_memory, self.owner = model, loss_of, free_memory, owner
+    def __init__(self, model: torch.nn.Module, loss_of: LossOf, owner: Any) -> None:
+        self.model, self.loss_of, self.owner = model, loss_of, owner
         self._draws = False
 
     def audit(
@@ -86,7 +85,7 @@ class Auditor:
             if not is_out_of_memory(error):
                 raise
             forget_traceback(error)
-        self.free_memory()
+        free_memory()
         return None, False
 
     def _of_window(

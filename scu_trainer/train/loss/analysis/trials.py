@@ -20,7 +20,6 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
 from scu_trainer.train.loss.analysis.measuring import (
     FEW_ITEMS,
@@ -70,10 +69,10 @@ def analyze(
     if rows is None:
         return None
     mixing = mixing_modules(model) if training else None
-    precision, device = tolerance(model, low_precision), input_device(model)
+    precision = tolerance(model, low_precision)
     with untouched(model, owner, training), _statistics_kept(model, mixing), measured_weights(model) as weights:
         meter = Meter(loss_of, num_items, model, weights)
-        trial = _Trial(meter, precision, batches, rows, pad_token_id, device, shifts, is_public)
+        trial = _Trial(meter, precision, batches, rows, pad_token_id, shifts, is_public)
         reduction = _try_beginnings(trial) or _try_rows(trial)
     return replace(reduction, mixes=f"rows affect each other through {mixing}") if mixing and reduction else reduction
 
@@ -114,7 +113,7 @@ def _try_rows(trial: _Trial) -> Optional[Reduction]:
             forget_traceback(error)
         else:
             return replace(reduction, trims=False, reads_padding=reasons[0]) if reduction and reasons else reduction
-    free_memory(trial.device)
+    free_memory()
     return trial.of_one(reasons[-1], may_be_cut=takes_few)
 
 
@@ -125,15 +124,14 @@ def _of_two_or_more(trial: _Trial, trim: bool) -> Optional[Reduction]:
         if not is_out_of_memory(error) or len(trial.rows) < 3:
             raise
         forget_traceback(error)
-    free_memory(trial.device)
+    free_memory()
     return replace(trial, rows=trial.rows[:2]).reduction(trim)
 
 
 def _again(trial: _Trial, trim: bool) -> Optional[Reduction]:
     """The reduction. A wrong belief about the loss would train something else: one failed allocation is no reason to
     take it up."""
-    reduction = partial(trial.reduction, trim)
-    return retry_unchanged(reduction, (), is_out_of_memory, partial(free_memory, trial.device))
+    return retry_unchanged(partial(trial.reduction, trim))
 
 
 @dataclass
@@ -143,7 +141,6 @@ class _Trial:
     batches: Sequence[Batch]
     rows: Sequence[Row]
     pad_token_id: int
-    device: torch.device
     shifts: bool
     is_public: bool
 

@@ -29,7 +29,7 @@ it the interpreter itself keeps the traceback, hence the failed step's tensors::
     if failure is not None:
         wanted = wanted_bytes(failure)
         forget_traceback(failure)
-        free_memory(device)
+        free_memory()
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ __all__ = [
     "wanted_bytes",
 ]
 
+
+CPU = torch.device("cpu")
 
 MEMINFO = "proc/meminfo"
 
@@ -340,10 +342,10 @@ def gauge_for(device: torch.device) -> Gauge:
     )
 
 
-def free_memory(device: torch.device) -> int:
-    """Collect garbage, then give cached memory of the device and of the C library back to the system.
+def free_memory(device: torch.device = CPU) -> int:
+    """Collect garbage, then give cached memory of all devices and of the C library back to the system.
 
-    Returns the bytes that this process holds less than before. Takes some tenths of a second.
+    Returns how many bytes of ``device`` this process holds less than before. Takes some tenths of a second.
     """
     before_bytes = _held_bytes(device)
     gc.collect()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch.optim import Optimizer
 
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.optimizer_parts import (
     Pair,
     ParameterGroupPart,
@@ -35,15 +36,10 @@ from scu_trainer.train.step.recovery.optimizer_parts import (
 )
 from scu_trainer.train.step.recovery.optimizer_state import (
     inner_optimizer,
-    preallocate,
     step_module,
     step_without_hooks,
     steps_one_by_one,
 )
-from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
-from scu_trainer.train.step.recovery.second_try import retry_unchanged
-
-__all__ = ["OptimizerGuard", "preallocate", "retry_unchanged"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +53,7 @@ class OptimizerGuard:
 
     optimizer: a torch optimizer or accelerate's wrapper of one; DeepSpeed's engine steps by itself, do not guard it.
     Nor parameters that are sharded (FSDP): a rank that repeats its step alone would wait for the others for ever.
-    is_out_of_memory, free_memory: see ``train/step/recovery/memory.py``. named_parameters: names for the error message.
+    named_parameters: names for the error message.
     part_bytes: weights that are updated together, default 8 MiB on the CPU and 64 MiB elsewhere.
 
     The guard works as a pair of step hooks: it does the update itself with the optimizer's own arithmetic, then hides
@@ -72,16 +68,12 @@ class OptimizerGuard:
     def __init__(
         self,
         optimizer: Optimizer,
-        is_out_of_memory: Callable[[BaseException], bool],
-        free_memory: Callable[[], None],
         named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
         part_bytes: int | None = None,
     ) -> None:
         self.optimizer = inner_optimizer(optimizer)
         self.recoveries = 0
         self.half_stepped = False
-        self._is_out_of_memory = is_out_of_memory
-        self._free_memory = free_memory
         self._names = {parameter: name for name, parameter in named_parameters}
         self._part_bytes = part_bytes
         self._hooks: list[Any] = []
@@ -222,7 +214,7 @@ class OptimizerGuard:
                 step_without_hooks(self.optimizer)
             return True
         except (RuntimeError, MemoryError) as error:
-            if not self._is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             forget_traceback(error)
         finally:
@@ -232,7 +224,7 @@ class OptimizerGuard:
             saved.restore()
             saved = None
         self._reset_groups()  # before any that raises below
-        self._free_memory()
+        free_memory()
         return False
 
     @contextlib.contextmanager

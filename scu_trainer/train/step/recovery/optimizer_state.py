@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.step.recovery.optimizer_parts import stored
-from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     type(optimizer).step.__wrapped__(optimizer)
 
 
-def preallocate(optimizer: Optimizer, is_out_of_memory: Callable[[BaseException], bool]) -> int:
+def preallocate(optimizer: Optimizer) -> int:
     """Make the optimizer's state as the first step would, and change nothing else. Returns its bytes.
 
     Each parameter is stepped alone up to the first operation that would write to a weight or to the state: by then
@@ -81,7 +81,7 @@ def preallocate(optimizer: Optimizer, is_out_of_memory: Callable[[BaseException]
         logger.info("the state of %s is not allocated in advance: scu-trainer does not know its step", name)
         return 0
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    made = _make_states(optimizer, parameters, is_out_of_memory)
+    made = _make_states(optimizer, parameters)
     if len(made) < len(parameters):
         needed_bytes = _estimated_bytes(optimizer, made, parameters)
         optimizer.state.clear()
@@ -94,9 +94,7 @@ def preallocate(optimizer: Optimizer, is_out_of_memory: Callable[[BaseException]
     return _state_bytes(optimizer)
 
 
-def _make_states(
-    optimizer: Optimizer, parameters: list[torch.Tensor], is_out_of_memory: Callable[[BaseException], bool]
-) -> list[torch.Tensor]:
+def _make_states(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters that have their state now: not all if memory ran out."""
     made: list[torch.Tensor] = []
     with _gradients_hidden(parameters):

@@ -39,20 +39,20 @@ LOADER_FILES = str(Path("torch", "utils", "data"))
 
 def retry_unchanged(
     function: Callable[[], Result],
-    tensors: Iterable[torch.Tensor],
-    is_out_of_memory: Callable[[BaseException], bool],
-    free_memory: Callable[[], None],
+    unchanged: Iterable[torch.Tensor] = (),
+    is_cured: Callable[[BaseException], bool] = is_out_of_memory,
 ) -> Result:
-    """``function()``; if it runs out of memory before it has written to any of ``tensors``, once more after freeing.
+    """``function()``; if it runs out of memory before it has written to any of ``unchanged``, once more after freeing.
 
-    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``.
+    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``. ``is_cured``: by
+    more memory, of an error.
     Raises the error of ``function`` if it has written already, or fails again.
     """
-    versions = [(tensor, tensor._version) for tensor in tensors]
+    versions = [(tensor, tensor._version) for tensor in unchanged]
     try:
         return function()
     except (RuntimeError, MemoryError, OSError, OutOfMemory) as error:
-        if not is_out_of_memory(error) or any(tensor._version != version for tensor, version in versions):
+        if not is_cured(error) or any(tensor._version != version for tensor, version in versions):
             raise
         forget_traceback(error)
     free_memory()
@@ -70,7 +70,7 @@ def second_try(
     Raises OutOfMemory where it fails again, or has written already.
     """
     try:
-        return retry_unchanged(function, unchanged, is_out_of_memory, _free)
+        return retry_unchanged(function, unchanged)
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
@@ -104,10 +104,6 @@ def last_word(doing: Callable[[], str]) -> Iterator[None]:
 def _end(found: str, advice: str, text: str, error: BaseException) -> NoReturn:
     forget_traceback(error)
     raise OutOfMemory(f"{found}. {advice}. {_said(text)}") from None
-
-
-def _free() -> None:
-    free_memory(torch.device("cpu"))  # which device only matters for what it returns: the caches of all are emptied
 
 
 def _said(text: str) -> str:
