@@ -23,7 +23,7 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
-from scu_trainer.train.loss.rows.model_loss import comes_from, counting_owner, wants_few_sizes
+from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, counting_owner, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
@@ -43,10 +43,6 @@ from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, replaced
 from scu_trainer.train.step.training_mode import needless_train_left_out
 
 logger = logging.getLogger("scu_trainer")
-
-
-WITHOUT_COUNTERS = ("torch", "transformers", "peft", "scu_trainer")
-"""Packages whose modules keep what a forward changes in buffers, not in attributes."""
 
 
 PARTS = ("encoder", "decoder", "text_encoder", "generator", "text_config")
@@ -97,7 +93,7 @@ class MicroBatchStep:
         self._model_parameters, self._optimized = (), -1
         self._has_batch_norm, self._pad_token_id = _has_batch_norm(model), _pad_token_id(self.trainer)
         parameters = self._trained()
-        counting = [module for module in model.modules() if not comes_from(type(module), *WITHOUT_COUNTERS)]
+        counting = [module for module in model.modules() if not comes_from(type(module), *PUBLIC)]
         self._place = steps.AttemptSite(
             self.trainer.args.device,
             ChangingBuffers(model),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from scu_trainer.data.random_states import States, put_back, states
 from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
 from scu_trainer.train.loss.rows.known import Call, LossCalls
@@ -49,16 +48,12 @@ class Meter:
     model: nn.Module
     weights: list[torch.Tensor]
     is_noisy: Optional[bool] = None
-    _start: list = field(default_factory=list)
+    _start: States = field(default_factory=list)
 
     def first(self, inputs: Any, gradient: bool) -> tuple[torch.Tensor, list[Call]]:
         """(as ``measure``, public loss functions that were called); finds out whether there is noise."""
         if self.is_noisy is None:
-            self._start = [
-                (torch.set_rng_state, torch.get_rng_state()),
-                (np.random.set_state, np.random.get_state()),
-                (random.setstate, random.getstate()),
-            ]
+            self._start = states()
             before = rng_state(self.model)
             found = self._first(inputs, gradient)
             self.is_noisy = has_drawn(self.model, before)
@@ -95,8 +90,7 @@ class Meter:
         if self.is_noisy is None:
             yield
             return
-        for restore, state in self._start:
-            restore(state)
+        put_back(self._start)
         with WithoutNoise() if self.is_noisy else contextlib.nullcontext():
             yield
 

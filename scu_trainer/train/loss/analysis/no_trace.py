@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from functools import partial
 from types import MethodType
@@ -14,16 +13,22 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scu_trainer.train.step.recovery.snapshot import MOST_ENTRIES, OF_DATA, PLAIN, PutBack, contents, is_plain
+from scu_trainer.data.random_states import put_back
+from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
+from scu_trainer.train.step.recovery.snapshot import (
+    OF_DATA,
+    PLAIN,
+    PutBack,
+    contents,
+    generators,
+    is_small,
+    put_back_attributes,
+)
 
 aten = torch.ops.aten
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """What torch itself keeps of a module: its mode, weights, buffers, hooks."""
-
-PUBLIC = frozenset(
-    "torch transformers accelerate peft trl deepspeed bitsandbytes scu_trainer builtins functools".split()
-)
 
 MOST_BYTES = 64 * 2**20
 """Of a tensor that is no buffer and is put back where it is written to."""
@@ -43,21 +48,17 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
     buffers = [(module, dict(module._buffers), _copies(module)) for module in modules if module._buffers]
     # A hook may read what a loss has set on its trainer before; a counter that began inside goes.
     attributes = [_attributes(holder, keeps_new=holder is owner) for holder in holders]
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
-        if not training:
-            model.eval()
-        try:
-            yield
-        finally:
-            for module, was_training in modes:
-                module.training = was_training
-            _put_back(buffers)
-            for put_back in attributes:
-                put_back()
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)
+    random_states = generators({str(p.device) for p in model.parameters()})
+    if not training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+        _put_back(buffers)
+        put_back_attributes(attributes)
+        put_back(random_states)
 
 
 def _holders(model: nn.Module, owner: Any) -> list[Any]:
@@ -79,7 +80,7 @@ def _is_own(value: Any) -> bool:
     """Whether it can be called, keeps something, and is code of somebody's own."""
     if not callable(value) or isinstance(value, type) or not hasattr(value, "__dict__"):
         return False
-    return type(value).__module__.partition(".")[0] not in PUBLIC
+    return not comes_from(type(value), *PUBLIC)
 
 
 def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -102,30 +103,18 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data.copy_(value)
 
 
-def _attributes(one: Any, keeps_new: bool) -> PutBack:
-    """What puts the attributes of ``one`` back, with their contents. ``keeps_new``: names that come stay, but for those
+def _attributes(one: Any, keeps_new: bool) -> tuple:
+    """Of ``one``, with their contents, for ``put_back_attributes``. ``keeps_new``: names that come stay, but for those
     of plain values."""
-    known = {name: value for name, value in vars(one).items() if name not in OF_TORCH}
-    is_ours = type(one).__module__.partition(".")[0] == "scu_trainer" and isinstance(one, nn.Module)
-    if is_ours:  # they keep what they were asked for
-        known = {name: value for name, value in known.items() if isinstance(value, PLAIN)}
-    of_data = OF_DATA if keeps_new else ()
-    seen: set[int] = set()
-    held = [value for name, value in known.items() if name not in of_data]
-    backs = [back for value in held if (back := contents(value, _of_array, seen))]
-
-    def put_back() -> None:
-        now = vars(one)
-        for name in [] if is_ours else [name for name in now if name not in known and name not in OF_TORCH]:
-            if not keeps_new or is_plain(now[name], MOST_ENTRIES):
-                del now[name]
-        for name, value in known.items():
-            if name not in now or now[name] is not value:
-                now[name] = value
-        for back in backs:
-            back()
-
-    return put_back
+    is_ours = isinstance(one, nn.Module) and comes_from(type(one), "scu_trainer")  # they keep what they were asked for
+    of_data, seen = OF_DATA if keeps_new else (), set()
+    known = {
+        name: (value, None if name in of_data else contents(value, _of_array, seen))
+        for name, value in vars(one).items()
+        if name not in OF_TORCH and (isinstance(value, PLAIN) or not is_ours)
+    }
+    names = None if is_ours else {*known, *OF_TORCH}
+    return one, known, names, is_small if keeps_new else lambda value: True
 
 
 def _of_array(value: Any) -> Optional[PutBack]:

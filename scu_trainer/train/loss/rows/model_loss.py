@@ -38,6 +38,10 @@ HALVES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOISE_BY_LENGTH = "neftune_noise_alpha scales its noise by the length of padded rows"
 
 
+PUBLIC = tuple("torch transformers accelerate peft trl deepspeed bitsandbytes scu_trainer builtins functools".split())
+"""Packages whose code keeps nothing from one forward to the next, but in buffers."""
+
+
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     """The model itself, without adapters' wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

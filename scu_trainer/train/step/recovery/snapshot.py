@@ -22,8 +22,9 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_o
 logger = logging.getLogger("scu_trainer")
 
 PutBack = Callable[[], None]
-Attributes = list[tuple[Any, dict[str, tuple[Any, Optional[PutBack]]], Optional[set[str]]]]
-"""Owners, their plain attributes with what puts contents back, and the names they have; None where new ones stay."""
+Attributes = list[tuple[Any, dict[str, tuple[Any, Optional[PutBack]]], Optional[set[str]], Callable[[Any], bool]]]
+"""Owners, attributes of theirs with what puts contents back, the names that they have (None: new ones stay), and which
+values of new names go."""
 
 PLAIN = (bool, int, float, str, type(None))
 PLAIN_TYPES = frozenset(PLAIN)
@@ -232,23 +233,23 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
     """Those of ``modules`` and ``owner`` that are plain values, and of the latter containers of such."""
-    attributes: Attributes = [(module, _plain_attributes(module, 0), None) for module in modules]
+    attributes: Attributes = [(module, _plain_attributes(module, 0), None, is_small) for module in modules]
     if owner is not None:
-        attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES), set(vars(owner))))
+        attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES), set(vars(owner)), is_small))
     return attributes
 
 
 def put_back_attributes(attributes: Attributes) -> None:
     """As often as somebody changes them. Whoever holds a container, too, finds the entries of before in it."""
-    for one, plain, names in attributes:
+    for one, known, names, goes in attributes:
         now = vars(one)
-        for name, (value, back) in plain.items():
+        for name, (value, back) in known.items():
             if name not in now or now[name] is not value:
                 now[name] = value
             if back is not None:
                 back()
         for name in [] if names is None else now.keys() - names:  # a counter that began inside
-            if is_plain(now[name], MOST_ENTRIES):
+            if goes(now[name]):
                 del now[name]
 
 
@@ -274,6 +275,11 @@ def is_plain(value: Any, most: int) -> bool:
         if not PLAIN_TYPES.issuperset(map(type, entries)):
             waiting += entries
     return True
+
+
+def is_small(value: Any) -> bool:
+    """A plain value, or a container of such that can be put back."""
+    return is_plain(value, MOST_ENTRIES)
 
 
 def contents(
@@ -347,7 +353,7 @@ class WindowSnapshot:
         return self.gradients != gradient_versions(self.parameters)
 
 
-def generators(devices: Sequence[str] = ()) -> States:
+def generators(devices: Iterable[str] = ()) -> States:
     """Those of torch (for the CPU and ``devices``), of numpy and of Python, as they are now."""
     return states() + [_device_rng(torch.device(n)) for n in devices if torch.device(n).type not in ("cpu", "meta")]
 
