@@ -35,6 +35,7 @@ from scu_trainer.train.loss.rows.model_loss import (
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import RowLosses, preprocess_logits, row_scores
 from scu_trainer.train.step.batches.rows import looked_at
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 logger = logging.getLogger("scu_trainer")
 
@@ -161,11 +162,9 @@ class LeanPrediction:
             return predict
 
         def lean(part: Any) -> tuple:
-            self._is_predicting, self._scores = True, None
-            try:
+            self._scores = None
+            with replaced(self, "_is_predicting", True):
                 loss, logits, labels = predict(part)
-            finally:
-                self._is_predicting = False
             if scores_rows and labels is not None:  # of every batch: ranks, and parts of a batch, are put together
                 logits = preprocess_logits(logits, labels) if self._scores is None else self._scores
             return loss, logits, labels

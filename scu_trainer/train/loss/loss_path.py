@@ -48,6 +48,7 @@ from scu_trainer.train.loss.rows.row_readings import (
 )
 from scu_trainer.train.step.batches.rows import pick
 from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 logger = logging.getLogger("scu_trainer")
 
@@ -112,14 +113,9 @@ class LossPath:
     def is_chunked(self) -> bool:
         return self._kind == "headless"
 
-    @contextlib.contextmanager
-    def unrecorded(self) -> Iterator[None]:
+    def unrecorded(self) -> contextlib.AbstractContextManager[None]:
         """Inside, losses of rows are neither kept nor weighed."""
-        self._records = False
-        try:
-            yield
-        finally:
-            self._records = True
+        return replaced(self, "_records", False)
 
     def for_model(self, inputs: Any) -> Any:
         """What the model is to see of a batch."""

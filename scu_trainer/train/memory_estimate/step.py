@@ -18,9 +18,13 @@ from scu_trainer.train.loss.rows.model_loss import head_of, headless, opened
 from scu_trainer.train.memory_estimate.events import GRADIENTS, WEIGHTS, Events
 from scu_trainer.train.memory_estimate.layers import marked
 from scu_trainer.train.memory_estimate.live import LiveBytes
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 LossKind = Literal["headless", "opened", "returned"]
 """How the loss is taken, see ``loss_path.py``."""
+
+ALSO_LOGGED = logging.getLogger("torch._subclasses.fake_tensor")
+"""Where torch logs a traceback of what cannot run on tensors without content, beside raising it."""
 
 PASSES = 3
 """Forward and backward passes until the heap has about the size that it will keep."""
@@ -80,7 +84,7 @@ def trace(
     with contextlib.nullcontext() if kept is None else UntouchedHeap() as heap:
         live = LiveBytes(getattr(head_of(subject.model), "out_features", None), heap)
         live.count([*subject.model.parameters(), *subject.model.buffers()], WEIGHTS)
-        with subject.mode, _trained(subject, live, after_others), _quiet():
+        with subject.mode, _trained(subject, live, after_others), replaced(ALSO_LOGGED, "disabled", True):
             events = live.events
             with marked(layers, events):
                 _pass(subject, subject.inputs(rows, length), live)
@@ -92,17 +96,6 @@ def trace(
                 heap.repeat(PASSES - 1)
         known = heap is not None and not heap.failed_bytes
         return Traced(live.peak, events, heap.peak_bytes if known else None)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What cannot run on tensors without content is raised; torch logs a traceback of it beside."""
-    library = logging.getLogger("torch._subclasses.fake_tensor")
-    before, library.disabled = library.disabled, True
-    try:
-        yield
-    finally:
-        library.disabled = before
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.loader_workers import loading_again
 from scu_trainer.train.step.recovery.loss_scale import unscaled
 from scu_trainer.train.step.recovery.second_try import last_word, second_try
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 
 class Lean(Protocol):
@@ -129,11 +130,8 @@ class MicroBatchEngine(StockEngine):
         micro-batches."""
         if not isinstance(loader, DataLoaderShard):
             return run()
-        device, loader.device = loader.device, None
-        try:
+        with replaced(loader, "device", None):
             run()
-        finally:
-            loader.device = device
 
     def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
         if self.prediction is not None and self.prediction.items is not None:
@@ -153,21 +151,11 @@ class MicroBatchEngine(StockEngine):
         self.lean.begin()
         if self.prediction is None:
             return evaluate()
-        with self._logits_leave_the_device(loss_only):
-            return self.prediction.evaluated(evaluate, loader)
-
-    @contextlib.contextmanager
-    def _logits_leave_the_device(self, loss_only: bool):
-        """Batch by batch, instead of piling up there."""
         args = self.trainer.args
-        if loss_only or args.eval_accumulation_steps is not None:
-            yield
-            return
-        args.eval_accumulation_steps = 1
-        try:
-            yield
-        finally:
-            args.eval_accumulation_steps = None
+        as_asked = loss_only or args.eval_accumulation_steps is not None
+        # Logits leave the device batch by batch, instead of piling up there.
+        with contextlib.nullcontext() if as_asked else replaced(args, "eval_accumulation_steps", 1):
+            return self.prediction.evaluated(evaluate, loader)
 
     def doing(self, what: Callable[[], str]) -> AbstractContextManager:
         """Whatever runs out of memory and could not be repeated is reported in one line."""

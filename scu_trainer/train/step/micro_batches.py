@@ -23,7 +23,8 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
-from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, counting_owner, wants_few_sizes
+from scu_trainer.train.loss.analysis.trials import is_batch_norm
+from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, counting_owner, learns_prompts, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
@@ -91,7 +92,8 @@ class MicroBatchStep:
         model = self.trainer.model
         self.ranks, self._is_fsdp = ranks_for(self.trainer), is_fsdp(self.trainer)
         self._model_parameters, self._optimized = (), -1
-        self._has_batch_norm, self._pad_token_id = _has_batch_norm(model), _pad_token_id(self.trainer)
+        self._has_batch_norm = any(map(is_batch_norm, model.modules()))
+        self._pad_token_id = _pad_token_id(self.trainer)
         parameters = self._trained()
         counting = [module for module in model.modules() if not comes_from(type(module), *PUBLIC)]
         self._place = steps.AttemptSite(
@@ -447,14 +449,10 @@ def _pad_token_id(trainer: Trainer) -> int:
     return 0
 
 
-def _has_batch_norm(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
 def _most_positions(model: torch.nn.Module) -> int:
     """Tokens of a row for which every part of the model has positions; 0 where a configuration does not say, and where
     prompt learning takes some of them."""
-    if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
+    if learns_prompts(model):
         return 0
     config = getattr(model, "config", None)
     found = (getattr(config, name, None) for name in PARTS)

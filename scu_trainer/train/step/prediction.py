@@ -6,8 +6,7 @@ The size that fits evaluation is its own: it never touches the micro-batches of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Optional, TypeVar
 
@@ -26,7 +25,7 @@ from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import generators, plain_attributes, put_back_attributes
+from scu_trainer.train.step.recovery.snapshot import generators, plain_attributes, put_back_attributes, replaced
 
 logger = logging.getLogger("scu_trainer")
 
@@ -103,7 +102,7 @@ class Prediction:
             return self._whole(batch, inputs, predict)
         # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
         count = self.trainer._get_num_items_in_batch([self._prepared(inputs)], self.trainer.args.device)
-        with self._counted(count):
+        with replaced(self, "items", (count,)):
             if is_whole:
                 return self._whole(batch, inputs, predict)
             parts = self.halving.run(batch.rows, lambda part: self._part_result(batch, part, predict))
@@ -167,14 +166,6 @@ class Prediction:
             return loss, logits, labels
         # Memory is short: parts are kept and joined on the host.
         return loss, send_to_device(logits, "cpu"), send_to_device(labels, "cpu")
-
-    @contextmanager
-    def _counted(self, count: Any) -> Iterator[None]:
-        self.items = (count,)
-        try:
-            yield
-        finally:
-            self.items = None
 
     def _joined(self, batch: Batch, parts: list[tuple[range, tuple]], count: Any, loss_only: bool) -> tuple:
         losses = [result[0] for _, result in parts]

@@ -10,9 +10,8 @@ that was called adds what it says of itself (``known.py``).
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Optional
@@ -70,20 +69,14 @@ def analyze(
         return None
     mixing = mixing_modules(model) if training else None
     precision = tolerance(model, low_precision)
-    with untouched(model, owner, training), _statistics_kept(model, mixing), measured_weights(model) as weights:
+    with untouched(model, owner, training), measured_weights(model) as weights:
+        if mixing:  # what else the loss does shows where the modules that are known to mix rows do not
+            for module in filter(is_batch_norm, model.modules()):
+                module.eval()
         meter = Meter(loss_of, num_items, model, weights)
         trial = _Trial(meter, precision, batches, rows, pad_token_id, shifts, is_public)
         reduction = _try_beginnings(trial) or _try_rows(trial)
     return replace(reduction, mixes=f"rows affect each other through {mixing}") if mixing and reduction else reduction
-
-
-@contextlib.contextmanager
-def _statistics_kept(model: nn.Module, mixing: Optional[str]) -> Iterator[None]:
-    """Modules that are known to mix rows in training mode do not inside: what else the loss does shows."""
-    for module in model.modules() if mixing else ():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-    yield
 
 
 def _try_beginnings(trial: _Trial) -> Optional[Reduction]:
@@ -315,8 +308,7 @@ def _shapes(inputs: Any) -> list[tuple[int, ...]]:
 
 def mixing_modules(model: nn.Module) -> Optional[str]:
     """Names of the modules through which rows of a batch act on each other in training, as a phrase; None without."""
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    names = [name for name, module in model.named_modules() if isinstance(module, batch_norm) and module.training]
+    names = [name for name, module in model.named_modules() if is_batch_norm(module) and module.training]
     if names:
         return f"{_few(names)} (BatchNorm)"
     config = getattr(model, "config", None)
@@ -325,6 +317,10 @@ def mixing_modules(model: nn.Module) -> Optional[str]:
     return None
 
 
-def _few(names: Sequence[str], most: int = 3) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+def is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def _few(names: Sequence[str]) -> str:
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

@@ -211,7 +211,7 @@ def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
     config = inner_model(model).config
     attention, text = config._attn_implementation, config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
+    if learns_prompts(model):
         return "prompt learning puts states before the rows"
     if attention not in ("sdpa", *FLASH):
         return f"attn_implementation is {attention}; it can be sdpa, {' or '.join(FLASH)}"
@@ -224,6 +224,11 @@ def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
     if any(map(is_compiled, model.modules())):
         return "layers are compiled, and would be again for every number of tokens"
     return None
+
+
+def learns_prompts(model: torch.nn.Module) -> bool:
+    """Whether learned tokens come before those of a row."""
+    return any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values())
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 
 @contextlib.contextmanager
@@ -19,11 +20,5 @@ def unscaled(accelerator: Accelerator, gradients: Sequence[torch.Tensor]) -> Ite
     For an ``accelerator`` whose scaler is enabled.
     """
     second_try(accelerator.unscale_gradients, "dividing the gradients by the loss scale", unchanged=gradients)
-    before = vars(accelerator).get("unscale_gradients")
-    accelerator.unscale_gradients = lambda optimizer=None: None
-    try:
+    with replaced(accelerator, "unscale_gradients", lambda optimizer=None: None):
         yield
-    finally:
-        del accelerator.unscale_gradients
-        if before is not None:
-            accelerator.unscale_gradients = before
