@@ -23,15 +23,16 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.nn import functional
 
 from scu_trainer.data.items import TARGET
 from scu_trainer.errors import ModelError
 from scu_trainer.train.loss.analysis import EXACT, ROUGH
-from scu_trainer.train.loss.analysis.measuring import Observation
+from scu_trainer.train.loss.analysis.measuring import Observation, with_gradient
 from scu_trainer.train.loss.rows.known import LossCalls, divisor_of
-from scu_trainer.train.loss.wrapped_rows import LABELS, are_classes, each, has_one_entry_per_row, rows_to_ask, take
+from scu_trainer.train.loss.wrapped_rows import LABELS, are_classes, has_one_entry_per_row, rows_to_ask, take
 from scu_trainer.train.step.batches.reduction import Targets
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
@@ -110,11 +111,10 @@ class RowLoss(nn.Module):
         total = sums.sum()
         if self.kind == "sum":
             return total, sums
-        return total / (self._divisor(counts) if num_items is None else num_items), sums
-
-    def _divisor(self, counts: torch.Tensor) -> torch.Tensor:
-        total = counts.sum()
-        return torch.where(total > 0, total, 1.0)
+        if num_items is None:
+            counted = counts.sum()
+            num_items = torch.where(counted > 0, counted, 1.0)
+        return total / num_items, sums
 
     def weights_of(self, targets: torch.Tensor) -> Optional[torch.Tensor]:
         """What a mean with weights of classes over ``targets`` is divided by; None for other kinds."""
@@ -200,17 +200,10 @@ class RowLoss(nn.Module):
             leaves.append(tensor.detach().requires_grad_())
             return leaves[-1]
 
-        def measured(loss: torch.Tensor) -> torch.Tensor:
-            gradients = [None] * len(leaves)
-            if loss.requires_grad:
-                gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True, retain_graph=True)
-            found = [torch.zeros_like(at) if g is None else g for at, g in zip(leaves, gradients, strict=True)]
-            return torch.cat([part.detach().double().reshape(-1) for part in (loss, *found)])
-
         with torch.enable_grad():
-            outputs = each(few, leaf)
-            whole = measured(self._checked(outputs, wanted))
-            parts = [measured(self._of_one(outputs, wanted, row)) for row in range(len(wanted))]
+            outputs = recursively_apply(leaf, few)
+            whole = with_gradient(self._checked(outputs, wanted), leaves)
+            parts = [with_gradient(self._of_one(outputs, wanted, row), leaves) for row in range(len(wanted))]
         return Observation({TARGET: wanted}, len(wanted), whole, parts)
 
     def _stated_for_one(self, stated: Optional[Targets]) -> Optional[str]:
@@ -306,7 +299,8 @@ class RowLoss(nn.Module):
 
     def _mapped(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         def of_one(output: Any, target: torch.Tensor) -> torch.Tensor:
-            return self.loss(each(output, lambda tensor: tensor.unsqueeze(0)), target.unsqueeze(0)).reshape(())
+            outputs = recursively_apply(lambda tensor: tensor.unsqueeze(0), output)
+            return self.loss(outputs, target.unsqueeze(0)).reshape(())
 
         return torch.vmap(of_one)(outputs, _safe(targets))
 

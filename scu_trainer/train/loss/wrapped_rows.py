@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 
 ROWS_TO_ASK = 4
 
@@ -30,27 +31,15 @@ def rows_to_ask(targets: torch.Tensor, seen: Collection[int] = ()) -> list[int]:
     return sorted([*of_classes, *others[: max(ROWS_TO_ASK - len(of_classes), 1)]])
 
 
-def each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with every tensor in it changed; tuples, lists and mappings stay what they are."""
-    if torch.is_tensor(value):
-        return change(value)
-    if isinstance(value, Mapping):
-        return type(value)({name: each(part, change) for name, part in value.items()})
-    if isinstance(value, (tuple, list)):
-        parts = [each(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
 def take(outputs: Any, rows: slice | list[int]) -> Any:
-    return each(outputs, lambda tensor: tensor[rows])
+    return recursively_apply(lambda tensor: tensor[rows], outputs)
 
 
 def join(values: Sequence[Any]) -> Any:
     """The rows of all ``values``, which are alike; what has no rows is that of the first."""
     tensors = [_tensors(value) for value in values]
     together = iter([torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*tensors, strict=True)])
-    return each(values[0], lambda tensor: next(together))
+    return recursively_apply(lambda tensor: next(together), values[0])
 
 
 def has_one_entry_per_row(outputs: Any, count: int) -> bool:
@@ -60,5 +49,5 @@ def has_one_entry_per_row(outputs: Any, count: int) -> bool:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    each(value, lambda tensor: found.append(tensor) or tensor)
+    recursively_apply(lambda tensor: found.append(tensor) or tensor, value)
     return found

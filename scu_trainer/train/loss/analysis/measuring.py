@@ -146,7 +146,7 @@ class Observation:
 def _items(kind: str, inputs: Any, rows: int, targets: Optional[Targets]) -> list[float]:
     if kind.startswith("column "):
         return row_items("column", inputs, rows, column=kind.removeprefix("column "))
-    return row_items(kind, inputs, rows, targets if isinstance(targets, Targets) else None)
+    return row_items(kind, inputs, rows, targets)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from scu_trainer.train.loss.analysis.measuring import (
     tolerance,
 )
 from scu_trainer.train.loss.analysis.no_trace import untouched
-from scu_trainer.train.loss.rows.known import Call, LossCalls, divisor_of
+from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of
 from scu_trainer.train.step.batches.reduction import Reduction, Targets
 from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
@@ -158,24 +158,27 @@ class _Trial:
         reads_padding = "cutting it changes the loss" if trims is False else None
         return replace(reduction, trims=trims, reads_padding=reads_padding)
 
-    def _reduction_from(self, asked: list[Optional[Observation]], known, follows) -> Optional[Reduction]:
+    def _reduction_from(
+        self, asked: list[Optional[Observation]], known: Optional[Divisor], follows: Optional[float]
+    ) -> Optional[Reduction]:
         if any(one is None for one in asked):
             return None
         errors = self._errors(asked, known, follows)
         kind, tied = self._decide(errors, asked, known)
         return None if kind is None else self._reduction(kind, tied, errors, known)
 
-    def _reduction(self, kind: str, tied: tuple[str, ...], errors, known) -> Reduction:
+    def _reduction(
+        self, kind: str, tied: tuple[str, ...], errors: dict[str, float], known: Optional[Divisor]
+    ) -> Reduction:
         is_exact = errors[kind] <= self.tolerance
-        name, targets = known or (None, None)
-        is_known = is_exact and name is not None and kind in _kinds_of(targets)
+        is_known = is_exact and known is not None and kind in known.kinds
         column = kind.removeprefix("column ") if kind.startswith("column ") else None
         return Reduction(
             "column" if column else kind,
             trims=None,
             mixes=None if is_exact else "the loss of several rows does not follow from the losses of each",
-            known=name if is_known else None,
-            targets=targets if kind == "targets" else None,
+            known=known.name if is_known else None,
+            targets=known.targets if known and kind == "targets" else None,
             column=column,
             tied=() if is_known else tied,
         )
@@ -191,40 +194,42 @@ class _Trial:
     def _row(self, inputs: Any, row: int) -> Any:
         return pick(inputs, torch.tensor([row]), len(self.rows))
 
-    def _errors(self, asked: Sequence[Observation], known, follows: Optional[float]) -> dict[str, float]:
+    def _errors(
+        self, asked: Sequence[Observation], known: Optional[Divisor], follows: Optional[float]
+    ) -> dict[str, float]:
         """Of each kind, how far the whole is from what it says."""
         if follows is not None and follows < FOLLOWS:
             honoured = 0.0 if abs(2 * follows - 1) <= self.tolerance else math.inf
             return {"num_items": max(honoured, *(one.error("num_items") for one in asked))}
-        targets = None if known is None else known[1]
+        targets = known and known.targets
         kinds = _kinds(asked[0].inputs, self.shifts, targets)
         return {kind: max(one.error(kind, targets) for one in asked) for kind in kinds}
 
-    def _decide(self, errors: dict[str, float], asked, known) -> tuple[Optional[str], tuple[str, ...]]:
+    def _decide(
+        self, errors: dict[str, float], asked: Sequence[Observation], known: Optional[Divisor]
+    ) -> tuple[Optional[str], tuple[str, ...]]:
         """(kind, kinds that came out the same); None where rows do not tell kinds apart that count them differently."""
         fitting = [kind for kind, error in errors.items() if error <= self.tolerance]
         if not fitting:
             return min(errors, key=errors.get), ()
-        targets = None if known is None else known[1]
-        stated = next((kind for kind in fitting if known and kind in _kinds_of(targets)), None)
+        stated = next((kind for kind in fitting if known and kind in known.kinds), None)
         if stated is not None:
             return stated, ()
         first, *rest = fitting
+        targets = known and known.targets
         if any(one.shares(kind, targets) != one.shares(first, targets) for one in asked for kind in rest):
             return None, ()
         return first, tuple(rest)
 
-    def _known(self, inputs: Any, once: float, calls: Sequence[Call]) -> Optional[tuple[str, Any]]:
-        """(name of the public function that computes the loss, what it divides by), where nothing else is in it.
-        ``once``: the loss of ``inputs``, computed by ``calls``."""
+    def _known(self, inputs: Any, once: float, calls: Sequence[Call]) -> Optional[Divisor]:
+        """What the public functions divide by that compute the loss, where nothing else is in it. ``once``: the loss of
+        ``inputs``, computed by ``calls``."""
         divisor = divisor_of(calls, inputs, len(self.rows))
         if divisor is None:
             return None
         with LossCalls(factor=2.0):
             twice = self.meter.loss(inputs)
-        if abs(twice - 2 * once) > 1e-6 * abs(once):
-            return None
-        return ", ".join(dict.fromkeys(call.name for call in calls)), divisor.targets or divisor.kind
+        return None if abs(twice - 2 * once) > 1e-6 * abs(once) else divisor
 
     def _follows(self, inputs: Any, once: float) -> Optional[float]:
         """The loss given twice the count, by ``once``; None where it is given none."""
@@ -261,7 +266,7 @@ class _Trial:
             follows = self._follows(one, float(loss))
             if follows is not None and follows < FOLLOWS:
                 kind, known = "num_items", replace(self, rows=self.rows[:1])._known(one, float(loss), calls)
-                name = known[0] if known and known[1] == "sum" else None
+                name = known.name if known and known.kind == "sum" else None
         except Exception as error:  # training itself will say why, if it fails there too
             forget_traceback(error)
         mixes = None if name else f"it could not be tested: {reason}"
@@ -279,16 +284,9 @@ class _Trial:
             return True if is_out_of_memory(error) else False
 
 
-def _kinds_of(found: Any) -> tuple[str, ...]:
-    """Kinds that what a public function says of itself may come out as."""
-    if isinstance(found, Targets):
-        return (found.kind,)
-    return ("sum", "num_items") if found == "sum" else (found,)
-
-
-def _kinds(inputs: Any, shifts: bool, known: Any) -> list[str]:
+def _kinds(inputs: Any, shifts: bool, stated: Optional[Targets]) -> list[str]:
     """All that may be, the likelier first."""
-    kinds = ["targets"] if isinstance(known, Targets) and known.kind == "targets" else []
+    kinds = ["targets"] if stated is not None and stated.kind == "targets" else []
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
     if torch.is_tensor(labels) and not labels.is_floating_point() and labels.dim():
         by_labels = ["labels", "shifted_labels"] if labels.dim() >= 2 else ["labels"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -87,10 +87,18 @@ class LossCalls(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Divisor:
-    """Of all calls of one loss. ``kind``: "sum", "rows" or "targets"."""
+    """Of all calls of one loss. ``kind``: "sum", "rows" or "targets". ``name``: of the functions."""
 
     kind: str
     targets: Optional[Targets] = None
+    name: str = ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those of ``Reduction`` that such a loss may come out as."""
+        if self.targets is not None:
+            return (self.targets.kind,)
+        return ("sum", "num_items") if self.kind == "sum" else (self.kind,)
 
 
 def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:
@@ -100,7 +108,9 @@ def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> O
     if not found or None in found:
         return None
     alike = len({one.kind for one in found}) == 1 and all(one.targets is None for one in found)
-    return found[0] if alike or len(found) == 1 else None
+    if not (alike or len(found) == 1):
+        return None
+    return replace(found[0], name=", ".join(dict.fromkeys(call.name for call in calls)))
 
 
 def _divisor(call: Call, inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:
