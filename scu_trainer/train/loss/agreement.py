@@ -14,6 +14,7 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis import has_drawn, rng_state, tolerance, untouched
+from scu_trainer.train.loss.analysis.measuring import tolerance_of
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, inner_model, opened
 from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import RowLosses, row_scores
@@ -52,7 +53,7 @@ def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
         stock, ours = (
             float(_loss(trainer, short, way)) for way in (contextlib.nullcontext(), headless(model, None, _ignored))
         )
-        return _same_loss(_tolerance(trainer), stock, ours)
+        return _same_loss(tolerance_of(trainer), stock, ours)
 
     return _asked(model, compared, "a short row without its output head")
 
@@ -70,7 +71,7 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_pref
         rows = end_to_end(two, shares_prefixes=shares_prefixes)
         stock, states, gradient = _answers(trainer, two, rows, contextlib.nullcontext())
         ours, our_states, our_gradient = _answers(trainer, two, rows, opened(model, None, _ignored, rows))
-        bound = _tolerance(trainer)
+        bound = tolerance_of(trainer)
         same, reason = _same_loss(bound, stock, ours)
         if not same:
             return same, reason
@@ -112,7 +113,7 @@ def follows_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
     def compared() -> Found:
         weights = (short["labels"].new_full((1,), factor, dtype=torch.float32) for factor in (1, 2))
         once, twice = (float(_loss(trainer, short, opened(model, one, _ignored), num_items=items)) for one in weights)
-        return _same_loss(_tolerance(trainer), 2 * once, twice)
+        return _same_loss(tolerance_of(trainer), 2 * once, twice)
 
     return bool(_asked(model, compared, "a short row")[0])
 
@@ -175,10 +176,6 @@ def _asked(model: torch.nn.Module, compared: Callable[[], Found], what: str) -> 
 
 def _ignored(losses: Any) -> None:
     """Nobody asks for the losses of rows."""
-
-
-def _tolerance(trainer: Trainer) -> float:
-    return tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
 
 
 def _same_loss(bound: float, stock: float, ours: float) -> Found:

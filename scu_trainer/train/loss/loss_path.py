@@ -23,7 +23,8 @@ from transformers import Trainer
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.train.loss.agreement import agrees_headless, agrees_padding_free, follows_row_weights
-from scu_trainer.train.loss.analysis import mixing_modules, tolerance, untouched
+from scu_trainer.train.loss.analysis import mixing_modules, untouched
+from scu_trainer.train.loss.analysis.measuring import tolerance_of
 from scu_trainer.train.loss.rows.known import LossCalls
 from scu_trainer.train.loss.rows.model_loss import (
     has_causal_loss,
@@ -278,7 +279,7 @@ class LossPath:
             num_items,
             trainer.accelerator.num_processes,
             shifts=trainer._loss_shifts_labels,
-            rough=tolerance(trainer.model, trainer.accelerator.mixed_precision != "no"),
+            rough=tolerance_of(trainer),
             is_changed=trainer.compute_loss_func is not None or trainer.label_smoother is not None,
             calls=calls,
         )

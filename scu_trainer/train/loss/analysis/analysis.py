@@ -17,7 +17,7 @@ from transformers import Trainer
 from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_to_ask
 from scu_trainer.train.loss.analysis.audit import Audited, Auditor, is_part
 from scu_trainer.train.loss.analysis.exchange import seen_exchange
-from scu_trainer.train.loss.analysis.measuring import tolerance
+from scu_trainer.train.loss.analysis.measuring import tolerance_of
 from scu_trainer.train.loss.analysis.no_trace import untouched
 from scu_trainer.train.loss.analysis.own_step import OwnStep
 from scu_trainer.train.loss.analysis.trials import analyze
@@ -197,7 +197,7 @@ class LossAnalysis:
                 batches,
                 num_items,
                 pad_token_id,
-                low_precision=self._low_precision,
+                low_precision=trainer.accelerator.mixed_precision != "no",
                 shifts=trainer._loss_shifts_labels,
                 seen=self._seen,
                 owner=trainer,
@@ -223,14 +223,6 @@ class LossAnalysis:
         finally:
             self.seconds += time.perf_counter() - began
 
-    @property
-    def _low_precision(self) -> bool:
-        return self.trainer.accelerator.mixed_precision != "no"
-
-    @property
-    def _tolerance(self) -> float:
-        return tolerance(self.trainer.model, self._low_precision)
-
     # -- auditing ------------------------------------------------------------------------------------------------------
 
     def holds(self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any) -> bool:
@@ -248,7 +240,7 @@ class LossAnalysis:
         found = self._audit(window, micro_batches, num_items)
         if found is None:  # this window tells nothing: a later one will
             return True
-        if found.difference <= self._tolerance:
+        if found.difference <= tolerance_of(self.trainer):
             self.audits += 1
             self.last_good_step = self._step
             self.largest_difference = max(self.largest_difference, found.difference)
@@ -280,7 +272,7 @@ class LossAnalysis:
         return self.trainer.state.global_step + 1
 
     def _stop_splitting(self, found: Audited) -> None:
-        if found.of_value > self._tolerance:
+        if found.of_value > tolerance_of(self.trainer):
             reason, of = f"the loss of {found.rows} rows together is {found.whole:.6g}", found.of_value
             reason += f", the sum over their micro-batches {found.parts:.6g}"
         else:

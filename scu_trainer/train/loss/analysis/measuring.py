@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from transformers import Trainer
 
 from scu_trainer.data.random_states import States, put_back, states
 from scu_trainer.hardware.precision import AMPERE
@@ -189,6 +190,11 @@ def tolerance(model: nn.Module, low_precision: bool) -> float:
     if low or low_precision:
         return ROUGH
     return ROUGH_TF32 if _rounds_to_tf32(model) else EXACT
+
+
+def tolerance_of(trainer: Trainer) -> float:
+    """Of losses and gradients as this trainer computes them."""
+    return tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
 
 
 def _rounds_to_tf32(model: nn.Module) -> bool:
