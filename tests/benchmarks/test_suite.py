@@ -2,12 +2,15 @@
 
 import json
 import multiprocessing
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.headline import memory_estimate, regressions, variable_length
 from benchmarks.lib import text_job
 from benchmarks.lib.memory_estimate.cases import CASES
+from benchmarks.lib.memory_estimate.run import Watch
 from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.text_race import Raced, _book
@@ -235,6 +238,12 @@ def test_an_unknown_benchmark_is_named_with_those_that_there_are(results, capsys
         regressions.main(["other"])
     assert ended.value.code == 2
     assert "no results with figures for other; there are some" in capsys.readouterr().err
+
+
+def test_the_steps_of_a_training_that_was_predicted_are_watched():
+    place = SimpleNamespace(device=torch.device("meta"))  # which keeps no peak
+    trainer = SimpleNamespace(args=place, micro_batches=None, add_callback=lambda callback: None)
+    assert Watch(trainer).peaks.peak_bytes is None
 
 
 @pytest.mark.parametrize("device", memory_estimate.LIMITED)

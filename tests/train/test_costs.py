@@ -70,7 +70,7 @@ def peak_of(folder, memory: MemorySettings, *taking: TrainerCallback, **changes)
     def prepare(trainer) -> None:
         for callback in taking:
             trainer.add_callback(callback)
-        found["peaks"] = step_peaks(trainer.args.device, trainer.micro_batches and trainer.micro_batches.loop)
+        found["peaks"] = step_peaks(trainer)
         trainer.add_callback(found["peaks"])
         give_back_freed()  # what earlier tests left to this process, which memory control would give back on the way
         found["held"] = CpuGauge().read().own_bytes
@@ -99,7 +99,7 @@ def test_what_an_evaluation_takes_is_no_part_of_a_step(tmp_path):
 
 def test_a_device_that_keeps_no_peak_is_unknown():
     trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("meta")), micro_batches=None)
-    assert step_peaks(trainer.args.device, trainer.micro_batches and trainer.micro_batches.loop).peak_bytes is None
+    assert step_peaks(trainer).peak_bytes is None
 
 
 def test_main_memory_is_unknown_where_its_peak_cannot_be_restarted(tmp_path):

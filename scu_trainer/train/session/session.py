@@ -325,8 +325,7 @@ def _train(
     console: Console,
     foreseen: RunEstimate,
 ) -> dict[str, Any]:
-    sizer = None if trainer.micro_batches is None else trainer.micro_batches.loop
-    output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer.args.device, sizer)
+    output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer)
     stop = _stoppable(trainer, request, status)
     for watcher in (times, peaks):
         trainer.add_callback(watcher)

@@ -69,9 +69,10 @@ class StepPeaks(TrainerCallback):
         return max(self._highest_bytes, seen_by_loop) or None
 
 
-def step_peaks(device: torch.device, sizer: Optional[MicroBatchSizer] = None) -> StepPeaks:
-    """For ``add_callback``. ``sizer``: of the trainer, None where memory control is off."""
-    return StepPeaks(_peak_gauge(device), None if sizer is None or sizer.gauge is None else sizer)
+def step_peaks(trainer: Any) -> StepPeaks:
+    """For ``add_callback`` of an SCUTrainer."""
+    sizer = trainer.micro_batches and trainer.micro_batches.loop
+    return StepPeaks(_peak_gauge(trainer.args.device), sizer if sizer and sizer.gauge else None)
 
 
 def _peak_gauge(device: torch.device, restarts_peak: str = RESTARTS_PEAK) -> Optional[Gauge]:
