@@ -13,6 +13,7 @@ from typing import Any, Optional, get_args
 from transformers import TrainingArguments
 
 from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.settings.base import plain
 from scu_trainer.train.step.distributed.deepspeed_start import FILE_VARIABLE
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -69,7 +70,7 @@ def check_schedule(config: dict[str, Any], training: TrainingArguments, source: 
     """Raise SettingsError where the file's optimizer or learning rates would replace what the settings ask for."""
     schedule = config.get("scheduler", {})
     meant = SCHEDULES.get(schedule.get("type"))
-    asked = str(getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type))
+    asked = plain(training.lr_scheduler_type)
     if schedule and meant != asked:
         raise SettingsError(
             f"{source} says scheduler {schedule.get('type')}, the configuration says lr_scheduler_type {asked}; remove "
@@ -78,7 +79,7 @@ def check_schedule(config: dict[str, Any], training: TrainingArguments, source: 
     if schedule:
         _check_lengths(schedule.get("params", {}), training, source)
     optimizer = config.get("optimizer", {}).get("type")
-    asked = str(getattr(training.optim, "value", training.optim))
+    asked = plain(training.optim)
     if optimizer and not (optimizer.lower() in ("adam", "adamw") and asked.startswith("adamw_torch")):
         raise SettingsError(
             f"{source} says optimizer {optimizer}, the configuration says optim {asked}; remove optimizer from the "

@@ -9,10 +9,11 @@ from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, ControlError, SettingsError
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings.base import plain
 from scu_trainer.train.regularization.zero import refuse_stage
 from scu_trainer.train.step.distributed.deepspeed_config import BY_LAUNCHER, check_keys, check_schedule, fill, source_of
 from scu_trainer.train.step.distributed.deepspeed_start import share_process_group
-from scu_trainer.train.step.distributed.ranks_deepspeed import timed
+from scu_trainer.train.step.distributed.ranks_deepspeed import refuse_timers
 
 WITHOUT = "without DeepSpeed"
 WANT_SHAPES = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw")
@@ -52,8 +53,8 @@ def check_deepspeed(
     _check_model(model, training)
     _check_optimizer(config, training)
     _check_loops(training, memory, regularization)
-    if memory.acts:
-        _check_timers(config, source)
+    if memory.acts:  # before a model is loaded; a script of one's own meets the same refusal when training begins
+        refuse_timers(source, config.get("flops_profiler", {}).get("enabled"), config.get("wall_clock_breakdown"))
 
 
 def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only: bool) -> None:
@@ -96,14 +97,6 @@ def _launched_under(training: TrainingArguments) -> Optional[str]:
     return _under(stage, training.world_size) if stage and not converts else None
 
 
-def _check_timers(config: dict[str, Any], source: str) -> None:
-    """Before a model is loaded; a script of one's own meets the same refusal when training begins."""
-    timers = {"flops_profiler": config.get("flops_profiler", {}).get("enabled")}
-    for name, enabled in {**timers, "wall_clock_breakdown": config.get("wall_clock_breakdown")}.items():
-        if enabled:
-            raise ControlError(timed(name, source))
-
-
 def _check_precision(config: dict[str, Any], training: TrainingArguments, source: str) -> None:
     if config.get("fp16", {}).get("enabled") is True and training.device.type == "cpu":
         raise SettingsError(f"{source} enables fp16, which DeepSpeed refuses on a CPU; use bf16: true, or drop fp16")
@@ -123,8 +116,7 @@ def _check_model(model: ModelSettings, training: TrainingArguments) -> None:
     if model.device_map is not None:
         raise SettingsError(
             f"device_map: {model.device_map} and DeepSpeed both decide where weights are placed; drop DeepSpeed, or "
-            "drop "
-            "device_map: ds_configs/zero3_offload.json puts weights into main memory, too"
+            "drop device_map: ds_configs/zero3_offload.json puts weights into main memory, too"
         )
     if model.tuning == "qlora" and zero_stage(training) == 3:
         raise SettingsError(
@@ -137,7 +129,7 @@ def _check_optimizer(config: dict[str, Any], training: TrainingArguments) -> Non
     """ZeRO hands the optimizer one flat row of numbers per group of weights, a slice of it on each rank."""
     if "optimizer" in config or zero_stage(training) == 0:
         return
-    name = str(getattr(training.optim, "value", training.optim))
+    name = plain(training.optim)
     if name.startswith(WANT_SHAPES):
         raise SettingsError(
             f"optim {name} needs the rows and columns of each weight, but ZeRO gives it one flat vector of all "

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scu_trainer.errors import ControlError
+from scu_trainer.settings.base import plain
 from scu_trainer.train.step.distributed.ranks import OFF, DdpRanks, Ranks, ShardedRanks
 from scu_trainer.train.step.distributed.ranks_deepspeed import deepspeed_ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp
@@ -48,7 +49,7 @@ def refuse_arguments(trainer) -> None:
             "auto_find_batch_size restarts training with a smaller batch, but memory control fits the requested "
             f"batch into memory; set auto_find_batch_size: false, or {OFF}"
         )
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    optimizer = plain(args.optim)
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise ControlError(
             f"optim {optimizer} changes weights during backward, where no micro-batch can be undone; use an "

@@ -82,6 +82,13 @@ class Ranks:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return shared.tolist()
 
+    def _fill_unused(self, weights: Iterable[nn.Parameter], used: Sequence[bool]) -> None:
+        """Zero gradients where only other ranks used a weight; weights that no rank used keep None. ``used``: whether
+        this rank has a gradient of each weight."""
+        for weight, used_here, used_anywhere in zip(weights, used, self.all_reduce_max(used), strict=True):
+            if used_anywhere and not used_here:
+                weight.grad = torch.zeros_like(weight)
+
     def finish(self) -> None:
         """What the launcher itself does at the end of an optimizer window, after its gradients are complete."""
 
@@ -126,7 +133,7 @@ class DdpRanks(Ranks):
             dist.broadcast(flat, source, group=group)
 
     def _average_gradients(self) -> None:
-        fill_unused(self._shared, [weight.grad is not None for weight in self._shared], self.all_reduce_max)
+        self._fill_unused(self._shared, [weight.grad is not None for weight in self._shared])
         gradients = [weight.grad for weight in self._shared if weight.grad is not None]
         for flat in in_buckets(gradients):
             # Before the sum, and as a product: the order in which DDP rounds.
@@ -153,16 +160,6 @@ class ShardedRanks(Ranks):
             "a rank ran out of memory under FSDP or ZeRO-3, where the others wait inside the same micro-batch: none "
             "can run again. Resume from the last checkpoint with a smaller token_cap or max_batch_size, or use ZeRO-1/2"
         )
-
-
-def fill_unused(weights: Iterable[nn.Parameter], used: Sequence[bool], all_reduce_max) -> None:
-    """Zero gradients where only other ranks used a weight; weights that no rank used keep None.
-
-    ``used``: whether this rank has a gradient of each weight. ``all_reduce_max``: see ``Ranks.all_reduce_max``.
-    """
-    for weight, used_here, used_anywhere in zip(weights, used, all_reduce_max(used), strict=True):
-        if used_anywhere and not used_here:
-            weight.grad = torch.zeros_like(weight)
 
 
 @torch.no_grad()

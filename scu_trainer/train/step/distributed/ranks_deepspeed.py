@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.step.distributed.ranks import OFF, Ranks, ShardedRanks, fill_unused
+from scu_trainer.train.step.distributed.ranks import OFF, Ranks, ShardedRanks
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 
@@ -34,7 +34,7 @@ class ZeroRanks(Ranks):
                 # The engine reduces what it finds even then, and other ranks may never come to meet it.
                 self.drop_gradients()
                 raise
-            self._fill_unused()
+            self._complete()
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -65,10 +65,11 @@ class ZeroRanks(Ranks):
         self._engine.set_gradient_accumulation_boundary(is_boundary=True)
         self._engine.step()
 
-    def _fill_unused(self) -> None:
+    def _complete(self) -> None:
+        """Give every rank a gradient of each weight that any of them used."""
         optimizer = self._engine.optimizer
         used = [optimizer.get_gradient_for_reduction(weight) is not None for weight in self.weights]
-        fill_unused(self.weights, used, self.all_reduce_max)
+        self._fill_unused(self.weights, used)
         if optimizer.use_grad_accum_attribute:
             optimizer.fill_grad_accum_attribute()
 
@@ -88,20 +89,19 @@ def deepspeed_ranks(trainer) -> Ranks:
     return ZeroRanks(trainer)
 
 
-def timed(name: str, source: str) -> str:
-    """Why DeepSpeed's timer ``name`` and the memory loop do not go together."""
-    return (
-        f"DeepSpeed's {name} measures forward and backward in pairs, which a failed micro-batch breaks; disable {name} "
-        f"in {source}, or {OFF}"
-    )
+def refuse_timers(source: str, flops_profiler: Any, wall_clock_breakdown: Any) -> None:
+    """Raise ControlError for a timer that is on in ``source``."""
+    # The profiler first: the engine then says wall_clock_breakdown, too, whatever its configuration says.
+    for name, is_on in (("flops_profiler", flops_profiler), ("wall_clock_breakdown", wall_clock_breakdown)):
+        if is_on:
+            raise ControlError(
+                f"DeepSpeed's {name} measures forward and backward in pairs, which a failed micro-batch breaks; "
+                f"disable {name} in {source}, or {OFF}"
+            )
 
 
 def _refuse_unusable(engine) -> None:
-    # The profiler first: the engine then says wall_clock_breakdown, too, whatever its configuration says.
-    timers = {"flops_profiler": engine.flops_profiler_enabled(), "wall_clock_breakdown": engine.wall_clock_breakdown()}
-    for name, enabled in timers.items():
-        if enabled:
-            raise ControlError(timed(name, "the DeepSpeed configuration"))
+    refuse_timers("the DeepSpeed configuration", engine.flops_profiler_enabled(), engine.wall_clock_breakdown())
     if engine.pipeline_parallelism or engine.has_moe_layers:
         kind = "pipeline parallelism" if engine.pipeline_parallelism else "expert layers (MoE)"
         raise ControlError(
