@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Optional, Protocol
 
@@ -200,11 +200,11 @@ class LossPath:
             loss, losses = self._forward(model, inputs, num_items, stock, ids)
             self._held.append((ids, losses))
             return loss
-        with self._statistics() as restore_statistics:
-            loss, losses = self._forward(model, inputs, num_items, stock, ids)
-            if losses is not None and not _are_finite([losses]):
-                restore_statistics()
-                return self._without(inputs, num_items, stock, ids, ~torch.isfinite(losses.sums))
+        put_back_statistics = self._statistics()
+        loss, losses = self._forward(model, inputs, num_items, stock, ids)
+        if losses is not None and not _are_finite([losses]):
+            put_back_statistics()
+            return self._without(inputs, num_items, stock, ids, ~torch.isfinite(losses.sums))
         self._see(ids, losses)
         return loss
 
@@ -305,19 +305,18 @@ class LossPath:
             self._mixes = mixing_modules(self.trainer.model) is not None
         return self._mixes
 
-    @contextlib.contextmanager
-    def _statistics(self) -> Iterator[Callable[[], None]]:
+    def _statistics(self) -> Callable[[], None]:
         """What puts running statistics back that a batch with a bad row has spoilt; only BatchNorm has such."""
         model = self.trainer.model
         kept = {name: b.clone() for name, b in model.named_buffers()} if self._rows_mix else {}
 
-        def restore() -> None:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in kept:
-                        buffer.copy_(kept[name])
+        @torch.no_grad()
+        def put_back() -> None:
+            for name, buffer in model.named_buffers():
+                if name in kept:
+                    buffer.copy_(kept[name])
 
-        yield restore
+        return put_back
 
     def _without(self, inputs, num_items, stock, ids, bad: torch.Tensor) -> torch.Tensor:
         """The loss of the rows whose loss is a number; the others are set aside, and said."""

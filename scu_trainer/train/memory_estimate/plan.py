@@ -22,7 +22,7 @@ from scu_trainer.train.memory_estimate.layers import as_all_layers, deepened, ki
 from scu_trainer.train.memory_estimate.predict import estimate_of, held_by, loss_kind, step_of, subject_of, trained_of
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
 from scu_trainer.train.memory_estimate.skeleton import of_configuration
-from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
+from scu_trainer.train.memory_estimate.step import EstimatedStep, tensors_of, trace
 from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.tasks.common import checkpoints
 from scu_trainer.train.tasks.packing import Packing
@@ -147,14 +147,10 @@ class Deep:
 
 def weights_of(model: nn.Module, layers: Sequence[nn.Module], all_layers: Sequence[nn.Module]) -> tuple[int, Trained]:
     """(bytes of weights and buffers, what is trained) of ``model`` with ``all_layers`` in the place of ``layers``."""
-    inside = {id(tensor) for layer in layers for tensor in _held_by(layer)}
-    outside = [tensor for tensor in _held_by(model) if id(tensor) not in inside]
-    tensors = [*outside, *(tensor for layer in all_layers for tensor in _held_by(layer))]
+    inside = {id(tensor) for layer in layers for tensor in tensors_of(layer)}
+    outside = [tensor for tensor in tensors_of(model) if id(tensor) not in inside]
+    tensors = [*outside, *(tensor for layer in all_layers for tensor in tensors_of(layer))]
     return sum(tensor.nbytes for tensor in tensors), trained_of(t for t in tensors if t.requires_grad)
-
-
-def _held_by(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def _tokens(rows: int, length: int) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ from scu_trainer.train.loss.rows.model_loss import (
 )
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step, lengths_of, planned_step
 from scu_trainer.train.memory_estimate.skeleton import copy_of
-from scu_trainer.train.memory_estimate.step import EstimatedStep, LossKind, trace
+from scu_trainer.train.memory_estimate.step import EstimatedStep, LossKind, tensors_of, trace
 from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.step.batches.rows import PADDING, has_time
 from scu_trainer.train.step.distributed.deepspeed_rules import zero_stage
@@ -101,7 +101,7 @@ def held_by(job: Job, parts: Optional[TrainingComponents] = None) -> Held:
 
 
 def _bytes_of(model: Optional[nn.Module]) -> int:
-    return 0 if model is None else sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return 0 if model is None else sum(tensor.nbytes for tensor in tensors_of(model))
 
 
 @functools.cache

@@ -52,6 +52,11 @@ class EstimatedStep:
         return {name: self.mode.from_tensor(value) if torch.is_tensor(value) else value for name, value in found}
 
 
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Weights and buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
 @dataclass(frozen=True)
 class Traced:
     """Bytes by part (see events.py) at the highest moment of a pass; ``events``: of the first one.
@@ -83,7 +88,7 @@ def trace(
     """
     with contextlib.nullcontext() if kept is None else UntouchedHeap() as heap:
         live = LiveBytes(getattr(head_of(subject.model), "out_features", None), heap)
-        live.count([*subject.model.parameters(), *subject.model.buffers()], WEIGHTS)
+        live.count(tensors_of(subject.model), WEIGHTS)
         with subject.mode, _trained(subject, live, after_others), replaced(ALSO_LOGGED, "disabled", True):
             events = live.events
             with marked(layers, events):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Optional, TypeVar
 
 import torch
@@ -208,9 +208,4 @@ def _part(batch: Batch, part: range) -> Any:
 
 
 def _concatenated(parts: list[Any]) -> Any:
-    if parts[0] is None:
-        return None
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = nested_concat(joined, part, padding_index=-100)
-    return joined
+    return None if parts[0] is None else reduce(partial(nested_concat, padding_index=-100), parts)

@@ -68,7 +68,8 @@ class Auditor:
                 return found
         number = turn % len(window.batches)
         groups = [[row for row in micro_batch.rows if row[0] == number] for micro_batch in micro_batches]
-        groups, most_tokens, before = [group for group in groups if group], _most_tokens(micro_batches), None
+        groups, before = [group for group in groups if group], None
+        most_tokens = max(micro_batch.tokens for micro_batch in micro_batches)
         while sum(map(len, groups)) > 1 and (sample := _sampled(window, groups, most_tokens, turn)) != before:
             parts = _at_least_two(sample)
             found, fits = self._fitting(lambda: self._compared(window, parts, num_items, own))  # noqa: B023
@@ -169,11 +170,6 @@ def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:
         return groups
     (only,) = groups
     return [only[:1], only[1:]]
-
-
-def _most_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """That memory takes at once."""
-    return max(micro_batch.tokens for micro_batch in micro_batches)
 
 
 def _tokens(window: AccumulationWindow, groups: Sequence[Sequence[Row]]) -> list[int]:

@@ -26,6 +26,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from scu_trainer.control.splitting import few_sizes
@@ -252,7 +253,7 @@ def _by_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
 def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     """One call for neighbours of one length, of which sorted micro-batches have many."""
     if not takes_groups(query):
-        key, value = (_of_every_head(each, query.size(1)) for each in (key, value))
+        key, value = (repeat_kv(each, query.size(1) // each.size(1)) for each in (key, value))
     groups = [(length, len(list(same))) for length, same in itertools.groupby(rows.lengths)]
     sizes = [length * count for length, count in groups]
     made = []
@@ -271,9 +272,3 @@ def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
         )
         made.append(out[:, :, :length].transpose(1, 2).flatten(0, 1))
     return torch.cat(made).unsqueeze(0)
-
-
-def _of_every_head(grouped: Tensor, heads: int) -> Tensor:
-    """(1, fewer heads, tokens, size) -> (1, heads, tokens, size)"""
-    times = heads // grouped.size(1)
-    return grouped if times == 1 else grouped.repeat_interleave(times, dim=1)
