@@ -44,8 +44,8 @@ def retry_unchanged(
 ) -> Result:
     """``function()``; if it runs out of memory before it has written to any of ``unchanged``, once more after freeing.
 
-    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``. ``is_cured``: by
-    more memory, of an error.
+    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``. ``is_cured``:
+    whether more memory may cure an error.
     Raises the error of ``function`` if it has written already, or fails again.
     """
     versions = [(tensor, tensor._version) for tensor in unchanged]
