@@ -215,8 +215,8 @@ class LossPath:
     # -- many micro-batches at one wait for the device
 
     def hold(self) -> None:
-        """From here on nobody looks whether the rows' losses are finite, nor reports them, until ``settle``. Does
-        nothing while it is not known how they are read."""
+        """Until ``settle``, losses of rows are neither checked for being finite nor reported. Does nothing while it is
+        not known how they are read."""
         self._held = [] if self.rows is not None and self._has_reading else None
 
     def settle(self) -> bool:

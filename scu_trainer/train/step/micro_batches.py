@@ -46,8 +46,8 @@ from scu_trainer.train.step.training_mode import needless_train_left_out
 logger = logging.getLogger("scu_trainer")
 
 
-PARTS = ("encoder", "decoder", "text_encoder", "generator", "text_config")
-"""Of a configuration that is made of several, those of parts that see text."""
+TEXT_PARTS = ("encoder", "decoder", "text_encoder", "generator", "text_config")
+"""Configurations, within that of a model of several parts, of the parts that see text."""
 
 
 class MicroBatchStep:
@@ -455,7 +455,7 @@ def _most_positions(model: torch.nn.Module) -> int:
     if learns_prompts(model):
         return 0
     config = getattr(model, "config", None)
-    found = (getattr(config, name, None) for name in PARTS)
+    found = (getattr(config, name, None) for name in TEXT_PARTS)
     parts = [part for part in found if part is not None] or [config]
     return min(getattr(part, "max_position_embeddings", None) or 0 for part in parts)
 

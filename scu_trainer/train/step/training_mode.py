@@ -16,8 +16,8 @@ STOCK = (nn.Module.train, PreTrainedModel.train)
 @contextlib.contextmanager
 def needless_train_left_out(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, the first ``model.train()`` returns at once if by then all of ``modules``, which are those of ``model``,
-    are in training mode, and none has a ``train`` of its own. Later ones, and other modes, are as ever, as is all
-    without ``modules``."""
+    are in training mode, and none has a ``train`` of its own. Later calls, other modes, and calls without ``modules``
+    are unchanged."""
     if not modules or "train" in vars(model):
         yield
         return

@@ -50,7 +50,7 @@ def exchange_in(trainer: Trainer) -> Optional[str]:
 
 
 def seen_exchange(loss_of: Callable[[Any], Any], batches: Iterable[Any]) -> Optional[str]:
-    """As ``exchange_in``, of what happens where ``loss_of`` takes the first of the ``batches`` that it can take."""
+    """As ``exchange_in``, seen while ``loss_of`` runs on the first of the ``batches`` that it takes."""
     watch = _Watch()
     for batch in batches:
         try:

@@ -36,7 +36,7 @@ from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory
 from scu_trainer.train.step.recovery.second_try import retry_unchanged
 
 FOLLOWS = 0.75
-"""Given twice the count, a loss that is divided by it halves; nearly so with a part of its own that nobody counts."""
+"""Given twice the count, a loss that is divided by it halves, or nearly so where one of its terms is not divided."""
 
 
 def analyze(

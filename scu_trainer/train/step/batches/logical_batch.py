@@ -20,7 +20,7 @@ EXPONENTS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
 class LogicalBatches:
     """Windows of a variable number of rows.
 
-    ``nominal_rows``: of one accumulation batch, when memory has its way it is never more. ``rows``: now.
+    ``nominal_rows``: rows of an accumulation batch while memory allows, never more. ``rows``: rows of one now.
     ``rule``: how the learning rate follows. Square root: Malladi et al., 2022 (arXiv 2205.10287), for adaptive
     optimizers; linear: Goyal et al., 2017 (arXiv 1706.02677), for SGD.
     """

@@ -1,4 +1,4 @@
-"""Main memory beside an accelerator that trains: what a run holds there too long is collected before others suffer."""
+"""Main memory of a run that trains on an accelerator: garbage is collected before other processes run short."""
 
 from __future__ import annotations
 

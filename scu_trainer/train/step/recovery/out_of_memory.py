@@ -46,7 +46,7 @@ _OUT_OF_MEMORY = re.compile(
 _NO_HANDLE = re.compile(r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS)_STATUS_NOT_INITIALIZED")
 
 HANDLE_BYTES = 512 * 2**20
-"""A handle with its workspace, which lies outside torch's allocator, certainly finds room in as much."""
+"""Room enough for a handle and its workspace, which lie outside torch's allocator."""
 
 # Out of memory where a smaller micro-batch does not help: in a worker process or the pinning thread (host memory of
 # the data loader; torch re-raises it in the main process with the original's type), and in NCCL, whose communicator is
