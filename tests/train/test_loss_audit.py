@@ -139,6 +139,20 @@ def test_a_term_that_grows_from_zero_is_found_by_its_gradient(tmp_path):
     assert notice.startswith("from step 2 on, batches run whole, because the gradient of 2 rows together is not that")
 
 
+def test_a_gradient_that_is_no_number_for_a_row_alone_is_a_difference(tmp_path, caplog):
+    """The value is the same to eight digits; a spread of one row is 0, whose root has no slope."""
+
+    def loss(net, pooled, logits, mask, labels):
+        return plain(net, pooled, logits, mask, labels) + 1e-9 * pooled.var(dim=0, unbiased=False).sqrt().sum()
+
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        trainer, found = train(loss, tmp_path, MemorySettings(max_batch_size=1), steps=3)
+    _, expected = train(loss, tmp_path, None, steps=3)
+    assert wrong_steps(found, expected) == []
+    assert not trainer.micro_batches.analysis.reduction.is_exact
+    assert "Batches run whole" in caplog.text
+
+
 def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):
     """The few rows that are asked about do not show it; the first audit takes the whole window of a stranger's loss."""
 

@@ -110,9 +110,13 @@ def with_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tens
 
 def gradient_error(whole: torch.Tensor, shared: list[torch.Tensor]) -> float:
     """How far the gradient of a whole is from the sum of its parts, relative to the largest. All as ``with_gradient``
-    gives them."""
+    gives them. Infinite where only a part is not finite, as a root of a variance is for a row alone; 0 where the whole
+    is not, which training says by itself."""
+    difference = float((torch.stack(shared).sum(dim=0) - whole)[1:].norm())
+    if not math.isfinite(difference):
+        return math.inf if bool(whole.isfinite().all()) else 0.0
     scale = max(float(one[1:].norm()) for one in (whole, *shared))
-    return float((torch.stack(shared).sum(dim=0) - whole)[1:].norm()) / scale if scale else 0.0
+    return difference / scale if scale else 0.0
 
 
 @dataclass(frozen=True, eq=False)
