@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -64,9 +65,13 @@ def launch(words: Sequence[object], *, environment: Optional[Mapping[str, str]] 
     return _run(words, [dict(os.environ if environment is None else environment)], timeout, forks=True)
 
 
-def run_without_us(words: Sequence[object], timeout: float = 200.0) -> Done:
-    """``python WORDS`` from the root of the project, where nothing of it has been imported."""
-    return _run(words, [dict(os.environ)], timeout, forks=False, kind="run without us")
+def run_without_us(
+    words: Sequence[object], *, environment: Optional[Mapping[str, str]] = None, timeout: float = 200.0
+) -> Done:
+    """``python WORDS`` from the root of the project, where nothing of it has been imported. ``environment``: as for
+    ``launch``."""
+    environments = [dict(os.environ if environment is None else environment)]
+    return _run(words, environments, timeout, forks=False, kind="run without us")
 
 
 def _run(
@@ -329,10 +334,13 @@ def _be(words: list[str], environment: Mapping[str, str], cwd: str, files: Seque
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        before = _about_the_hub(os.environ)
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(cwd)
         _forget_the_parent()
+        if _about_the_hub(environment) != before:
+            _tell_its_library()
         if forks:
             subprocess.Popen._execute_child = _fork_python
             os.execve = _become
@@ -346,6 +354,24 @@ def _be(words: list[str], environment: Mapping[str, str], cwd: str, files: Seque
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _about_the_hub(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where the Hub of Hugging Face is, whether it may be asked, and the like."""
+    return {name: value for name, value in environment.items() if name.startswith("HF_")}
+
+
+def _tell_its_library() -> None:
+    """As if it were imported now: huggingface_hub reads its variables then, once, into a table from which some of its
+    modules take copies. The client that it makes for all holds the address."""
+    from huggingface_hub import constants, hf_api
+
+    before = dict(vars(constants))
+    importlib.reload(constants)
+    changed = {name: value for name, value in vars(constants).items() if value != before.get(name)}
+    for module in [module for name, module in sys.modules.items() if name.startswith("huggingface_hub.")]:
+        vars(module).update({name: changed[name] for name in changed.keys() & vars(module).keys() if name.isupper()})
+    hf_api.api.endpoint = constants.ENDPOINT
 
 
 def _forget_the_parent() -> None:

@@ -14,9 +14,9 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -27,7 +27,7 @@ from scu_trainer.cli.main import INTERRUPTED, main
 from scu_trainer.hardware.probe import accelerators
 from tests import processes, tiny
 from tests.hub.runs import documents
-from tests.hub.server import Hub, Repo, running
+from tests.hub.server import Repo, running
 from tests.test_doc_blocks import ROOT, blocks, commands
 from tests.test_doc_commands import TRAININGS
 
@@ -203,8 +203,8 @@ def program(place: Path) -> list[str]:
     return ["-c", code.format(str(place))]
 
 
-def in_its_own_process(words: list[str], place: Path) -> tuple[int, str]:
-    done = processes.launch([*program(place), *words])
+def in_its_own_process(words: list[str], place: Path, environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    done = processes.launch([*program(place), *words], environment=environment)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -235,14 +235,6 @@ def ask(said: str) -> None:
         assert httpx.get(here, follow_redirects=True, timeout=60).status_code == 200, said
 
 
-def pushed(words: list[str], place: Path, hub: Hub) -> tuple[int, str]:
-    """In a new process, because where the Hub is counts before its library is imported."""
-    command = [sys.executable, "-m", "scu_trainer.cli.main", *words]
-    around = {**os.environ, **hub.environment(place / "home")}
-    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=PATIENCE_S)
-    return done.returncode, done.stdout + done.stderr
-
-
 class Keyboard(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -258,7 +250,7 @@ def execute(place, hub, capsys, monkeypatch):
             if line.startswith(begin):
                 return until_ctrl_c(words, place, until)
         if words[0] == "push" or "--push_to_hub" in words:
-            return pushed(words, place, hub)
+            return in_its_own_process(words, place, {**os.environ, **hub.environment(place / "home")})
         if line.startswith(START_PYTHON):
             return in_its_own_process(words, place)
         monkeypatch.setattr(sys, "stdin", Keyboard(MENU) if line == "runs" else io.StringIO(QUESTION))

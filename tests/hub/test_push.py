@@ -1,4 +1,7 @@
-"""``scripts/push_to_hf.py`` in a process of its own against a Hub on this machine, with connections that break."""
+"""``scripts/push_to_hf.py`` in a process of its own against a Hub on this machine, with connections that break.
+
+Three tests start it from nothing, as a user does: what arrives, what is refused in one line, and what needs no token;
+the others fork from a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from scu_trainer.cli.main import main
+from tests import processes
 from tests.hub.runs import flags
 from tests.hub.server import TOKEN, Faults, Repo, running
 
@@ -44,10 +48,12 @@ def fresh(shared):
     shared.hub.repos["me/base"] = Repo()
 
 
-def push(shared, *words, token=TOKEN, **environment):
-    command = [sys.executable, str(ROOT / "scripts" / "push_to_hf.py"), *map(str, words)]
+def push(shared, *words, token=TOKEN, from_nothing=False, **environment):
+    command = [str(ROOT / "scripts" / "push_to_hf.py"), *map(str, words)]
     around = {**os.environ, **shared.hub.environment(shared.folder / "home", token), **environment}
-    return subprocess.run(command, env=around, capture_output=True, text=True, timeout=60)
+    if from_nothing:
+        return subprocess.run([sys.executable, *command], env=around, capture_output=True, text=True, timeout=60)
+    return processes.launch(command, environment=around, timeout=60)
 
 
 def shards(folder: Path) -> set[str]:
@@ -62,7 +68,8 @@ def commits(shared, branch: str = "main") -> list:
 
 
 def test_an_adapter_arrives_byte_for_byte(shared):
-    done = push(shared, shared.run, "--repo_id", REPO, "--base_model", "me/base", "--license", "mit")
+    to_hub = ("--repo_id", REPO, "--base_model", "me/base", "--license", "mit")
+    done = push(shared, shared.run, *to_hub, from_nothing=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{shared.hub.url}/{REPO}" and "as one commit" in done.stdout
     assert len(commits(shared)) == 1
@@ -139,9 +146,10 @@ def test_an_adapter_on_the_hub_is_used_by_its_id(shared, tmp_path, capsys):
     scored = ["--against", "base", "--eval_dataset", documents, "--block_size", "32", "--json"]
     further = flags(shared.folder, "further", output_dir=tmp_path / "further", model_name_or_path=REPO)
     words = [["eval", REPO, *scored], ["merge", REPO, "--json"], ["train", *further]]
-    code = f"from scu_trainer.cli.main import main; assert not any(main(words) for words in {words})"
-    around = {**os.environ, **shared.hub.environment(shared.folder / "home"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=around, cwd=tmp_path, capture_output=True, text=True)
+    code = f"import os; from scu_trainer.cli.main import main; os.chdir({str(tmp_path)!r}); "
+    code += f"assert not any(main(words) for words in {words})"
+    around = {**os.environ, **shared.hub.environment(shared.folder / "home")}
+    done = processes.launch(["-c", code], environment=around)
     assert done.returncode == 0, done.stderr
     assert main(["eval", str(shared.run), *scored]) == 0
     by_id, by_path = json.loads(done.stdout.splitlines()[0]), json.loads(capsys.readouterr().out)
@@ -185,9 +193,8 @@ def test_a_hub_that_says_nothing_is_given_up_on_and_asked_again(shared):
     shared.hub.faults.stall_s = [30.0]
     code = "import sys; from scu_trainer.models.loading import hub_errors; "
     code += "from scu_trainer.cli.publishing.push import main; hub_errors.STALL_S = 0.3; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, str(shared.merged), "--repo_id", REPO]
     around = {**os.environ, **shared.hub.environment(shared.folder / "home")}
-    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=120)
+    done = processes.launch(["-c", code, shared.merged, "--repo_id", REPO], environment=around, timeout=120)
     assert done.returncode == 0 and "timed out); again in 1 s" in done.stderr, done.stderr
     assert len(commits(shared)) == 1
 
@@ -216,7 +223,8 @@ def test_a_wrong_token_is_one_line_and_appears_nowhere(shared):
     wrong = "hf_" + "WrongWrongWrong0123456789abcdefg"
     before = {path: path.stat().st_mtime_ns for path in shared.folder.rglob("*")}
     for words in ([], ["--token", wrong]):
-        done = push(shared, shared.merged, "--repo_id", REPO, *words, token=None if words else wrong)
+        token = None if words else wrong
+        done = push(shared, shared.merged, "--repo_id", REPO, *words, token=token, from_nothing=not words)
         one_line(done, "does not accept the token; make one with write access")
         assert wrong not in done.stdout + done.stderr
     written = [
@@ -243,7 +251,8 @@ def test_refusals_of_the_hub_are_one_line_each(shared):
 
 
 def test_a_dry_run_asks_nobody_and_needs_no_token(shared):
-    done = push(shared, shared.run, "--merged", "--repo_id", REPO, "--dry_run", "--json", token=None)
+    words = ("--merged", "--repo_id", REPO, "--dry_run", "--json")
+    done = push(shared, shared.run, *words, token=None, from_nothing=True)
     assert done.returncode == 0 and shared.hub.requests == [], done.stderr
     promised = json.loads(done.stdout)["files"]
     assert push(shared, shared.run, "--merged", "--repo_id", REPO).returncode == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from safetensors.torch import load_file
 
 from scu_trainer.cli.subjects import subject_of
 from scu_trainer.models.loading.load import load_for_evaluation
+from tests import processes
 from tests.hub.server import running
 
 IDS = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -42,16 +41,16 @@ def logits(finished):
     folder, run = finished.folder, finished.run
     with running() as hub:
         environment = {**os.environ, **hub.environment(folder / "home")}
-        command = [sys.executable, "-m", "scu_trainer.cli.main", "push", str(run), "--merged", "--repo_id", "me/model"]
-        subprocess.run(command, env=environment, check=True, capture_output=True)
+        words = ["-m", "scu_trainer.cli.main", "push", run, "--merged", "--repo_id", "me/model"]
+        done = processes.launch(words, environment=environment)
+        assert done.returncode == 0, done.stderr
         cards = {
             "adapter": (run / "README.md").read_text(),
             "merged": (finished.merged / "README.md").read_text(),
             "pulled": hub.repos["me/model"].files()["README.md"].decode(),
         }
         blocks = {name: code_of(card) for name, card in cards.items()}
-        program = [sys.executable, "-I", "-c", STRANGER % blocks, str(folder / "logits")]
-        done = subprocess.run(program, env=environment, capture_output=True, text=True, cwd=folder)
+        done = processes.run_without_us(["-c", STRANGER % blocks, folder / "logits"], environment=environment)
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
         expected = load_for_evaluation(str(run), subject_of(str(run)).model)(input_ids=IDS).logits
