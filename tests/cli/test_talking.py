@@ -121,12 +121,13 @@ def test_from_a_pipe_only_the_answers_are_printed(folder):
     assert "greedy" not in done.stdout and "\033" not in done.stdout and done.stdout.endswith("\n")
 
 
-def test_bytes_that_are_no_text_are_refused_by_their_line(folder):
-    words = [sys.executable, *program("chat", folder, "--max_new_tokens", "1")]
-    own = {**environment(), "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(words, input=b"hello\nne \xff\n", capture_output=True, env=own, check=False)
-    assert done.returncode == 2 and b"Traceback" not in done.stderr
-    assert b"error: line 2 of what was typed is not UTF-8 text (byte 0xff); convert it" in done.stderr
+def test_bytes_that_are_no_text_are_refused_by_their_line(folder, tmp_path):
+    typed, log = tmp_path / "typed", tmp_path / "said.log"
+    typed.write_bytes(b"hello\nne \xff\n")
+    words = program("chat", folder, "--max_new_tokens", "1")
+    process = processes.Started(words, log, environment(), keyboard=str(typed))
+    assert process.wait(120) == 2 and "Traceback" not in log.read_text()
+    assert "error: line 2 of what was typed is not UTF-8 text (byte 0xff); convert it" in log.read_text()
 
 
 def test_in_a_terminal_it_streams_and_ends_with_ctrl_d(folder):
