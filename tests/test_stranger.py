@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scu_trainer.cli.main import main
+from scu_trainer.train.fixtures import base_model
+from tests import processes
 from tests.test_doc_blocks import BLOCK
 
 ROOT = Path(__file__).parents[1]
@@ -24,13 +28,25 @@ def typed() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
+@pytest.fixture
+def base_forks(monkeypatch):
+    """The process that makes the embedded base is a fork; tests/serve/test_serve.py starts it from nothing."""
+
+    def run(command, env, check) -> None:
+        assert command[0] == sys.executable and check
+        done = processes.launch(command[1:], environment=env)
+        assert done.returncode == 0, done.stderr
+
+    monkeypatch.setattr(base_model, "subprocess", SimpleNamespace(run=run))
+
+
 def test_first_fine_tune_and_chat_take_four_commands_at_most(typed):
     words = [command[:2] for command in typed]
     assert words[0] == ["pip", "install"]  # tests/test_wheel.py does it
     assert words.index(["scu-trainer", "chat"]) + 1 <= 4
 
 
-def test_the_commands_train_answer_and_show_what_would_be_shared(typed, tmp_path, monkeypatch, capsys):
+def test_the_commands_train_answer_and_show_what_would_be_shared(typed, base_forks, tmp_path, monkeypatch, capsys):
     """With the model that is made here, since the one of the README is a download."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
