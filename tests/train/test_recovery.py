@@ -153,10 +153,22 @@ def test_a_device_too_small_for_the_batch_gives_the_stock_training(tmp_path, nam
     assert found.micro_batches.loop.statistics.out_of_memory <= 4, "what failed once is tried again and again"
 
 
-def test_sizes_tried_are_halved_until_they_fit(tmp_path):
+def test_sizes_tried_are_halved_until_they_fit(tmp_path, caplog):
     changes = {"per_device_train_batch_size": 12, "max_steps": 2}
-    _, tried = trained_on_device(tiny.vit, tiny.images(), tmp_path, 2, **changes)
+    found, tried = trained_on_device(tiny.vit, tiny.images(), tmp_path, 2, **changes)
     assert tried == [12, 6, 3, *[1] * 24]
+    first = next(line for line in caplog.messages if "micro-batches of at most" in line)
+    assert "micro-batches of at most 6 rows from now on: out of memory at 12 rows" in first
+    assert "again as 2 x 6 rows; the optimizer still sees 12 rows of this device" in first
+    assert "token" not in caplog.text, "images have none"
+    memory = found.loop("memory")
+    assert "at the end 1 row;" in dict(memory.lines(memory.figures()))["memory"]
+
+
+def test_an_image_that_does_not_fit_has_no_tokens(tmp_path):
+    with pytest.raises(OutOfMemory, match=r"does not fit in memory even alone") as raised:
+        trained_on_device(tiny.vit, tiny.images(), tmp_path, 0, max_steps=1)
+    assert "tokens" not in str(raised.value)
 
 
 @pytest.mark.parametrize("call", [0, 1, 2])

@@ -121,7 +121,7 @@ class MemoryLoop(Loop):
             lines.append(("tokens processed per real token", f"{processed:.2f} (as delivered: {delivered:.2f})"))
         if memory["out_of_memory"] or memory["changes"]:
             cap = memory["final_cap_tokens"]
-            at_the_end = "unrestricted" if cap is None else f"{cap:,} tokens"
+            at_the_end = "unrestricted" if cap is None else self.micro_batches.loop.amount(cap)
             lines.append(
                 (
                     "memory",

@@ -87,6 +87,7 @@ class MicroBatchSizer:
         self.step = 0
         self.logical: Optional[LogicalBatches] = None
         self._window: Optional[AccumulationWindow] = None
+        self.has_length = True
         self._ceiling = 1
         self.busy_tokens = busy_tokens(device.type)
         self._retried: set[MicroBatch] = set()
@@ -120,6 +121,7 @@ class MicroBatchSizer:
         ``keep_step``: given where all ranks must run the same number of micro-batches; how they agree on it.
         """
         self._window, self.step, self._attempts = window, step, 0
+        self.has_length = window.has_length
         self._retried.clear()
         self._saw.clear()
         has_rested, self._rests = self._rests, self._may_rest
@@ -279,7 +281,7 @@ class MicroBatchSizer:
         self.statistics.predicted += 1
         if limit < min(micro_batch.tokens, 0.9 * self._predicted_least):
             self._predicted_least = limit
-            reason = f"{_size(micro_batch)} is predicted to use part of the headroom"
+            reason = f"{self._size(micro_batch)} is predicted to use part of the headroom"
             self._note(reason, self._before, self.state.pressure, tokens=limit)
 
     def _predicted_limit(self, micro_batch: MicroBatch) -> Optional[int]:
@@ -357,7 +359,8 @@ class MicroBatchSizer:
                 raise OutOfMemory(self._hopeless(failure, reading))
             self._retried.add(micro_batch)  # memory has been freed since it failed: once more as it is
         reason = (
-            f"out of memory at {_size(micro_batch)}{_wanted(failure)}; again as {len(smaller)} x {_size(smaller[-1])}"
+            f"out of memory at {self._size(micro_batch)}{_wanted(failure)}; again as {len(smaller)} x "
+            f"{self._size(smaller[-1])}"
         )
         self._note(reason, reading, "critical")
         return smaller
@@ -366,7 +369,7 @@ class MicroBatchSizer:
         logger.warning(
             "step %d: out of memory at %s%s; retrying it unchanged, after freeing memory",
             self.step,
-            _size(failure.micro_batch),
+            self._size(failure.micro_batch),
             _wanted(failure),
         )
 
@@ -377,13 +380,14 @@ class MicroBatchSizer:
         )
         more = len(micro_batch.rows) - 3
         names += f" and {more} more row{'s' if more > 1 else ''}" if more > 0 else ""
+        names += f" ({micro_batch.length} tokens)" if self.has_length else ""
         alone = "does not fit in memory even alone" if len(micro_batch.rows) < 2 else "do not fit in memory together"
         obstacle = self._window.batches[micro_batch.batch].obstacle or self._window.uncuttable
         wanted = f", {_gib(failure.wanted_bytes)} wanted" if failure.wanted_bytes else ""
         is_kept = len(micro_batch.rows) > 1 and obstacle is None
         fewer = "per_device_train_batch_size (and raise gradient_accumulation_steps as much), " if obstacle else ""
         return (
-            f"step {self.step}: {names} ({micro_batch.length} tokens) {alone}{wanted}; "
+            f"step {self.step}: {names} {alone}{wanted}; "
             f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
             + (f"; it could not be cut: {obstacle}" if obstacle else "")
             + (f"; {self._keeper} keeps {len(micro_batch.rows)} rows together" if is_kept else "")
@@ -397,6 +401,16 @@ class MicroBatchSizer:
         return "min_batch_size" if own else "BatchNorm, which has no statistics of one row,"
 
     # -- reports -------------------------------------------------------------------------------------------------------
+
+    def amount(self, tokens: int) -> str:
+        return f"{tokens:,} tokens" if self.has_length else _rows(tokens)
+
+    def _size(self, micro_batch: MicroBatch) -> str:
+        rows = _rows(max(1, len(micro_batch.rows)))
+        if not self.has_length:
+            return rows
+        is_even = micro_batch.tokens == max(1, len(micro_batch.rows)) * micro_batch.length
+        return f"{rows} x {micro_batch.length}" if is_even else f"{rows} of {micro_batch.tokens} tokens"
 
     def _note(self, reason: str, reading: MemoryReading, pressure: str, tokens: Optional[int] = None) -> None:
         """A row of the history and a line of the log. ``tokens``: of a micro-batch from now on, if not the cap."""
@@ -418,11 +432,10 @@ class MicroBatchSizer:
             }
         )
         logger.warning(
-            "step %d: micro-batches of at most %d tokens (%d of the longest rows) from now on: %s; the optimizer still "
-            "sees %d rows of this device per step",
+            "step %d: micro-batches of at most %s from now on: %s; the optimizer still sees %d rows of this device per "
+            "step",
             self.step,
-            tokens,
-            rows_per_chunk,
+            f"{tokens} tokens ({rows_per_chunk} of the longest rows)" if self.has_length else _rows(tokens),
             reason,
             sum(batch.rows for batch in self._window.batches),
         )
@@ -475,11 +488,8 @@ def law_of(settings: MemorySettings) -> control.SizerConfig:
     )
 
 
-def _size(micro_batch: MicroBatch) -> str:
-    count = max(1, len(micro_batch.rows))
-    rows = f"{count} row{'s' if count > 1 else ''}"
-    is_even = micro_batch.tokens == count * micro_batch.length
-    return f"{rows} x {micro_batch.length}" if is_even else f"{rows} of {micro_batch.tokens} tokens"
+def _rows(count: int) -> str:
+    return f"{count} row{'s' if count > 1 else ''}"
 
 
 def _wanted(failure: steps.Failure) -> str:

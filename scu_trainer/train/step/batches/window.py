@@ -91,6 +91,11 @@ class AccumulationWindow:
         return max((batch.padded_tokens for batch in self.batches), default=1)
 
     @property
+    def has_length(self) -> bool:
+        """Whether rows have tokens; without, as images, each counts for one."""
+        return any(batch.width or batch.decoder_width for batch in self.batches)
+
+    @property
     def is_uneven(self) -> bool:
         """Whether sorting rows by length would save padding."""
         widths = {(batch.width, batch.decoder_width) for batch in self.batches}
