@@ -206,9 +206,11 @@ class SCUTrainer(Trainer):
         given = _named(Trainer.train, args, kwargs)
         if given.get("resume_from_checkpoint"):
             takes_weights_only = self.resumes_weights_only or self.is_stock
-            hashes = self.is_world_process_zero()
             given["resume_from_checkpoint"] = selected_checkpoint(
-                given["resume_from_checkpoint"], self.args.output_dir, takes_weights_only, hashes=hashes
+                given["resume_from_checkpoint"],
+                self.args.output_dir,
+                takes_weights_only,
+                is_main=self.is_world_process_zero(),
             )
             if not self.is_stock:
                 check_checkpoint(Path(str(given["resume_from_checkpoint"])), self.args, self.resumes_weights_only)
@@ -491,10 +493,11 @@ class SCUTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
         with tensors_only(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            tell_of_fresh_optimizer(Path(checkpoint))
-        if checkpoint is not None and has_optimizer(Path(checkpoint)) and self.is_world_process_zero():
-            tell_of_left_out(Path(checkpoint), self.loops)
+        if checkpoint is not None and self.is_world_process_zero():
+            if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+                tell_of_fresh_optimizer(Path(checkpoint))
+            if has_optimizer(Path(checkpoint)):
+                tell_of_left_out(Path(checkpoint), self.loops)
         if self.is_stock or checkpoint is None:
             return
         if not has_optimizer(Path(checkpoint)):  # weights_only: everything else starts over

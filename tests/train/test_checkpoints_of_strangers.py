@@ -176,6 +176,19 @@ def test_an_optimizer_that_starts_over_is_said(stock, tmp_path, caplog, missing)
     assert f"checkpoint-4 holds no {missing}: the optimizer and its schedule start over" in caplog.text
 
 
+class SecondRank(SCUTrainer):
+    def is_world_process_zero(self):
+        return False
+
+
+def test_one_rank_says_what_a_checkpoint_lacks(ours, tmp_path, caplog):
+    newest = copied(ours, tmp_path, 4) / "checkpoint-4"
+    (newest / "optimizer.pt").unlink()
+    for asked in (str(newest), True):
+        assert resumed(SecondRank, asked, newest.parent).state.global_step > 4
+    assert "checkpoint-4" not in caplog.text
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_unasked_an_edited_one_comes_after_a_whole_one(ours, tmp_path, caplog, edit):
     change, said, is_chosen = EDITS[edit]

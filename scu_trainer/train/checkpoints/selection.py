@@ -18,33 +18,34 @@ logger = logging.getLogger("scu_trainer")
 
 
 def newest_checkpoint(
-    run: Path, world_size: Optional[int], weights_only: bool = False
+    run: Path, world_size: Optional[int], weights_only: bool = False, tells: bool = True
 ) -> tuple[Optional[Path], list[str]]:
     """The newest one in ``run`` from which ``world_size`` ranks can go on, or where none is whole, the newest that can
-    be read; and why newer ones were skipped, which the log says, too."""
+    be read; and why newer ones were skipped, which the log says, too, if it ``tells``."""
     skipped: list[str] = []
     changed: Optional[tuple[Path, Findings]] = None
     for checkpoint in named_as_one(run):
         found = examine(checkpoint, world_size, weights_only)
         fault = found.fault or _past_the_run(checkpoint)
         if fault is None:
-            _warn(checkpoint, found)
+            _warn(checkpoint, found, tells)
             return checkpoint, skipped
         if changed is None and found.damage is None and _past_the_run(checkpoint) is None:
             changed = checkpoint, found
-        logger.warning("%s is skipped: %s", checkpoint, fault)
+        if tells:
+            logger.warning("%s is skipped: %s", checkpoint, fault)
         skipped.append(f"{checkpoint.name} is skipped: {fault}")
     if changed is None:
         return None, skipped
     checkpoint, found = changed
-    _warn(checkpoint, found)
+    _warn(checkpoint, found, tells)
     others = [line for line in skipped if not line.startswith(f"{checkpoint.name} ")]
     return checkpoint, [*others, f"{checkpoint.name} itself was changed: {found.fault}"]
 
 
-def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
+def whole_checkpoint(run: Path, weights_only: bool, tells: bool = True) -> tuple[Path, list[str]]:
     """The newest one in ``run``, for any number of ranks, and why newer ones were skipped. Raises CheckpointError."""
-    newest, skipped = newest_checkpoint(run, None, weights_only)
+    newest, skipped = newest_checkpoint(run, None, weights_only, tells)
     if newest is None:
         raise CheckpointError(
             f"{run} holds no checkpoint to resume from ({'; '.join(skipped) or 'none is there'}); give the path of one "
@@ -53,27 +54,28 @@ def whole_checkpoint(run: Path, weights_only: bool) -> tuple[Path, list[str]]:
     return newest, skipped
 
 
-def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, hashes: bool) -> Any:
+def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, is_main: bool) -> Any:
     """The checkpoint of ``train(resume_from_checkpoint=wanted)``; True: the newest whole one in ``output_dir``.
 
     What is not there at all, or no path, is returned as it is: the stock Trainer says what is wrong with it.
-    ``hashes``: also compare the contents of one that is named. Raises CheckpointError.
+    ``is_main``: the rank that tells what it finds, and also compares the contents of one that is named. Raises
+    CheckpointError.
     """
     if wanted is True:
         run = Path(output_dir)
-        return str(whole_checkpoint(run, weights_only)[0]) if run.is_dir() and named_as_one(run) else wanted
+        return str(whole_checkpoint(run, weights_only, is_main)[0]) if run.is_dir() and named_as_one(run) else wanted
     if not isinstance(wanted, (str, os.PathLike)) or not os.path.lexists(wanted):
         return wanted
-    found = examine(Path(wanted), None, weights_only, hashes=hashes)
+    found = examine(Path(wanted), None, weights_only, hashes=is_main)
     if found.damage is not None:
         raise CheckpointError(f"{wanted} cannot be resumed from: {found.damage}")
-    _warn(Path(wanted), found)
+    _warn(Path(wanted), found, is_main)
     return str(wanted)
 
 
-def _warn(checkpoint: Path, found: Findings) -> None:
+def _warn(checkpoint: Path, found: Findings, tells: bool) -> None:
     differing = "; ".join((*found.changes, *found.spare))
-    if differing:
+    if differing and tells:
         logger.warning("%s was changed since it was written, but the run resumes from it: %s", checkpoint, differing)
 
 
