@@ -178,7 +178,8 @@ class Loop(TrainerCallback):
         """Before weights are saved. May raise, on all ranks, where that would be wrong."""
 
     def state_dict(self) -> Optional[dict[str, Any]]:
-        """What ``state_file`` holds, as JSON has it; None: no file. Also asked for once after the first step."""
+        """What ``state_file`` holds, as JSON has it: a tuple comes back as a list. None: no file. Also asked for once
+        after the first step."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """``state``: as ``state_dict`` gave it."""
@@ -342,5 +343,5 @@ def opened(output_dir: str, name: str, step: int) -> History:
     history = History(Path(output_dir) / name)
     dropped = history.truncate_after(step)
     if dropped:
-        logger.info("removed %d rows of %s after step %d: the resumed run writes them again", dropped, name, step)
+        logger.info("removed %d rows of %s after step %d: this run writes its own", dropped, name, step)
     return history

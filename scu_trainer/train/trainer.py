@@ -259,7 +259,7 @@ class SCUTrainer(Trainer):
         if not self.is_stock:
             heap.settle()
         for loop in self.loops:
-            loop.trainer = self  # it may have been given to another one since
+            loop.trainer = self  # as around evaluations; for all of this training
             loop.begin()
         self.loss_path = self.new_loss_path()
         self._flops_per_entry = None
@@ -443,6 +443,28 @@ class SCUTrainer(Trainer):
             return super(SCUTrainer, self).prediction_step(model, part, prediction_loss_only, ignore_keys=ignore_keys)
 
         return self.engine.predicted(predict, inputs, prediction_loss_only)
+
+    @functools.wraps(Trainer.evaluate)
+    def evaluate(self, *args, **kwargs):
+        with self._owning_loops():
+            return super().evaluate(*args, **kwargs)
+
+    @functools.wraps(Trainer.predict)
+    def predict(self, *args, **kwargs):
+        with self._owning_loops():
+            return super().predict(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _owning_loops(self) -> Iterator[None]:
+        """Loops that were also given to another trainer, which may be training, act for this one meanwhile."""
+        lent = [(loop, loop.trainer) for loop in self.loops]
+        for loop, _ in lent:
+            loop.trainer = self
+        try:
+            yield
+        finally:
+            for loop, trainer in lent:
+                loop.trainer = trainer
 
     @functools.wraps(Trainer.evaluation_loop)
     def evaluation_loop(self, *args, **kwargs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -322,6 +323,30 @@ def test_a_loop_of_two_trainers_belongs_to_the_one_that_trains(tmp_path):
     )
     first.train()
     assert loop.trainer is first
+
+
+class Evaluated(Named):
+    def begin(self):
+        self.of = []
+
+    def evaluation(self):
+        self.of.append(self.trainer)
+        return contextlib.nullcontext()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.of.append(self.trainer)
+
+
+def test_an_evaluation_is_that_of_its_trainer_while_another_one_has_the_loop(tmp_path):
+    loop = Evaluated()
+    loop.begin()
+    first, second = (
+        SCUTrainer(llama(layers=1), arguments(tmp_path), eval_dataset=Rows(4), callbacks=[loop]) for _ in range(2)
+    )
+    first.evaluate()
+    first.predict(Rows(4))
+    second.evaluate()
+    assert loop.of == [first, first, first, second, second] and loop.trainer is second
 
 
 class Looks(Named):
