@@ -176,6 +176,14 @@ def test_an_optimizer_that_starts_over_is_said(stock, tmp_path, caplog, missing)
     assert f"checkpoint-4 holds no {missing}: the optimizer and its schedule start over" in caplog.text
 
 
+def test_weights_alone_are_refused_with_what_takes_them_in_python(tmp_path):
+    trained(llama(), tmp_path, **SAVED, save_only_model=True, memory=MemorySettings())
+    with pytest.raises(CheckpointError, match=r"in Python safety=SafetySettings\(weights_only=True\)"):
+        trained(llama(), tmp_path, resume=True, **STEPS, memory=MemorySettings())
+    more = {**STEPS, "max_steps": 8, "safety": SafetySettings(weights_only=True)}
+    assert trained(llama(), tmp_path, resume=True, **more, memory=MemorySettings()).state.global_step == 8
+
+
 class SecondRank(SCUTrainer):
     def is_world_process_zero(self):
         return False

@@ -28,7 +28,9 @@ from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS,
 OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
 """Of the stock Trainer, of FSDP (whole, in parts), of DeepSpeed."""
 
-WEIGHTS_ONLY_HINT = "--weights_only uses its weights and starts the optimizer over"
+WEIGHTS_ONLY_HINT = (
+    "--weights_only, in Python safety=SafetySettings(weights_only=True), uses its weights and starts the optimizer over"
+)
 
 STATE = "trainer_state.json"
 WEIGHTS = re.compile(r"(adapter_|pytorch_)?model[^/]*\.(safetensors|bin)")
