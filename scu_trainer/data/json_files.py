@@ -31,22 +31,40 @@ def read_json_lines(path: Path) -> Iterator[Record]:
 
 def _json_record(place: str, line: bytes) -> Record:
     try:
-        value = json.loads(line)
-    except ValueError as error:  # broken JSON, or bytes that are not UTF-8
+        value = json.loads(line, object_pairs_hook=each_once)
+    except ValueError as error:  # broken JSON, a key that stands twice, or bytes that are not UTF-8
         return Record(place, None, f"not readable as JSON: {error}{_hint(error, line)}")
     except RecursionError:
         return Record(place, None, TOO_DEEP)
-    return _object_record(place, value, line)
+    record = _object_record(place, value, line)
+    return record._replace(problem=record.problem + ONE_LIST) if isinstance(value, list) else record
+
+
+class _KeyTwice(ValueError):
+    """JSON's own readers keep the last value of such a key, and drop the others in silence."""
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of its ``pairs``, for json's ``object_pairs_hook``. Raises ValueError for a key that stands twice."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _KeyTwice(f"an object has the key {twice!r} twice; one of the two values would be lost")
+    return value
 
 
 def _hint(error: ValueError, line: bytes) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"; {to_utf_8(error.object)}"
+    if line.strip() == b"[":
+        return ONE_LIST
     if not line.rstrip().endswith(b","):
         return ""
     return "; the line ends with a comma: remove it, because each line is an object by itself"
 
 
+ONE_LIST = "; if the file is one list of objects, name it .json"
 TO_UTF_8 = "convert it, for instance with iconv -f LATIN1 -t UTF-8"
 
 
@@ -116,30 +134,34 @@ def _is_whole_object(line: bytes) -> bool:
 
 def _json_list(path: Path) -> Iterator[Record]:
     """Element by element: only a few of them are in memory."""
-    name = shown_name(path)
+    name, number = shown_name(path), 0
     try:
         with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
             for number, (value, written) in enumerate(_elements(text), start=1):
                 yield _object_record(f"{name} row {number}", value, written)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} starts like a list but is not readable as JSON: {error}; write one object per line and name the "
-            "file .jsonl, then bad rows can be skipped one by one"
+            f"{path} starts like a list but is not readable as JSON after {number:,} rows: {error}; write one object "
+            "per line and name the file .jsonl, then bad rows can be skipped one by one"
         ) from None
 
 
 def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
     """The elements of a JSON list, each with what it was written as. Raises ValueError where it is none."""
-    decoder, buffer, place, is_first = json.JSONDecoder(), text.read(READ_CHARACTERS).lstrip()[1:], 0, True
+    decoder = json.JSONDecoder(object_pairs_hook=each_once)
+    buffer, place, is_first = text.read(READ_CHARACTERS).lstrip()[1:], 0, True
     while True:
         place = _SPACE.match(buffer, place).end()
         if buffer[place : place + 1] == "]" and is_first:
+            _require_end(buffer[place + 1 :], text)
             return
         try:
             value, end = decoder.raw_decode(buffer, place)
             following = _SPACE.match(buffer, end).end()
             if following == len(buffer):  # a number may go on, and what comes next is not known
                 raise ValueError("the list does not end")
+        except _KeyTwice:
+            raise
         except ValueError:
             more = text.read(
                 max(READ_CHARACTERS, len(buffer) - place)
@@ -151,10 +173,20 @@ def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
         yield value, buffer[place:end].encode("utf-8", "surrogatepass")
         is_first = False
         if buffer[following] == "]":
+            _require_end(buffer[following + 1 :], text)
             return
         if buffer[following] != ",":
             raise ValueError(f"a comma or ] is missing after {buffer[max(place, end - 40) : end]!r}")
         place = following + 1
+
+
+def _require_end(rest: str, text: TextIO) -> None:
+    """Raises ValueError where more than white space is behind a list, such as a second one."""
+    while not rest.strip():
+        rest = text.read(READ_CHARACTERS)
+        if not rest:
+            return
+    raise ValueError(f"more follows behind the end of the list: {rest.strip()[:40]!r}")
 
 
 def _json_object(path: Path) -> Iterator[Record]:
@@ -162,7 +194,7 @@ def _json_object(path: Path) -> Iterator[Record]:
     with opened(path) as file:
         content = file.read()
     try:
-        value = json.loads(content)
+        value = json.loads(content, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not readable as JSON: {error}; a .json file is a list of objects") from None
     lists = [name for name, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)]

@@ -98,12 +98,14 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
     with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
         try:
             reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
-            _require_columns(path, list(reader.fieldnames or ()), delimiter)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            _require_columns(path, reader.fieldnames, delimiter)
             for number, row in enumerate(reader, start=1):
                 yield _csv_record(f"{shown_name(path)} row {number}", row)
         except (csv.Error, UnicodeDecodeError) as error:
             kind = "CSV" if delimiter == "," else "tab-separated table"
-            hint = f"; {to_utf_8(error.object)}" if isinstance(error, UnicodeDecodeError) else ""
+            is_encoding = isinstance(error, UnicodeDecodeError)
+            hint = f"; {to_utf_8(error.object)}" if is_encoding else f" (line {reader.reader.line_num})"
             raise DataError(f"{path} is not readable as UTF-8 {kind} with a header line: {error}{hint}") from None
 
 
@@ -114,10 +116,10 @@ def _require_columns(path: Path, names: list[str], delimiter: str) -> None:
             f"the header line of {path} is a single column, {names[0]!r}: its fields seem to be separated by "
             f"{SEPARATORS[other]}, not by {SEPARATORS[delimiter]}; {_to_separate(other)}"
         )
-    _require_each_once(f"the header line of {path}", names)
+    require_each_once(f"the header line of {path}", names)
 
 
-def _require_each_once(where: str, names: list[str]) -> None:
+def require_each_once(where: str, names: list[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{where} names the column {twice!r} twice; one of the two would be lost")
@@ -144,7 +146,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     try:
         # By default all row groups are fetched ahead: the whole file. A buffered stream holds a page at a time.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as file:
-            _require_each_once(f"{path}", file.schema_arrow.names)
+            require_each_once(f"{path}", file.schema_arrow.names)
             rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
             yield from table_records(shown_name(path), rows)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a torn file: any of them
@@ -160,7 +162,7 @@ def _arrow(path: Path) -> Iterator[Record]:
             is_file = file.read(6) == b"ARROW1"
             file.seek(0)
             reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-            _require_each_once(f"{path}", reader.schema.names)
+            require_each_once(f"{path}", reader.schema.names)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             rows = (row for batch in batches for part in _slices(batch) for row in part.to_pylist())
             yield from table_records(shown_name(path), rows)

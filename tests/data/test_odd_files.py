@@ -10,6 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
+from scu_trainer.data.json_files import READ_CHARACTERS
 from scu_trainer.data.readers import SUFFIXES, kind_of, read_file
 from scu_trainer.data.sources import visible_files
 from scu_trainer.errors import DataError
@@ -103,6 +104,43 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
         list(read_file(tmp_path / "a.csv", "text"))
 
 
+@pytest.mark.parametrize("header", ["text, id", " text ,id", "\ufefftext\t,id"])
+def test_spaces_around_the_names_of_columns_are_no_part_of_them(tmp_path, header):
+    (tmp_path / "a.csv").write_text(f"{header}\na b, 1\n")
+    assert [record.value for record in read_file(tmp_path / "a.csv", "text")] == [{"text": "a b", "id": " 1"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "a", "text": "b"}\n'),
+        ("a.jsonl", '{"messages": [{"role": "user", "role": "tool"}]}\n'),
+        ("a.json", '[{"id": 1}, {"text": "a", "text": "b"}]'),
+        ("a.json", '{"data": [\n{"text": "a", "text": "b"}]}'),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    try:
+        said = list(read_file(tmp_path / name, "text"))[-1].problem
+    except DataError as error:
+        said = str(error)
+    assert "has the key 'text' twice" in said or "has the key 'role' twice" in said
+
+
+@pytest.mark.parametrize("behind", [",", "\n[{}]", "\n{}", f"{' ' * READ_CHARACTERS * 2}x"])
+def test_what_follows_behind_a_list_is_not_lost(tmp_path, behind):
+    """As ``cat a.json b.json`` makes it."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(ROWS))
+    assert len(list(read_file(path, "text"))) == len(ROWS)
+    path.write_text(json.dumps(ROWS) + f"{' ' * READ_CHARACTERS * 2}\n")
+    assert len(list(read_file(path, "text"))) == len(ROWS)
+    path.write_text(json.dumps(ROWS) + behind)
+    with pytest.raises(DataError, match="after 6 rows: more follows behind the end of the list"):
+        list(read_file(path, "text"))
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_column_that_stands_twice_in_a_binary_table_is_refused(tmp_path, suffix):
     table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
@@ -150,6 +188,7 @@ def test_the_whole_system_is_no_folder_of_data(tmp_path):
         ("a.csv", "question\tanswer\na\tb\n", r"by tabs, not by commas; name the file \.tsv"),
         ("a.tsv", "question,answer\na,b\n", r"by commas, not by tabs; name the file \.csv"),
         ("a.csv", "question|answer\na|b\n", "by vertical bars, not by commas"),
+        ("a.csv", 'text,id\na,1\n"b "c" d",2\n', r"expected after '\"' \(line 3\)$"),
         ("a.csv", "text\ncaf\xe9\n", "not readable as UTF-8 CSV.*iconv -f LATIN1"),
         ("a.txt", "caf\xe9\n", "not UTF-8 text.*iconv -f LATIN1"),
     ],
@@ -158,6 +197,12 @@ def test_a_table_in_another_dialect_says_what_to_do(tmp_path, name, content, wor
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match=words):
         list(read_file(tmp_path / name, "text"))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_in_a_file_of_lines_says_how_to_name_it(tmp_path, indent):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS, indent=indent))
+    assert "one list of objects, name it .json" in next(read_file(tmp_path / "rows.jsonl", "text")).problem
 
 
 def test_a_comma_behind_a_row_is_named(tmp_path):

@@ -360,6 +360,12 @@ def test_lines_are_counted_as_in_the_file(folder, tmp_path):
         prepared(folder, tmp_path / "cache")
 
 
+def test_a_key_that_stands_twice_in_the_manifest_is_refused(folder, tmp_path):
+    (folder / MANIFEST).write_text('{"file": "000000.npz", "label": 0, "label": 1}\n')
+    with pytest.raises(DataError, match="line 1: not JSON: an object has the key 'label' twice"):
+        prepared(folder, tmp_path / "cache")
+
+
 def as_csv(folder, header: str, row: str) -> None:
     (folder / MANIFEST).unlink()
     lines = [row.format(file=f"{number:06d}.npz", label=number % 4) for number in range(16)]
@@ -370,6 +376,24 @@ def test_a_csv_with_other_separators_is_refused(folder, tmp_path):
     as_csv(folder, "file;label", "{file};{label}")
     with pytest.raises(DataError, match=r"\['file;label'\]; its first line must name file and label .* commas"):
         prepared(folder, tmp_path / "cache")
+
+
+def test_a_csv_with_spaces_behind_its_commas_is_read(folder, tmp_path):
+    as_csv(folder, "file, label", "{file}, {label}")
+    assert prepared(folder, tmp_path / "cache").statistics.read == 16
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "words"),
+    [
+        ("file,label,label", "{file},{label},0", "names the column 'label' twice"),
+        ("file,label", '"{file},{label}', "manifest.csv cannot be read: .*each quote closed"),
+    ],
+)
+def test_a_csv_that_would_lose_something_is_refused(folder, tmp_path, header, row, words):
+    as_csv(folder, header, row)
+    with pytest.raises(DataError, match=words):
+        prepared(folder, tmp_path / "cache", skip_bad_rows=True)
 
 
 def test_a_csv_with_a_value_too_many_is_refused(folder, tmp_path):

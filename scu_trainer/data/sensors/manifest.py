@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.data.json_files import each_once
+from scu_trainer.data.readers import require_each_once
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST, BadRecording
 from scu_trainer.data.sensors.reports import MOST_LETTERS
@@ -81,7 +83,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             yield from _json_rows(file) if path.suffix == ".jsonl" else _csv_rows(file, path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}; it must be UTF-8 text") from error
+        raise DataError(f"{path} cannot be read: {error}; it must be UTF-8 text, with each quote closed") from error
 
 
 def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, Any, Optional[str]]]:
@@ -89,14 +91,16 @@ def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, Any, Optional[str]]]
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line), None
+            yield number, json.loads(line, object_pairs_hook=each_once), None
         except (ValueError, RecursionError) as error:
             yield number, None, f"not JSON: {error}"
 
 
 def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
-    reader = csv.DictReader(lines)
-    header = list(reader.fieldnames or [])
+    # Strict: else a quote that is left open takes the rows behind it.
+    reader = csv.DictReader(lines, strict=True, skipinitialspace=True)
+    header = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    require_each_once(f"the header line of {path}", header)
     if not {"file", "label"} <= {*header}:
         raise DataError(
             f"{path} begins with the columns {header}; its first line must name file and label (allowed: "
