@@ -7,6 +7,7 @@ names that Alpaca, Dolly, GSM8K and their like use; ``text``. Every column that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -35,6 +36,9 @@ KNOWN_COLUMNS = (
     *(*CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CONTEXTS, *SYSTEMS, *TOOLS, *IMAGES, *PREFERENCES, *LABELS),
     *("history", "text", "inputs"),
 )
+
+
+_LIST_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
 class Columns(NamedTuple):
@@ -99,7 +103,7 @@ def _named(row: dict, columns: Columns) -> Optional[Read]:
         response = columns.response or _only(row, ANSWERS, "response_column")
         for name, setting in ((prompt, "prompt_column"), (response, "response_column")):
             _present(row, name, setting)
-        if isinstance(row[prompt], list) or isinstance(row[response], list):
+        if _are_messages(row[prompt]) or _are_messages(row[response]):
             return _messages_pair(row, prompt, response)
         return _question(row, prompt, response, columns.system)
     if columns.text != DEFAULT_TEXT_COLUMN:
@@ -129,7 +133,7 @@ def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
 def _completion(row: dict) -> Optional[Read]:
     if "prompt" not in row or "completion" not in row:
         return None
-    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+    if _are_messages(row["prompt"]) or _are_messages(row["completion"]):
         return _messages_pair(row, "prompt", "completion")
     content = Completion(_string(row, "prompt"), _string(row, "completion"))
     return "prompt and completion", content, ("prompt", "completion")
@@ -146,8 +150,14 @@ def _messages_pair(row: dict, prompt: str, response: str) -> Read:
     return "prompt and completion as messages", content, (prompt, response, tools)
 
 
+def _are_messages(value: Any) -> bool:
+    """A list, or one that a table holds as text."""
+    return isinstance(value, list) or (isinstance(value, str) and _LIST_OF_MESSAGES.match(value) is not None)
+
+
 def _as_messages(value: Any, column: str, role: str) -> list[dict]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(value, column)
+    is_text = isinstance(value, str) and not _are_messages(value)
+    return [{"role": role, "content": value}] if is_text else messages_of(value, column)
 
 
 def _pair(row: dict, system_column: Optional[str]) -> Optional[Read]:
@@ -173,11 +183,13 @@ def _no_pair(row: dict) -> None:
 
 
 def _question(row: dict, prompt: str, answer: str, system_column: Optional[str]) -> Read:
-    context = next((name for name in CONTEXTS if name in row and name not in (prompt, answer)), CONTEXTS[0])
-    system_column = system_column or next((name for name in SYSTEMS if name in row), SYSTEMS[0])
-    given = row.get(context) if context not in (prompt, answer) else None
+    context = _filled(row, [name for name in CONTEXTS if name not in (prompt, answer)])
+    system_column = system_column or _filled(row, SYSTEMS)
+    given, system = (None if _is_empty(row.get(name)) else row[name] for name in (context, system_column))
+    for name, value in ((context, given), (system_column, system)):
+        if isinstance(value, (int, float)):  # a table that guessed: the answer would be learned without it
+            _string(row, name)
     extra = given if isinstance(given, str) and given.strip() else ""
-    system = row.get(system_column)
     pair = Pair(
         _string(row, prompt) + (f"\n{extra}" if extra else ""),
         _string(row, answer),
@@ -185,8 +197,15 @@ def _question(row: dict, prompt: str, answer: str, system_column: Optional[str])
         _history(row.get("history")),
     )
     is_alpaca = prompt == "instruction" and answer == "output"
-    used = (prompt, *((context,) if given is None or isinstance(given, str) else ()), answer, system_column, "history")
+    unread = [name for name, value in ((context, given), (system_column, system)) if not isinstance(value, str | None)]
+    used = [name for name in (prompt, context, answer, system_column, "history") if name not in unread]
     return "Alpaca" if is_alpaca else "question and answer", pair, used
+
+
+def _filled(row: dict, names: Sequence[str]) -> Optional[str]:
+    """The first of ``names`` that has a value, or else that is there."""
+    there = [name for name in names if name in row]
+    return next((name for name in there if not _is_empty(row[name])), there[0] if there else None)
 
 
 def _history(value: Any) -> tuple[tuple[str, str], ...]:
@@ -319,5 +338,6 @@ def _holds_columns(row: dict) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """None, "", [] and {}; 0 and False say something."""
-    return value is None or (isinstance(value, (str, list, dict, tuple)) and not value)
+    """None, "", [], {} and NaN, which tables write for None; 0 and False say something."""
+    is_nan = isinstance(value, float) and value != value
+    return value is None or is_nan or (isinstance(value, (str, list, dict, tuple)) and not value)

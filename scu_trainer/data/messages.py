@@ -27,8 +27,8 @@ CALLS = ("function_call", "tool_call")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 REASONING_PARTS = ("thinking", "reasoning")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-NOT_LEARNED = ("train", "training", "loss")
-"""Names under which others write false beside a turn that is not to be learned; OpenAI writes a weight of 0."""
+NOT_LEARNED = ("train", "training", "loss", "weight")
+"""Names under which false or 0 stands beside a turn that is not to be learned; OpenAI writes a weight of 0."""
 
 MEDIA = ("image", "audio", "video", "file")
 
@@ -55,6 +55,10 @@ def _turns(item: Any) -> list[Any]:
 def is_answer(message: dict) -> bool:
     """Whether a message is the assistant's, and to be learned."""
     return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def says_something(message: dict) -> bool:
+    return bool(message["content"].strip() or {"tool_calls", "reasoning_content"} & {*message})
 
 
 def tools_of(value: Any) -> Optional[list]:
@@ -85,8 +89,13 @@ def _message(item: Any, where: str) -> dict:
     if not isinstance(message.get("role"), str):
         raise BadRow(f"{where} has no role; a message is {{'role': 'user', 'content': '...'}}")
     message["role"] = _role(message["role"])
-    if any(message.get(name) is False for name in NOT_LEARNED):
+    shown = next((name for name in message if name.removesuffix("s") in MEDIA and message[name]), None)
+    if shown is not None:
+        raise BadRow(f"{where} belongs to what its {shown!r} shows; only text can be used by this task")
+    if any(str(message.get(name)).lower() in ("false", "0", "0.0") for name in NOT_LEARNED):
         message["weight"] = 0
+    elif message["role"] == "assistant" and str(message.get("weight", 1)).lower() not in ("1", "1.0", "true"):
+        raise BadRow(f"the weight of {where} is {message['weight']!r}; allowed: 0 (not learned) and 1")
     return _with_content(_with_reasoning(_with_calls(message, where)), where)
 
 

@@ -56,6 +56,11 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
+def notes_of(source: Source, held_out: Optional[Source]) -> tuple[str, ...]:
+    """What a person should know of both, each line once."""
+    return tuple(dict.fromkeys((*source.notes, *(held_out.notes if held_out else ()))))
+
+
 def training_source(settings: DataSettings, cache_dir: Path, columns: tuple[str, ...] = ()) -> Source:
     """The source of ``settings.dataset``, with its own held-out split if it has one.
 

@@ -54,6 +54,7 @@ class DataStatistics(Dropping):
     were read in, with its columns. columns_not_used: rows that had a value in a column that is not read, by column.
     rendered_away: conversations of which the chat template leaves something out, by what. roles_not_known: turns that
     are not learned because their role has no known meaning, by role. role_places: the first row of each such role.
+    empty_answers: turns that are not learned because they say nothing, in conversations with other answers.
     sources: of a mixture, the counts of each source, see ``SourceStatistics``; blocks and tokens are then those of one
     epoch.
     """
@@ -77,6 +78,7 @@ class DataStatistics(Dropping):
     rendered_away: dict[str, int] = field(default_factory=dict)
     roles_not_known: dict[str, int] = field(default_factory=dict)
     role_places: dict[str, str] = field(default_factory=dict)
+    empty_answers: int = 0
     sources: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -95,6 +97,7 @@ class DataStatistics(Dropping):
         self.add_dropped(other.rows_dropped, other.examples)
         for name in ("formats", "columns_not_used", "rendered_away", "roles_not_known"):
             count_all(getattr(self, name), getattr(other, name))
+        self.empty_answers += other.empty_answers
         self.role_places = {**other.role_places, **self.role_places}
 
     def as_dict(self) -> dict:
@@ -142,6 +145,8 @@ class DataStatistics(Dropping):
         ]
         for what, count in self.rendered_away.items():
             lines.append(f"the chat template leaves out {what}, in {count:,} conversations")
+        if self.empty_answers:
+            lines.append(f"answers that say nothing, in conversations with others: {self.empty_answers:,}, not learned")
         for role, count in self.roles_not_known.items():
             turns = "1 turn" if count == 1 else f"{count:,} turns"
             lines.append(

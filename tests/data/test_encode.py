@@ -96,7 +96,11 @@ def test_a_completion_may_be_a_text_after_messages(encoder):
     assert (one(encoder(), given).labels == one(encoder(), messages).labels).all()
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}])
+@pytest.mark.parametrize(
+    "mark",
+    [*({"weight": no} for no in (0, 0.0, "0")), *({"train": no} for no in (False, 0, "false")), {"loss": False}]
+    + [{"training": False}],
+)
 def test_a_turn_that_is_marked_is_not_learned(encoder, mark):
     turns = [*CONVERSATION[:2], {"role": "assistant", "content": "spilled", **mark}, *CONVERSATION[3:]]
     document = one(encoder(), {"messages": turns})
@@ -173,6 +177,18 @@ def test_a_turn_of_an_unknown_role_is_counted_with_its_first_row(prepared, jsonl
     ]
     learns_all = prepared(jsonl(rows), block_size=256, assistant_only_loss=False)
     assert not learns_all.statistics.roles_not_known
+
+
+@pytest.mark.parametrize("template", [None, WITHOUT_GENERATION])
+def test_an_empty_answer_beside_others_is_counted_and_not_learned(encoder, tokenizer, template):
+    rows = [{"role": "user", "content": "Tea?"}, {"role": "assistant", "content": " "}, *CONVERSATION[1:3]]
+    usual = encoder(tokenizer=tokenizer if template is None else with_template(tokenizer, template))
+    document = one(usual, {"messages": rows})
+    assert learned_text(usual, document, skip_special_tokens=True).strip() == "Green tea."
+    assert document.read.empty_answers == 1
+    learns_all = encoder(tokenizer=usual.tokenizer, assistant_only_loss=False)
+    document = one(learns_all, {"messages": rows})
+    assert (document.labels != NOT_LEARNED).all() and document.read.empty_answers == 0
 
 
 def test_a_row_with_nothing_to_learn_names_the_unknown_role(encoder):

@@ -149,6 +149,15 @@ def test_without_weights_every_row_comes_once(mixed, files, prepared):
     assert [source["asked_share"] for source in statistics.sources] == [None] * 3
 
 
+def test_what_is_not_read_of_an_evaluation_folder_is_named_once(mixed, files, tmp_path, jsonl):
+    (tmp_path / "held out").mkdir()
+    jsonl([{"text": "three four"}], "held out/a.jsonl")
+    (tmp_path / "held out" / "b.xlsx").write_text("x")
+    for streaming in (False, True):
+        data = mixed(weighted(files, web=1, code=1), eval_dataset=str(tmp_path / "held out"), streaming=streaming)
+        assert "\n".join(data.statistics.lines()).count("1 files of other kinds") == 1
+
+
 @pytest.mark.parametrize("strategy", ["first_exhausted", "all_exhausted"])
 def test_weights_are_shares_of_rows(mixed, files, strategy):
     data = mixed(weighted(files, web=3, code=1.5, chat=0.5), stopping_strategy=strategy)

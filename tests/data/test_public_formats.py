@@ -270,6 +270,29 @@ CASES = {
         ["Yes." + END],
         {},
     ),
+    "messages that a table holds as text": (
+        "a.csv",
+        table,
+        [
+            {
+                "prompt": '[{"role": "user", "content": "Tea?"}]',
+                "completion": '[{"role": "assistant", "content": "Yes."}]',
+            }
+        ],
+        {},
+        "prompt and completion as messages (prompt, completion)",
+        ["Yes." + END + "\n"],
+        {},
+    ),
+    "an empty column before one with content": (
+        "a.jsonl",
+        json_lines,
+        [{"question": "Tea?", "input": "", "context": "So.", "answer": "Yes.", "system": "", "system_prompt": "S"}],
+        {},
+        "question and answer (question, context, answer, system_prompt) by",
+        ["Yes." + END],
+        {},
+    ),
     "a turn of weight 0": (
         "a.jsonl",
         json_lines,
@@ -327,6 +350,17 @@ REFUSED = {
     "an image part": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "type 'image_url'; only text",
+    ),
+    "an image in a message": (
+        {"messages": [{"role": "user", "content": "?", "images": ["a.png"]}, {"role": "assistant", "content": "So."}]},
+        "message 1 of 'messages' belongs to what its 'images' shows; only text",
+    ),
+    "a number beside a question": ({"instruction": "Double it.", "input": 21, "output": "42"}, "'input' holds int"),
+    "a number as a system prompt": ({"question": "Why?", "answer": "So.", "system": 3}, "'system' holds int"),
+    "messages that Python wrote": ({"prompt": "[{'role': 'user'}]", "completion": "a"}, "text that is not JSON"),
+    "a weight between 0 and 1": (
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "weight": 0.5}]},
+        "the weight of message 2 of 'messages' is 0.5; allowed: 0",
     ),
     "arguments that are no object": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "now"}}]}]},

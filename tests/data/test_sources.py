@@ -107,6 +107,18 @@ def test_links_that_a_folder_does_not_follow_are_named(source, tmp_path):
         source(folder)
 
 
+def test_what_is_not_read_of_an_evaluation_folder_is_named(prepared, tmp_path, jsonl):
+    train = jsonl([{"text": f"one {number} two"} for number in range(6)])
+    folder = tmp_path / "held out"
+    folder.mkdir()
+    jsonl([{"text": "three four"}], "held out/a.jsonl")
+    (folder / "b.xlsx").write_text("x")
+    (folder / "more").symlink_to(tmp_path)
+    for settings in ({}, {"streaming": True}):
+        notes = "\n".join(prepared(train, eval_dataset=str(folder), **settings).statistics.lines())
+        assert notes.count("1 files of other kinds") == notes.count("1 links in") == 1
+
+
 def test_folder_with_files_named_by_split(source, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -122,7 +122,7 @@ def _look(
     cache_dir = default_cache_dir(data.cache_dir)
     tokenizer = _tokenizer(model, cache_dir)
     plan = plan_of(data, tokenizer, 0, cache_dir, model.model_name_or_path or "the embedded base")
-    statistics = DataStatistics(notes=[*plan.source.notes])
+    statistics = DataStatistics(notes=[*plan.notes])
     wanted = min((number for number in (limit, data.dataset_size) if number is not None), default=None)
     documents: list[Document] = []
     shown = []

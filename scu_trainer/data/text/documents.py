@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
-DOCUMENTS_VERSION = 4  # raise it when the same text would give other documents
+DOCUMENTS_VERSION = 5  # raise it when the same text would give other documents
 DOCUMENTS_PER_READ = 64
 
 
@@ -111,6 +111,7 @@ def _count_reading(document: Document, read: Reading, statistics: DataStatistics
     count_all(statistics.formats, {read.format: 1})
     count_all(statistics.columns_not_used, dict.fromkeys(read.not_used, 1))
     count_all(statistics.rendered_away, dict.fromkeys(read.rendered_away, 1))
+    statistics.empty_answers += read.empty_answers
     for role in read.unknown_roles:
         statistics.unknown_role(role, document.name)
 

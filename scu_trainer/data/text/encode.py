@@ -12,7 +12,7 @@ import numpy
 import xxhash
 
 from scu_trainer.data.formats import Columns, understand
-from scu_trainer.data.messages import KNOWN_ROLES, is_answer
+from scu_trainer.data.messages import KNOWN_ROLES, is_answer, says_something
 from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Record, Text
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat
@@ -32,12 +32,14 @@ BATCH_RECORDS = 512
 
 class Reading(NamedTuple):
     """How a row was read: in which format, without which columns; what the chat template left out; of each turn that is
-    not learned because nobody knows its role, that role."""
+    not learned because nobody knows its role, that role. ``empty_answers``: answers beside others that are not learned
+    because they say nothing."""
 
     format: str
     not_used: tuple[str, ...]
     rendered_away: tuple[str, ...] = ()
     unknown_roles: tuple[str, ...] = ()
+    empty_answers: int = 0
 
 
 class Document(NamedTuple):
@@ -131,10 +133,13 @@ class Encoder:
     def _chat(self, record: Record, content: Chat, read: Reading) -> Document | Dropped:
         template = chat_template_of(self.tokenizer, self.model_name)
         part = self._learned_part(content)
+        empty = [] if part == "all" else [message for message in _answers(content) if not says_something(message)]
+        for message in empty:
+            message["weight"] = 0
         ids, learned, text = encode_chat(self.tokenizer, template, content, part)
         missing = rendered_away(content, text, learns_prompt=all(learned))
         unknown = _unknown_roles(content) if part == "assistant" else ()
-        read = read._replace(rendered_away=missing, unknown_roles=unknown)
+        read = read._replace(rendered_away=missing, unknown_roles=unknown, empty_answers=len(empty))
         # Templates break the line after their last marker.
         document = self._finish(ids, learned, record, text, read, end_within=2)
         if isinstance(document, Dropped) and unknown:
@@ -192,10 +197,12 @@ def _says_something(content: Content) -> bool:
         return bool((content.text if isinstance(content, Text) else content.completion).strip())
     if content.is_pair:
         return bool(content.messages[-1]["content"].strip())
-    answers = [message for message in content.messages[content.prompt_turns or 0 :] if is_answer(message)]
-    return not answers or any(
-        message["content"].strip() or {"tool_calls", "reasoning_content"} & {*message} for message in answers
-    )
+    answers = _answers(content)
+    return not answers or any(map(says_something, answers))
+
+
+def _answers(chat: Chat) -> list[dict]:
+    return [message for message in chat.messages[chat.prompt_turns or 0 :] if is_answer(message)]
 
 
 def _without_end(ids: list[int], end_ids: set[Optional[int]]) -> list[int]:

@@ -146,7 +146,8 @@ def _open(
     if mixture.shares is not None:
         train = train.select(_order(mixture, parts))
     statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
-    statistics.notes = statistics_of(mixture, [part.statistics for part in parts]).notes  # of today
+    beside = None if held_out is None else held_out.statistics
+    statistics.notes = statistics_of(mixture, [part.statistics for part in parts], beside).notes  # of today
     own = [
         renumbered(part.eval, "document", open_arrow(folder / f"eval-{source}.arrow"))
         for source, part in enumerate(parts)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
-from scu_trainer.data.sources import Source
+from scu_trainer.data.sources import Source, notes_of
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text import documents
@@ -55,6 +55,10 @@ class EncodingPlan(NamedTuple):
     held_out: Optional[Source]
     seed: int
     cache_dir: Path
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return notes_of(self.source, self.held_out)
 
     @property
     def fingerprint(self) -> str:

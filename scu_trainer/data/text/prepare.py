@@ -54,7 +54,7 @@ def prepare_plan(plan: EncodingPlan) -> PreparedData:
         return prepare_stream(plan)
     folder = built_once(plan.cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
     prepared = _open(folder)
-    prepared.statistics.notes[:0] = plan.source.notes  # of today: they tell what lies beside the rows, too
+    prepared.statistics.notes[:0] = plan.notes  # of today: they tell what lies beside the rows, too
     return prepared
 
 

@@ -59,7 +59,7 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
     """The same as ``prepare``, with an IterableDataset to train on."""
     import datasets
 
-    statistics, first = DataStatistics(streaming=True, notes=[*plan.source.notes]), DataStatistics()
+    statistics, first = DataStatistics(streaming=True, notes=[*plan.notes]), DataStatistics()
     held_out = _held_out_documents(plan, statistics, first)
     skip = 0 if plan.held_out else len(held_out)
     if skip:

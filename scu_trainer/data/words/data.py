@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import numpy
 
-from scu_trainer.data.sources import Source, held_out_source, training_source
+from scu_trainer.data.sources import Source, held_out_source, notes_of, training_source
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.text.packing import (
@@ -190,7 +190,7 @@ def _open(folder: Path) -> PreparedWords:
 
 def _write(folder: Path, plan: _Plan) -> None:
     settings = plan.settings
-    statistics = WordStatistics(notes=[*plan.source.notes])
+    statistics = WordStatistics(notes=[*notes_of(plan.source, plan.held_out)])
     read = functools.partial(_texts, plan, statistics=statistics)
     texts, train_order, eval_texts, eval_order = both_sides(plan, read, statistics)
     known = plan.known or _learned(texts, train_order, plan.own)
