@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -152,17 +152,15 @@ def _from_folder(
 ) -> Source:
     if is_saved(folder):
         return _from_saved(folder, wanted, settings, columns)
-    visible, links = visible_files(folder), _links_not_followed(folder)
+    visible, links = files_and_links(folder)
     files = [path for path in visible if kind_of(path) is not None]
     names = [Path(shown_name(path)) for path in visible if kind_of(path) is None]
     others = sorted({name.suffix or str(name) for name in names})[:MOST_KINDS]
     if not files:
-        found = ", ".join([*others, *map(_link, links[:MOST_NAMES])]) or "nothing"
+        found = ", ".join([*others, *map(_shown_link, links[:MOST_NAMES])]) or "nothing"
         raise DataError(f"folder {folder} holds {found}; it needs files of the kinds {' '.join(SUFFIXES)}")
     notes = (f"{len(names)} files of other kinds in {folder} were not read: {', '.join(others)}",) if names else ()
-    if links:
-        named = ", ".join(map(_link, links[:MOST_NAMES]))
-        notes += (f"{len(links):,} links in {folder} were not followed; what is only behind them is not read: {named}",)
+    notes += notes_of_links(links, folder)
     by_split, said = files_of_splits(files, folder)
     notes += said
     if not by_split or (len(by_split) == 1 and wanted[-1] == "train"):
@@ -194,29 +192,33 @@ def _from_one_split(
     return replace(source, notes=(*notes, *source.notes))
 
 
-def visible_files(folder: Path) -> list[Path]:
-    """Files at any depth of ``folder``, in the order of their names. Raises DataError for a folder that cannot be read
-    or is that of a system, not of data."""
+def files_and_links(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Visible files at any depth of ``folder``, and links that are not followed: to folders, which may lead in a
+    circle, and to nothing. Both in the order of their names. Raises DataError for a folder that cannot be read or is
+    that of a system, not of data."""
     if str(folder.resolve()) in ("/", "/proc", "/sys", "/dev"):
         raise DataError(f"{folder} is a folder of the system; give the one that holds the data")
     try:
-        found = [path for path in islice(folder.rglob("*"), MOST_FILES + 1) if path.is_file()]
+        paths = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+        found = list(islice(paths, MOST_FILES + 1))
     except OSError as error:
         raise DataError(
             f"{folder} cannot be read: {error.strerror} ({error.filename}); check its permissions"
         ) from error
     if len(found) > MOST_FILES:
         raise DataError(f"{folder} holds more than {MOST_FILES:,} files; give the one folder that holds the data")
-    return sorted(path for path in found if not is_hidden(path, folder))
+    found = sorted(path for path in found if not is_hidden(path, folder))
+    return [path for path in found if path.is_file()], [path for path in found if not path.is_file()]
 
 
-def _links_not_followed(folder: Path) -> list[Path]:
-    """Links that ``visible_files`` leaves out: to folders, which may lead in a circle, and to nothing."""
-    links = (path for path in folder.rglob("*") if path.is_symlink() and not path.is_file())
-    return sorted(path for path in links if not is_hidden(path, folder))
+def notes_of_links(links: Sequence[Path], folder: Path) -> tuple[str, ...]:
+    """A line for a person about links that were not followed."""
+    named = ", ".join(map(_shown_link, links[:MOST_NAMES]))
+    said = f"{len(links):,} links in {folder} were not followed; what is only behind them is not read: {named}"
+    return (said,) if links else ()
 
 
-def _link(path: Path) -> str:
+def _shown_link(path: Path) -> str:
     return f"{shown_name(path)} (a link to {os.fsencode(os.readlink(path)).decode(errors='replace')})"
 
 

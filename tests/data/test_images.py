@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import sys
 import zlib
@@ -97,6 +99,34 @@ def test_class_folders(pets, tmp_path):
     assert data.statistics.eval == 4 and "1 files of other kinds" in " ".join(data.statistics.notes)
     assert "were not read: .txt" in " ".join(data.statistics.notes)
     assert "classes: 2 (cat, dog), 6 to 6 images each" in data.statistics.lines()
+
+
+def test_of_a_file_of_several_images_the_first_is_read_and_a_line_says_so(pets, tmp_path):
+    frames = [PIL.Image.new("RGB", (8, 8), (80 * k, 0, 0)) for k in range(3)]
+    for name in ("dog/a.gif", "dog/b.tiff"):
+        frames[0].save(pets / name, save_all=True, append_images=frames[1:])
+    frames[0].save(pets / "dog" / "c.gif")
+    data = prepared(pets, tmp_path)
+    assert any("2 files hold several images (frames or pages)" in note for note in data.statistics.notes)
+
+
+def test_links_in_class_folders_that_are_not_followed_are_named(pets, tmp_path):
+    picture(tmp_path / "other" / "9.png", seed=9)
+    (pets / "cat" / "more").symlink_to(tmp_path / "other")
+    (pets / "dog" / "gone.png").symlink_to(tmp_path / "nowhere")
+    (pets / "fox").symlink_to(tmp_path / "other")  # a class folder itself may be a link
+    data = prepared(pets, tmp_path)
+    [line] = [note for note in data.statistics.notes if "links in" in note]
+    assert "2 links in" in line and "more (a link to" in line and "gone.png (a link to" in line
+    assert data.label_names == ("cat", "dog", "fox")
+
+
+def test_names_that_are_no_text(pets, tmp_path):
+    (pets / "cat" / "0.png").rename(pets / "cat" / os.fsdecode(b"caf\xe9.png"))
+    assert prepared(pets, tmp_path).statistics.read == 16
+    (pets / "cat").rename(pets / os.fsdecode(b"ch\xe2t"))
+    with pytest.raises(DataError, match=r"the class folder ch\ufffdt in .* is not UTF-8; rename it"):
+        prepared(pets, tmp_path)
 
 
 def test_class_called_train_is_no_split(pets, tmp_path):
@@ -443,6 +473,19 @@ def test_a_folder_with_metadata_as_the_datasets_library_takes_it(tmp_path, colum
     row = data.train[0]
     assert row["labels"] == 0 and not data.statistics.dropped
     assert not any("not read" in note for note in data.statistics.notes)
+
+
+def test_nothing_and_spaces_in_the_metadata_make_no_class_of_their_own(tmp_path):
+    for number in range(6):
+        picture(tmp_path / "pets" / f"{number}.png", seed=number)
+    labels = ["cat", "dog", "cat ", " dog", "NaN", "cat"]
+    rows = [{"file_name": f"{number}.png", "label": label} for number, label in enumerate(labels)]
+    lines = "\n".join(json.dumps(row).replace('"NaN"', "NaN") for row in rows)
+    (tmp_path / "pets" / "metadata.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=r"4.png: image without a usable label: it has no label"):
+        prepared(tmp_path / "pets", tmp_path)
+    data = prepared(tmp_path / "pets", tmp_path, skip_bad_rows=True)
+    assert data.label_names == ("cat", "dog") and sum(data.statistics.dropped.values()) == 1
 
 
 def test_numbers_are_in_order_in_a_table_and_as_other_libraries_sort_them_in_folders(tmp_path):

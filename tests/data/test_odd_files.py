@@ -12,7 +12,7 @@ from pyarrow import feather, parquet
 
 from scu_trainer.data.json_files import READ_CHARACTERS
 from scu_trainer.data.readers import SUFFIXES, kind_of, read_file
-from scu_trainer.data.sources import visible_files
+from scu_trainer.data.sources import files_and_links
 from scu_trainer.errors import DataError
 
 ROWS = [{"text": "one two three four five"}, {"text": "six seven eight nine ten"}] * 3
@@ -177,7 +177,7 @@ def test_zeros_of_a_file_that_was_never_written_are_no_utf_16(tmp_path, suffix):
 def test_the_whole_system_is_no_folder_of_data(tmp_path):
     (tmp_path / "all").symlink_to("/")
     with pytest.raises(DataError, match="a folder of the system"):
-        visible_files(tmp_path / "all")
+        files_and_links(tmp_path / "all")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ NORMALISING = ("do_rescale", "do_normalize", "include_top")
 """Steps of image processors that change values and not places; EfficientNet's calls a second one include_top."""
 
 IMAGES_AT_ONCE = 256
+SEVERAL = "scu_trainer_several"
+"""Key of ``info`` of an image whose file holds more images behind it."""
 
 
 class BadImage(Exception):
@@ -47,7 +49,8 @@ class BadImage(Exception):
 
 class Pixels(NamedTuple):
     """``pixels``: uint8 of shape (channels, height, width), None where ``bad`` says why there are none. ``mode``: what
-    Pillow calls the kind of image that was found. ``size``: its (width, height)."""
+    Pillow calls the kind of image that was found. ``size``: its (width, height). ``is_first``: more images follow in
+    its file (frames, pages), which are not read."""
 
     place: str
     label: int
@@ -55,6 +58,7 @@ class Pixels(NamedTuple):
     mode: str = ""
     size: tuple[int, int] = (0, 0)
     bad: Optional[BadImage] = None
+    is_first: bool = False
 
 
 def decode_all(records: Iterable[ImageRecord], processor: Any, channels: int) -> Iterator[Pixels]:
@@ -74,7 +78,7 @@ def _decode(record: ImageRecord, processor: Any, channels: int) -> Pixels:
         fixed = fixed_pixels(in_channels(image, channels), processor)
     except BadImage as bad:
         return Pixels(record.place, record.label, bad=bad)
-    return Pixels(record.place, record.label, fixed, image.mode, image.size)
+    return Pixels(record.place, record.label, fixed, image.mode, image.size, is_first=SEVERAL in image.info)
 
 
 def open_image(content: Optional[Content]) -> PIL.Image.Image:
@@ -89,6 +93,8 @@ def open_image(content: Optional[Content]) -> PIL.Image.Image:
     try:
         # In memory as a whole: Pillow leaves a file open that it fails on.
         with PIL.Image.open(io.BytesIO(content.read_bytes() if isinstance(content, Path) else content)) as image:
+            if getattr(image, "is_animated", False):
+                image.info[SEVERAL] = True
             image.load()
             return PIL.ImageOps.exif_transpose(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:

@@ -14,9 +14,9 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
-from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, split_among, split_of
+from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, shown_name, split_among, split_of
 from scu_trainer.data.records import Record
-from scu_trainer.data.sources import refuse_hub_settings
+from scu_trainer.data.sources import files_and_links, notes_of_links, refuse_hub_settings
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings.base import short
 
@@ -217,7 +217,7 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
             problem = record.problem or f"it names no image inside {folder}"
             raise DataError(f"{record.place}: {problem}; fix its {FILE_COLUMN}, or remove the row")
         path, given = folder / inside, record.value.get(label)
-        value = "" if given is None else str(given)
+        value = "" if given is None or given != given else str(given).strip()  # NaN: tables write it for nothing
         if isinstance(given, (list, dict)) or classes.setdefault(path, value) != value:
             problem = f"{label} is {short(given)}" + (
                 f", and {classes[path]!r} in another row" if path in classes else ""
@@ -244,10 +244,12 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
     in_table = _in_table(folder, labels)
     if in_table is not None:
         return in_table
-    found = _Found()
+    found, links = _Found(), []
     for entry in _visible(folder):
         if entry.is_dir():
-            files = sorted(path for path in entry.rglob("*") if path.is_file() and not is_hidden(path, entry))
+            _require_text(entry)
+            files, links_inside = files_and_links(entry)
+            links += links_inside
             images = [path for path in files if path.suffix.lower() in SUFFIXES]
             found.ignored += [path for path in files if path.suffix.lower() not in SUFFIXES]
             found.files += [(path, entry.name) for path in images]
@@ -256,7 +258,14 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
             found.files.append((entry, None))
         else:
             found.ignored.append(entry)
+    found.notes = notes_of_links(links, folder)
     return found
+
+
+def _require_text(folder: Path) -> None:
+    """Of a class: its name goes into files of a model."""
+    if shown_name(folder) != folder.name:
+        raise DataError(f"the name of the class folder {shown_name(folder)} in {folder.parent} is not UTF-8; rename it")
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -268,7 +277,8 @@ def _digest(files: Sequence[tuple[Path, Optional[str]]]) -> str:
     digest = hashlib.sha256()
     for path, name in files:
         state = path.stat()
-        digest.update(f"{path.absolute()}\0{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(path.absolute()))
+        digest.update(f"\0{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
@@ -278,7 +288,8 @@ def _read(
     for number in numbers:
         path, name = files[number]
         label = int(labels[number])
-        yield ImageRecord(str(path), path, label, None if label != NO_LABEL else _without_class(name))
+        place = str(path.with_name(shown_name(path)))
+        yield ImageRecord(place, path, label, None if label != NO_LABEL else _without_class(name))
 
 
 def _without_class(name: Optional[str]) -> str:

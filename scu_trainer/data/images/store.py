@@ -24,7 +24,7 @@ from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError, StorageError
 from scu_trainer.run_files import require_room
 
-STORE_VERSION = 2
+STORE_VERSION = 3
 IMAGES_FOR_STATISTICS = 2048
 MIB = 2**20
 
@@ -50,18 +50,21 @@ class Kind(NamedTuple):
 
 @dataclass
 class About(Dropping):
-    """What became of a source. ``modes``: images by kind. ``smallest``, ``largest``: sides in pixels as found."""
+    """What became of a source. ``modes``: images by kind. ``smallest``, ``largest``: sides in pixels as found.
+    ``several``: files of several images, of which the first was read."""
 
     count: int = 0
     read: int = 0
+    several: int = 0
     modes: Counter = field(default_factory=Counter)
     smallest: Optional[list[int]] = None
     largest: Optional[list[int]] = None
     dropped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def saw(self, size: tuple[int, int], mode: str) -> None:
+    def saw(self, size: tuple[int, int], mode: str, is_first: bool) -> None:
         self.count += 1
+        self.several += is_first
         self.modes[mode] += 1
         self.smallest = [min(pair) for pair in zip(self.smallest or size, size, strict=True)]
         self.largest = [max(pair) for pair in zip(self.largest or size, size, strict=True)]
@@ -87,7 +90,9 @@ class StoredImages:
 
     def lines(self, name: str) -> list[str]:
         """What the cache did to the images of the source ``name``, for a person."""
-        return [line for line in (self._sizes(name), self._conversions(name)) if line is not None]
+        several = self.about.several
+        first = f"{name}: {several:,} files hold several images (frames or pages), of which the first was read"
+        return [line for line in (self._sizes(name), self._conversions(name), first if several else None) if line]
 
     def _sizes(self, name: str) -> str:
         about, (channels, height, width) = self.about, self.shape
@@ -235,7 +240,7 @@ def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: About) -> Ite
     for image in decoded:
         about.read += 1
         if image.bad is None:
-            about.saw(image.size, image.mode)
+            about.saw(image.size, image.mode, image.is_first)
             yield image
             continue
         if not skip_bad_rows:

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from scu_trainer.data import formats
 from scu_trainer.data.readers import kind_of, read_file
-from scu_trainer.data.sources import visible_files
+from scu_trainer.data.sources import files_and_links
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.tasks import TEXT
@@ -117,7 +117,7 @@ def _first_file(path: Path) -> Optional[Path]:
         return path if path.is_file() and kind_of(path) in READ_ROW_BY_ROW else None
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return None
-    return next((file for file in visible_files(path) if kind_of(file) in READ_ROW_BY_ROW), None)
+    return next((file for file in files_and_links(path)[0] if kind_of(file) in READ_ROW_BY_ROW), None)
 
 
 def _pairs(rows: list[dict[str, Any]]) -> Iterator[Finding]:
