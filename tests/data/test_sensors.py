@@ -366,6 +366,20 @@ def test_a_key_that_stands_twice_in_the_manifest_is_refused(folder, tmp_path):
         prepared(folder, tmp_path / "cache")
 
 
+def test_a_recording_with_two_labels_is_refused(folder, tmp_path):
+    edit_manifest(folder, 3, file="000000.npz")
+    with pytest.raises(DataError, match=r"line 3: its label is 2, and 0 in manifest.jsonl line 1 \(000000.npz\)"):
+        prepared(folder, tmp_path / "cache")
+    statistics = prepared(folder, tmp_path / "cache", skip_bad_rows=True).statistics
+    assert statistics.dropped == {"two labels": 1} and statistics.read == 16
+
+
+def test_what_is_held_out_beside_splits_of_other_names_is_said_as_it_is(folder, tmp_path):
+    edit_manifest(folder, 5, split="spare")
+    said = prepared(folder, tmp_path / "cache").statistics.notes
+    assert any("trained on: train, held out: a share of these (validation_split_percentage)" in note for note in said)
+
+
 def as_csv(folder, header: str, row: str) -> None:
     (folder / MANIFEST).unlink()
     lines = [row.format(file=f"{number:06d}.npz", label=number % 4) for number in range(16)]

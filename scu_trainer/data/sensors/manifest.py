@@ -63,11 +63,17 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
             f"{', '.join(COLUMNS)}, and one .npz per recording, {HOW}"
         )
     entries: list[Entry] = []
+    by_file: dict[Path, Entry] = {}
     for line, row, problem in _rows(path):
         rejections.statistics.read += 1
         place = f"{path.name} line {line}"
         try:
-            entries.append(_entry(folder, place, row, problem))
+            entry = _entry(folder, place, row, problem)
+            first = by_file.setdefault(entry.file, entry)
+            if first.label != entry.label:
+                found = f"its label is {entry.label!r}, and {first.label!r} in {first.place}"
+                raise BadRecording("two labels", f"{found}; a recording has one class")
+            entries.append(entry)
         except BadRecording as error:
             rejections.add(place, error)
     if not entries:
