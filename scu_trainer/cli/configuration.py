@@ -27,6 +27,7 @@ from scu_trainer import shipped
 from scu_trainer.cli.names.known import PREFIX, SETTINGS, known_names, stock_names, stock_number
 from scu_trainer.cli.names.tools import TOOLS, as_word, hint, imported, owner_of, signs_of
 from scu_trainer.cli.names.translation import flags_of, notes_of, translated, translated_entries
+from scu_trainer.cli.parsing import with_choice
 from scu_trainer.cli.presets import fitted
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.hardware.probe import usable_cores
@@ -320,7 +321,7 @@ def _arguments(
     """File and flags as one command line, and a line for the user where a typed mode took the place of the file."""
     in_file = InFile() if config is None else _entries(config, parser, names)
     entries = in_file.entries
-    check_names(flags, names)
+    check_names(flags, names, read_before=("config",))
     typed_names = _given(flags, names)
     note: tuple[str, ...] = ()
     if "mode" in typed_names:
@@ -459,11 +460,12 @@ def field_names(parser: argparse.ArgumentParser) -> set[str]:
     return {_name(flag) for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
 
 
-def check_names(arguments: Iterable[str], names: Collection[str]) -> None:
-    """Raise SettingsError at the first flag that nobody knows."""
+def check_names(arguments: Iterable[str], names: Collection[str], read_before: Collection[str] = ()) -> None:
+    """Raise SettingsError at the first flag that nobody knows. ``read_before``: more that may have been meant."""
     for argument in arguments:
         if argument.startswith("--") and _name(argument) not in names:
-            raise SettingsError(f"unknown option {argument.split('=')[0]}{nearest(_name(argument), names)}")
+            near = nearest(_name(argument), [*names, *read_before])
+            raise SettingsError(f"unknown option {argument.split('=')[0]}{near}")
 
 
 def check_given_once(flags: Sequence[str]) -> None:
@@ -717,9 +719,7 @@ def plain_words(message: str) -> str:
     text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
     text = re.sub(r"'([^']{60})[^']{100,}'", r"'\1...'", text)
     number = re.search(r"--(\w+): invalid (int|float) value: .*", text)
-    text += _such_as(number[1], number[2]) if number else ""
-    choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", text)
-    return text + (nearest(choice[1], re.findall(r"'(.*?)'", choice[2])) if choice else "")
+    return with_choice(text + (_such_as(number[1], number[2]) if number else ""))
 
 
 def _such_as(name: str, kind: str) -> str:

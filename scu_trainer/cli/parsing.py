@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import NoReturn
 
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import SettingsError, nearest
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,4 +25,13 @@ class Parser(argparse.ArgumentParser):
         return f"{own}{equals}{value}" if name.startswith("--") and own in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(message)
+        unknown = re.match(r"unrecognized arguments: (?:.*? )?(--[\w-]+)", message)
+        raise SettingsError(
+            with_choice(message) + (nearest(unknown[1], self._option_string_actions) if unknown else "")
+        )
+
+
+def with_choice(message: str) -> str:
+    """argparse's "invalid choice: 'x' (choose from 'a', 'b')", with the choice that was probably meant."""
+    choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+    return message + (nearest(choice[1], [word.strip("'") for word in choice[2].split(", ")]) if choice else "")

@@ -69,6 +69,7 @@ def test_launch_on_gpus_starts_one_process_each(monkeypatch, capsys):
     ("arguments", "words"),
     [
         (["deepsped"], "invalid choice: 'deepsped'"),
+        (["deepsped"], "(did you mean 'deepspeed'?)"),
         (["deepspeed", "--processes", "0"], "'0' is not a number of processes"),
         (["deepspeed", "--processes", "3"], "3 processes were asked for, and there are 1 GPUs"),
     ],

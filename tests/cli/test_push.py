@@ -120,6 +120,11 @@ def test_something_else_than_a_folder(capsys):
     assert "me/model is not a folder here" in refused(capsys, "me/model", "--repo_id", "me/x", "--dry_run")
 
 
+def test_a_folder_that_is_misspelled(run, capsys):
+    told = refused(capsys, f"{run}s", "--repo_id", "me/x", "--dry_run")
+    assert f"{run}s is not a folder here (did you mean '{run}'?); give" in told
+
+
 def test_it_answers_without_torch(run):
     import subprocess
 

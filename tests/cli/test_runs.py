@@ -248,6 +248,7 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
         (["monitor", "by_hand", "--refresh", "0"], "not a number of seconds above 0"),
         (["logs", "by_hand", "-n", "-1"], "not a number of lines"),
         (["begin"], "invalid choice: 'begin'"),
+        (["statu"], "(did you mean 'status'?)"),
         ([], "name one of these actions: without a terminal there is no menu"),
     ],
 )

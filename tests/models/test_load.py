@@ -92,6 +92,22 @@ def test_a_folder_of_named_adapters(tmp_path):
         check_source(str(tmp_path))
 
 
+def test_only_a_folder_of_a_near_name_is_suggested(tmp_path):
+    (tmp_path / "mistral").mkdir()
+    with pytest.raises(ModelError, match=rf"does not exist \(did you mean '{tmp_path}/mistral'\?\); give a folder"):
+        check_source(str(tmp_path / "mistrl"))
+    with pytest.raises(ModelError, match=r"qwen2' does not exist; give a folder"):
+        check_source(str(tmp_path / "qwen2"))
+
+
+def test_the_folder_of_a_stock_run_leads_to_its_newest_checkpoint(tmp_path):
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=rf"that save_pretrained wrote, such as the model {tmp_path}/checkpoint-10$"):
+        check_source(str(tmp_path))
+
+
 def test_models_and_adapters_are_told_apart(model_dir, adapter_dir):
     check_source(str(model_dir))
     check_source(str(adapter_dir))

@@ -20,7 +20,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.subjects import Subject, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hub.local_paths import public_name
-from scu_trainer.models.loading.names import is_adapter
+from scu_trainer.models.loading.names import is_adapter, near_folder
 from scu_trainer.run_files import readable, require_room, require_writable, write_json, write_text
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.mixture import dataset_names
@@ -178,7 +178,8 @@ def _require_adapter(subject: Subject) -> None:
     source = Path(subject.source)
     if not source.is_dir():
         raise ModelError(
-            f"{subject.name} is neither a folder nor an adapter on the Hub; give a run, checkpoint or adapter"
+            f"{subject.name} is neither a folder{near_folder(subject.name)} nor an adapter on the Hub; give a run, "
+            "checkpoint or adapter"
         )
     if not is_adapter(source):
         raise ModelError(

@@ -19,6 +19,7 @@ from scu_trainer.hub.card import CARD, base_license
 from scu_trainer.hub.facts import Facts, facts_of
 from scu_trainer.hub.files import Upload, require_shared_base, upload_of
 from scu_trainer.hub.push import CARD_KEPT, push, require_repo_id, token_for
+from scu_trainer.models.loading.names import near_folder
 from scu_trainer.run_files import readable
 from scu_trainer.secrets import remember
 
@@ -77,7 +78,8 @@ def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
     path = Path(typed.run).expanduser().resolve()
     if not path.is_dir():
         raise ModelError(
-            f"{typed.run} is not a folder here; give the folder of a run, of a checkpoint or of a merged model"
+            f"{typed.run} is not a folder here{near_folder(typed.run)}; give the folder of a run, of a checkpoint or "
+            "of a merged model"
         )
     subject = subject_of(typed.run)
     facts, merged = facts_of(path)

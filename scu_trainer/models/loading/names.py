@@ -8,10 +8,11 @@ import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Optional, Union
 
-from scu_trainer.errors import ModelError, UserError, nearest
+from scu_trainer.errors import NEAR, ModelError, UserError
 from scu_trainer.models.loading.possible import require_sane_config
 from scu_trainer.models.loading.safety import code_refusal, needs_code, reason_of
 from scu_trainer.models.published import ADAPTER, PROCESSOR
@@ -27,21 +28,24 @@ def check_source(name_or_path: str, what: str = "model") -> None:
     if not looks_local:
         return
     if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
+        found = "is a file" if path.exists() else f"does not exist{near_folder(name_or_path)}"
         raise ModelError(f"model_name_or_path {name_or_path!r} {found}; give a folder with a config.json, or a Hub id")
     if not (path / "config.json").is_file() and not is_adapter(path):
         raise ModelError(
             f"model_name_or_path {name_or_path!r} is a folder without config.json or adapter_config.json; give the "
-            f"folder that save_pretrained wrote{_adapter_below(path)}"
+            f"folder that save_pretrained wrote{_model_below(path)}"
         )
     if (path / "config.json").is_file():
         require_sane_config(path / "config.json", what)
 
 
-def _adapter_below(path: Path) -> str:
-    """peft saves an adapter that has a name of its own in a folder of that name."""
-    found = sorted(path.glob("*/adapter_config.json"))
-    return f", such as the adapter {found[0].parent}" if found else ""
+def _model_below(path: Path) -> str:
+    """peft saves an adapter that has a name of its own in a folder of that name, the stock Trainer in checkpoints."""
+    found = {file.parent for kind in ("config", "adapter_config") for file in path.glob(f"*/{kind}.json")}
+    if not found:
+        return ""
+    newest = max(found, key=lambda folder: (len(folder.name), folder.name))
+    return f", such as the {'adapter' if is_adapter(newest) else 'model'} {newest}"
 
 
 def is_adapter(path: Path) -> bool:
@@ -169,7 +173,8 @@ def as_model_error(
         if _is_torn(error):
             hint = f"; {_torn_file(name)} is damaged or cut off: copy or download it again"
         elif not Path(name).expanduser().exists():
-            hint = f"; {_not_here(name)}; if it is a Hub id, check its spelling and the connection"
+            hint = f"; there is no folder {name} here{near_folder(name)}"
+            hint += "; if it is a Hub id, check its spelling and the connection"
             adapter = Path(asked_for or "").expanduser()
             if is_adapter(adapter):
                 hint += f"; {_names_base(adapter)}"
@@ -182,11 +187,12 @@ def _is_of_the_files(error: Exception) -> bool:
     return not isinstance(error, UserError) and (isinstance(error, loading_errors()) or type(error) is Exception)
 
 
-def _not_here(name: str) -> str:
-    """That no folder has this name, with the nearest of those beside it."""
-    path = Path(name)
-    beside = [str(other) for other in path.parent.glob("*") if other.is_dir()] if path.parent.name else []
-    return f"there is no folder {name} here{nearest(str(path), beside)}"
+def near_folder(name: str) -> str:
+    """Phrase that names the nearest of the folders beside a path that is not there; nothing for a name alone."""
+    path = Path(name).expanduser()
+    beside = [other.name for other in path.parent.glob("*") if other.is_dir()] if path.parent.name else []
+    near = get_close_matches(path.name, beside, n=1, cutoff=NEAR)  # the same folder above makes no two names alike
+    return f" (did you mean {str(path.parent / near[0])!r}?)" if near else ""
 
 
 def _is_torn(error: Exception) -> bool:
