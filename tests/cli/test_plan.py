@@ -111,6 +111,7 @@ def test_a_limit_that_nothing_fits(small, capsys):
         (["--limit", "0"], "must be above 0"),
         (["--bf16", "true", "--gpu", "t4"], "this GPU has no bf16"),
         (["--blok_size", "3"], "block_size"),
+        (["--confg", "x.yaml"], "unknown option --confg (did you mean 'config'?)"),
         (["--lora_target_modules", "nope", "--gpu", "t4"], "the model has no module 'nope'"),
         (["--task", "sensor-classification", "--streaming", "true"], "streaming"),
         (["--accuracy", "/nowhere/at/all"], "is not a folder"),
@@ -278,3 +279,14 @@ def test_a_configuration_alone_is_planned_and_what_train_needs_is_said(small, ca
     assert planned(capsys, *words_of(small, "--gpu", "t4"))["fits"]
     assert plan.main([*words_of(small, "--gpu", "t4"), "--json"]) == 0
     assert "holds no weights: a plan needs none, but train needs them" in capsys.readouterr().err
+
+
+def test_data_that_are_not_there_are_said(small, tmp_path, capsys):
+    (tmp_path / "mine.jsonl").write_text('{"text": "a"}\n')
+    said = []
+    for name in ("mine.jsonl", "mien.jsonl"):
+        assert plan.main([*words_of(small, "--dataset", tmp_path / name), "--json"]) == 0
+        said.append(capsys.readouterr().err)
+    assert "does not exist" not in said[0]
+    assert f"{tmp_path}/mien.jsonl does not exist (did you mean 'mine.jsonl'?)" in said[1]
+    assert "a plan needs no data, but train needs them" in said[1]

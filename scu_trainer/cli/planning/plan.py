@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.errors import ModelError, SettingsError, UserError
+from scu_trainer.errors import DataError, ModelError, SettingsError, UserError
 from scu_trainer.imports import without_collector
+from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.shipped import recipe
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
 
     target = _target(options, flags)
     job = _job(options.config, flags, target)
+    _warn_of_missing_data(job)
     target = target.limited(limit_of(options.limit, job))
     source = source_of(job, target)
     tried = considered(source, job, target)
@@ -145,6 +147,17 @@ def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
     if job.data.streaming and job.kind.name != "text-generation":
         raise SettingsError("the rows of a stream are not known in advance; set streaming: false to plan")
     return job
+
+
+def _warn_of_missing_data(job: Job) -> None:
+    """Of text, which a plan does not read: a misspelled path would show only when training starts."""
+    from scu_trainer.data.sources import require_there
+
+    for name in dataset_names(job.data.dataset) if job.kind.name == "text-generation" else ():
+        try:
+            require_there(name)
+        except DataError as error:
+            logger.warning("%s; a plan needs no data, but train needs them", error)
 
 
 def limit_of(text: Optional[str], job: Job) -> Optional[int]:
