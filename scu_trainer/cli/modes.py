@@ -25,8 +25,8 @@ ALL_MODES = ("tiny", "standard", "extended")
 
 @dataclass(frozen=True)
 class Measured:
-    """One mode. ``figures``: fields of ``train.session.test_run.Estimate`` and total_s; None where ``error`` says "
-    "why."""
+    """One mode. ``figures``: fields of ``train.session.test_run.Estimate``, total_s, and under ``note`` what the mode
+    overrides in the file, if anything; None where ``error`` says why."""
 
     mode: str
     figures: Optional[dict[str, Any]]
@@ -78,7 +78,8 @@ def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dic
         job = read_job(config, [*flags, "--mode", mode])
         estimate = measure(job, before_s=time.time() - psutil.Process().create_time())
         leave_process_group(True)
-    return {**asdict(estimate), "total_s": estimate.total_s}
+    note = next((note for note in job.notes if note.startswith("mode ")), None)
+    return {**asdict(estimate), "total_s": estimate.total_s, **({"note": note} if note else {})}
 
 
 def in_fresh_process(mode: str, words: Sequence[str]) -> Measured:
@@ -110,6 +111,8 @@ def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bo
         for item in found:
             if item.error is not None:
                 console.print(f"{item.mode}: {item.error}", soft_wrap=True)
+            elif "note" in item.figures:
+                console.print(item.figures["note"], soft_wrap=True)
     return 2 if any(item.error is not None for item in found) else 0
 
 

@@ -167,6 +167,13 @@ def test_a_mode_that_cannot_run_says_why_beside_the_others(capsys):
     assert "6.3 min" in printed and "extended: block_size 1024 is too long" in printed
 
 
+def test_what_a_mode_replaced_in_the_file_stands_below_the_table(flags, tmp_path, capsys):
+    (tmp_path / "job.yaml").write_text("block_size: 96\n")
+    figures = measured_here("tiny", str(tmp_path / "job.yaml"), flags)
+    assert modes.report(["tiny"], lambda mode: Measured(mode, figures), as_json=False) == 0
+    assert f"mode tiny overrides {tmp_path / 'job.yaml'}: block_size 128 instead of 96" in capsys.readouterr().out
+
+
 def test_as_json(capsys):
     found = {"tiny": Measured("tiny", FIGURES), "standard": Measured("standard", None, "no")}
     assert modes.report(["tiny", "standard"], found.get, as_json=True) == 2
