@@ -235,6 +235,14 @@ def test_a_mistake_leaves_no_file_and_costs_no_answers(folder, prompts, tmp_path
     assert run(*generate(folder, prompts, output)) == 0 and "12 of them from before" in capsys.readouterr().out
 
 
+def test_a_prompt_that_is_too_long_is_named_before_others_are_answered(folder, prompts, tmp_path, capsys):
+    with prompts.open("a") as file:
+        file.write(json.dumps({"prompt": "word " * 500}) + "\n")
+    assert run(*generate(folder, prompts, tmp_path / "a.jsonl")) == 2
+    assert "error: prompts.jsonl row 13: a prompt of" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [prompts]
+
+
 def test_answers_that_another_command_wrote_meanwhile_are_kept(tmp_path):
     output, row = tmp_path / "a.jsonl", {"index": 0}
     first, second = (Written(output, {"rows": 1}, overwrite=False) for _ in range(2))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
-from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.errors import DataError, SettingsError, StorageError
 from scu_trainer.run_files import read_json, require_writable, write_json
 
 if TYPE_CHECKING:
@@ -70,17 +70,23 @@ def main(argv: list[str]) -> int:
 
 
 def _write_all(written: Written, model: Any, batches: Any, rows: Sequence[PromptRow], first: int) -> int:
-    """Returns how many messages did not fit. A batch is written when it is answered: that much a kill costs."""
-    dropped = 0
+    """Returns how many messages did not fit. A batch is written when it is answered: that much a kill costs. A prompt
+    that is too long is found before the first."""
+    prompts = [_trimmed(model, row, batches.settings.max_new_tokens) for row in rows]
     for begin in range(0, len(rows), batches.batch_rows):
-        part = rows[begin : begin + batches.batch_rows]
-        prompts = [model.trimmed(row.messages, batches.settings.max_new_tokens) for row in part]
-        dropped += sum(count for _, count in prompts)
-        answers = batches.answers([token_ids for token_ids, _ in prompts])
-        for number, (row, answer) in enumerate(zip(part, answers, strict=True), start=first + begin):
-            written.add({"index": number, "messages": row.messages, "answer": answer.text, "tokens": answer.tokens,
-                         "finish_reason": answer.finish_reason})  # fmt: skip
-    return dropped
+        part = range(begin, min(len(rows), begin + batches.batch_rows))
+        answers = batches.answers([prompts[place][0] for place in part])
+        for place, answer in zip(part, answers, strict=True):
+            written.add({"index": first + place, "messages": rows[place].messages, "answer": answer.text,
+                         "tokens": answer.tokens, "finish_reason": answer.finish_reason})  # fmt: skip
+    return sum(dropped for _, dropped in prompts)
+
+
+def _trimmed(model: Any, row: PromptRow, max_new_tokens: int) -> tuple[list[int], int]:
+    try:
+        return model.trimmed(row.messages, max_new_tokens)
+    except DataError as error:
+        raise DataError(f"{row.place}: {error}") from error
 
 
 def _said(batches: Any, dropped: int) -> list[str]:
