@@ -161,6 +161,7 @@ def test_trl_and_unsloth_keep_their_defaults():
         ),
         ("stage: sft\nbase_model: b\n", "keys belong to several programs.*--from llama-factory or axolotl"),
         ("learning_rate: 1\n", "none of its keys belongs to only one of TRL, LLaMA-Factory, Axolotl or Unsloth"),
+        ("tokenizer: {_component_: torchtune.models.qwen2}\n", "Files of other programs are not read: write their"),
         ("stage: sft\nfinetuning_type: oft\n", "finetuning_type: oft is not an adapter type"),
         ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "without adapters nothing would be trained"),
         ("base_model: a\nsequence_len: 9\ndatasets: x\n", "datasets: it is not a list of datasets"),

@@ -57,7 +57,9 @@ def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tu
         tool = tool or tool_of(entries, known)
         if tool is None:
             raise SettingsError(
-                f"none of its keys belongs to only one of {_titles()}; name the program with --from {'|'.join(TOOLS)}"
+                f"none of its keys belongs to only one of {_titles()}; if it is theirs, name the program with --from "
+                f"{'|'.join(TOOLS)}. Files of other programs are not read: write their settings by our names, which "
+                "scu-trainer train --print_config lists"
             )
         found = imported(tool, entries, known, path.parent, typed=own)
     except SettingsError as error:
