@@ -9,10 +9,20 @@ from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
 from scu_trainer.hub.facts import run_of
-from scu_trainer.models.loading.names import base_of, check_source, downloaded_adapter, found_base, is_adapter
+from scu_trainer.models.loading.names import (
+    base_of,
+    check_source,
+    downloaded_adapter,
+    found_base,
+    is_adapter,
+    near_folder,
+)
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.report.files import CONFIG_FILE, STATUS_FILE
 from scu_trainer.run_files import found_above, read_json
+from scu_trainer.runs.process import Machine
+from scu_trainer.runs.state import report
+from scu_trainer.runs.store import Run
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import KINDS, TEXT
@@ -137,8 +147,9 @@ def _require_finished(run: Path) -> None:
     has_model = is_adapter(run) or (run / "config.json").is_file()
     if status["status"] == "finished" and has_model:
         return
-    reason = "its model files are gone" if status["status"] == "finished" else f"its status is {status['status']}"
-    error = f" ({status['error']})" if status.get("error") else ""
+    state = report(Run(run, run.name), Machine()).state  # a killed run left "running" behind
+    reason = "its model files are gone" if status["status"] == "finished" else f"its status is {state.status}"
+    error = f" ({state.detail})" if state.detail else ""
     checkpoints = sorted(run.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     advice = f"name its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it to the end first"
     raise ModelError(f"run {run} holds no finished model, {reason}{error}; {advice}")
@@ -209,9 +220,9 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
             own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
         return DataSettings(**{**own, **typed}), split_seed(subject.run)
     if not {"dataset", "eval_dataset"} & {*typed}:
-        found = (
-            "belongs to no run" if Path(subject.source).exists() else "is not a folder here, and a Hub id has no run"
-        )
+        found = "belongs to no run"
+        if not Path(subject.source).exists():
+            found = f"is not a folder here{near_folder(subject.name)}, and a Hub id has no run"
         raise DataError(
             f"{subject.name} {found}, so it is unknown which documents were held out; add --dataset NAME_OR_PATH to "
             "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"

@@ -360,6 +360,7 @@ def test_help_needs_no_torch():
         (["{model}"], "{model} belongs to no run"),
         (["{documents}"], "is a file; give a folder"),
         (["{folder}"], "without config.json or adapter_config.json"),
+        (["{model}l"], "'{model}l' does not exist (did you mean '{model}'?); give a folder"),
         (["base"], "base is a keyword of --against"),
         (["merged"], "merged is a keyword of --against"),
         (
@@ -421,7 +422,16 @@ def test_a_run_without_model_files(refused, broken_run):
 
 def test_a_run_that_died_before_it_was_described(refused, tmp_path):
     write_json(tmp_path / "run.json", {"status": "queued", "error": None})
-    assert "its status is queued" in refused(tmp_path)
+    assert "its status is killed (none of its processes is known" in refused(tmp_path)
+
+
+def test_a_killed_run_left_the_status_of_a_running_one(refused, broken_run):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    edit_json(broken_run / "run.json", status="running", pid=child.pid)
+    message = refused(broken_run)
+    assert "its status is killed (it ended without an error message while it was running" in message
+    assert f"name its newest checkpoint, {broken_run / 'checkpoint-3'}" in message
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
