@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from scu_trainer.report.files import RunFiles, newest
+from scu_trainer.report.files import LOG_FILE, RunFiles, newest
+
+
+def why_no_log(run: RunFiles) -> str:
+    """Of a run without rows of logs."""
+    if _is_torn(run):
+        return f"{LOG_FILE} holds no whole row: it is torn, or something else"
+    if run.is_alive or run.state in ("queued", "starting"):
+        return "nothing has been logged yet"
+    return "it ended before its first log"
+
+
+def _is_torn(run: RunFiles) -> bool:
+    """Whether there is more than an empty list in a file that gave no rows."""
+    path = run.folder / LOG_FILE
+    return not run.logs and path.is_file() and b"".join(path.read_bytes().split()) != b"[]"
 
 
 def why_no_row(run: RunFiles) -> str:
@@ -14,7 +29,9 @@ def why_no_row(run: RunFiles) -> str:
 
 
 def why_half_a_loss(run: RunFiles) -> str:
-    """Of a run that has training or evaluations to draw; empty where it has both, or neither."""
+    """Of a run that has training or evaluations to draw; empty where it has both, or neither. Or of torn logs."""
+    if _is_torn(run):
+        return why_no_log(run)
     is_trained = newest(run.logs, "loss") is not None or bool(run.control)
     is_evaluated = any("eval_bpt" in row or "eval_loss" in row for row in run.logs)
     if is_trained == is_evaluated:
@@ -28,11 +45,7 @@ def why_half_a_loss(run: RunFiles) -> str:
 def why_no_loss(run: RunFiles) -> str:
     if run.logs:
         return why_no_row(run) or "its logs have none of these figures"
-    return (
-        "nothing has been logged yet"
-        if run.is_alive or run.state in ("queued", "starting")
-        else "it ended before its first log"
-    )
+    return why_no_log(run)
 
 
 def why_no_s(run: RunFiles) -> str:
@@ -50,14 +63,14 @@ def why_no_s(run: RunFiles) -> str:
 def why_no_memory(run: RunFiles) -> str:
     if run.settings.get("memory_control") is False:
         return "the memory loop was off (memory_control: false)"
-    if run.is_alive:
-        return "nothing has been logged yet"
+    if run.is_alive or not run.logs:
+        return why_no_log(run)
     return why_no_row(run) or "its files have no memory rows: the micro-batch never changed, and no memory was logged"
 
 
 def why_no_throughput(run: RunFiles) -> str:
-    if run.is_alive and not run.logs:
-        return "nothing has been logged yet"
+    if not run.logs:
+        return why_no_log(run)
     return why_no_row(run) or "its logs have no rows or tokens per second"
 
 

@@ -43,7 +43,7 @@ def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
     )
     loss, *others = (_plot(key, title, draw, why, runs) for key, title, draw, why in kinds)
     said = [f"{_of(run, runs)}{why}" for run in runs if (why := why_half_a_loss(run))]
-    return [replace(loss, notes=[*loss.notes, *said]), *others]
+    return [replace(loss, notes=[*dict.fromkeys([*loss.notes, *said])]), *others]
 
 
 def _plot(key: str, title: str, draw: Draw, why: Callable[[RunFiles], str], runs: Sequence[RunFiles]) -> Plot:

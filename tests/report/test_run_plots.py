@@ -179,6 +179,16 @@ def test_rows_of_the_stock_trainer_stand_in_for_those_that_are_not_there(tmp_pat
     assert panel.y_label == "loss" and panel.lines[0].y == [1.0], "a loss of no known unit is not called bits"
 
 
+def test_logs_without_a_whole_row_are_called_torn_and_those_of_the_stock_trainer_taken(tmp_path):
+    run = make_run(tmp_path / "run", scu=False, memory_control=False)
+    (run / "log_history.json").write_text('[\n{"step": 1, "lo')
+    plots = {plot.key: plot for plot in run_plots([read_run(run, "run", "killed")])}
+    for key in ("loss", "throughput", "rate"):
+        assert "log_history.json holds no whole row: it is torn" in " ".join(plots[key].notes), key
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 9, "loss": 1.0}]}))
+    assert [row["step"] for row in read_run(run, "run", "killed").logs] == [9]
+
+
 def test_thinning_keeps_ends_and_peaks():
     y = [0.0] * 100_000
     y[54_321] = 9.0
