@@ -62,6 +62,13 @@ def test_a_value_that_the_field_cannot_have_is_refused_at_once(job, capsys, tmp_
     assert "--lora_r: invalid int value: 'many'" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_an_axis_under_the_name_of_another_program(job, capsys, tmp_path):  # noqa: F811
+    words = ["sweep", "--config", str(job), "--search", "lr=1e-4:fast", "--output_dir", str(tmp_path / "out")]
+    assert cli(words) == 2
+    said = capsys.readouterr()
+    assert "read --search lr as learning_rate" in said.out and "--search learning_rate=1e-4:fast is not a" in said.err
+
+
 def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # noqa: F811
     out = tmp_path / "out"
     words = ["sweep", "--config", str(job), "--search", "learning_rate=1e-4:1e-1:log", "--trials", "2"]

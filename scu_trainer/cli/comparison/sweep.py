@@ -8,7 +8,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -18,6 +18,7 @@ from scu_trainer.cli.comparison.runs import Start
 from scu_trainer.cli.comparison.sweep_plan import SweepPlan, shown, table_of
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
+from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError, Stopped
 from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
@@ -68,12 +69,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _in_our_names(search: Sequence[str]) -> list[str]:
+    """Axes under the names that other programs use are read as flags under these are."""
+    if not all("=" in word for word in search):
+        return list(search)
+    words, read_as = translated([f"--{word.removeprefix('--')}" for word in search], known_names())
+    if read_as:
+        print(f"read --search {'; '.join(read_as)}")
+    return [f"{name}={value}" for name, value in flags_of(words)]
+
+
 @guarded
 def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     options, flags = _parser().parse_known_args(argv)
     from scu_trainer.cli.configuration import check_early, check_values_early
 
-    axes = axes_of(options.search, known_names())
+    axes = axes_of(_in_our_names(options.search), known_names())
     for axis in axes:
         for value in axis.ends:
             check_values_early({axis.name: value})
