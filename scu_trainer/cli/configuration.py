@@ -645,7 +645,7 @@ def read_file(path: Path) -> dict[str, Any]:
         content = read_regular(path, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SettingsError(f"cannot read the configuration {path}: {reason}; give a YAML or JSON file") from error
+        raise SettingsError(f"cannot read the configuration {path}: {reason}{_another_file(path)}") from error
     try:
         entries = _loaded(content)
     except RecursionError as error:
@@ -657,6 +657,15 @@ def read_file(path: Path) -> dict[str, Any]:
         found = "nothing" if entries is None else type(entries).__name__
         raise SettingsError(f"{path} holds {found}; it must hold lines like 'learning_rate: 2e-4'{_as_text(path)}")
     return entries
+
+
+def _another_file(path: Path) -> str:
+    """What to type in the place of one that cannot be read."""
+    settings = path / "training_config.json"
+    if settings.is_file():
+        return f"; give {settings}, the settings of that run"
+    beside = [] if path.exists() else [other.name for other in path.parent.glob("*") if other.is_file()]
+    return f"{nearest(path.name, beside)}; give a YAML or JSON file"
 
 
 def _as_data(path: Path) -> str:
