@@ -23,8 +23,16 @@ NUMBERS: dict[str, type] = {
 """Fields by their type. top_k and repetition_penalty are no fields of OpenAI, but of others that speak like it."""
 
 OTHERS = ("model", "messages", "prompt", "stream", "stop")
-WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "stream_options", "safety_identifier")
-"""Notes of the client to itself, and the count of tokens at the end of a stream, which is always sent."""
+WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "stream_options",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+"""Notes of the client to itself or to a cache, and the count of tokens at the end of a stream, which is always sent."""
 
 NEUTRAL = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
 """Values that ask for what is done anyway. So do null, 0, false, and what is empty."""

@@ -209,6 +209,7 @@ def test_a_prompt_that_is_none(talker, prompt):
 
 def test_what_asks_for_nothing_is_no_mistake(site):
     neutral = {"n": 1, "tools": [], "logprobs": False, "frequency_penalty": 0, "response_format": {"type": "text"}}
+    neutral |= {"prompt_cache_key": "mine"}
     neutral |= {"user": "me", "stream_options": {"include_usage": True}, "logit_bias": {}, "tool_choice": None}
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     assert site.post(**neutral).json()["choices"] == site.post(messages=parts).json()["choices"]
