@@ -12,7 +12,7 @@ step by step, in one process; what is not installed is a row that says so.
     cut-cross-entropy  Apple's kernel, which keeps no logits at all
     trl                tiles of 4,096 tokens by 32,768 words, as SFTTrainer asks for them
 
-Peak: above weights and hidden states, gradients included; on a CPU, where --quick rehearses, it is not measured.
+Peak: above weights and hidden states, gradients included; not measured on a CPU.
 """
 
 from __future__ import annotations

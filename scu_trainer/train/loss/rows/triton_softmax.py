@@ -38,7 +38,7 @@ def _one_row(
         columns = begin + tl.arange(0, BLOCK)
         values = tl.load(first + columns, mask=columns < words, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(highest, tl.max(values, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # words that are ruled out: -inf less -inf is no number
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # of words that are ruled out: -inf less -inf is NaN
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(values - base), 0)
         highest = higher
     tl.store(losses + row, (highest - chosen) + tl.log(total))
