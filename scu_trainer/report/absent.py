@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scu_trainer.report.files import LOG_FILE, RunFiles, newest
+from scu_trainer.report.files import LOG_FILE, RunFiles, has_torn_logs, newest
 
 
 def why_no_log(run: RunFiles) -> str:
@@ -15,9 +15,7 @@ def why_no_log(run: RunFiles) -> str:
 
 
 def _is_torn(run: RunFiles) -> bool:
-    """Whether there is more than an empty list in a file that gave no rows."""
-    path = run.folder / LOG_FILE
-    return not run.logs and path.is_file() and b"".join(path.read_bytes().split()) != b"[]"
+    return not run.logs and has_torn_logs(run.folder)
 
 
 def why_no_row(run: RunFiles) -> str:

@@ -85,7 +85,7 @@ def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", 
         status=reader.mapping(STATUS_FILE),
         config=reader.mapping(CONFIG_FILE),
         metrics=reader.mapping(METRICS_FILE),
-        logs=reader.rows(LOG_FILE) or reader.stock_logs(),
+        logs=reader.logs(),
         control=reader.rows(CONTROL_FILE),
         memory=reader.rows(MEMORY_FILE),
         epochs=reader.rows(CURRICULUM_FILE),
@@ -103,6 +103,15 @@ def newest_stock_log(folder: Path) -> Optional[Path]:
     return max(found, key=lambda path: int(path.parent.name[11:]), default=None)
 
 
+def has_torn_logs(folder: Path) -> bool:
+    """Whether log_history.json, which gave no rows, holds something else than the empty list of before the first log,
+    or cannot be read."""
+    try:
+        return b"".join((folder / LOG_FILE).read_bytes().split()) != b"[]"
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
+
+
 class _Reader:
     """Reads what is there; collects what cannot be read in ``faults``."""
 
@@ -118,6 +127,18 @@ class _Reader:
 
     def rows(self, name: str) -> Sequence[Row]:
         return [row for row in self._read(name, read_rows, []) if isinstance(row, dict)]
+
+    def logs(self) -> Sequence[Row]:
+        """Where there is no file of ours, or a torn one, the rows of the stock Trainer."""
+        known = len(self.faults)
+        rows = self.rows(LOG_FILE)
+        is_torn = not rows and has_torn_logs(self.folder)
+        if rows or ((self.folder / LOG_FILE).is_file() and not is_torn):
+            return rows
+        rows = self.stock_logs()
+        if rows and is_torn and len(self.faults) == known:
+            self.faults.append(f"{LOG_FILE} holds no whole row; those of the newest {STOCK_LOG_FILE} are shown")
+        return rows
 
     def stock_logs(self) -> Sequence[Row]:
         path = newest_stock_log(self.folder)

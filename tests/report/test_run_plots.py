@@ -186,7 +186,20 @@ def test_logs_without_a_whole_row_are_called_torn_and_those_of_the_stock_trainer
     for key in ("loss", "throughput", "rate"):
         assert "log_history.json holds no whole row: it is torn" in " ".join(plots[key].notes), key
     (run / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 9, "loss": 1.0}]}))
-    assert [row["step"] for row in read_run(run, "run", "killed").logs] == [9]
+    found = read_run(run, "run", "killed")
+    assert [row["step"] for row in found.logs] == [9]
+    assert "log_history.json holds no whole row" in str(warnings(found)), "and said"
+    (run / "log_history.json").write_text("[\n]\n")
+    assert read_run(run, "run", "running").logs == [], "a run that has logged nothing yet has no rows of an earlier one"
+
+
+def test_logs_that_cannot_be_read_are_no_traceback(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "log_history.json").unlink()
+    (run / "log_history.json").symlink_to("/proc/self/mem")  # a file whose first byte is an error of the disk
+    found = read_run(run, "run", "killed")
+    assert any(plot.panels or plot.notes for plot in run_plots([found]))
+    assert "Input/output error" in str(warnings(found))
 
 
 def test_thinning_keeps_ends_and_peaks():
