@@ -69,6 +69,20 @@ def test_an_axis_under_the_name_of_another_program(job, capsys, tmp_path):  # no
     assert "read --search lr as learning_rate" in said.out and "--search learning_rate=1e-4:fast is not a" in said.err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--search", "lr=1e-5:1e-3", "=1:2"], "error: --search moves"),
+        (["--search", "lr=1e-5:1e-3", "--lr", "1e-4"], "error: learning_rate is both set and searched"),
+        (["--search", "learning_rate=1e-5:1e-3", "--learning-rate=1e-4"], "learning_rate is both set and searched"),
+    ],
+)
+def test_no_axis_is_dropped_and_none_is_set_beside_its_search(job, capsys, monkeypatch, tmp_path, words, message):  # noqa: F811
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: 0)
+    assert cli(["sweep", "--config", str(job), *words, "--output_dir", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # noqa: F811
     out = tmp_path / "out"
     words = ["sweep", "--config", str(job), "--search", "learning_rate=1e-4:1e-1:log", "--trials", "2"]

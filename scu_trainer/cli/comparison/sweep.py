@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _in_our_names(search: Sequence[str]) -> list[str]:
     """Axes under the names that other programs use are read as flags under these are."""
-    if not all("=" in word for word in search):
-        return list(search)
+    if not all(word.strip("-").find("=") > 0 for word in search):
+        return list(search)  # for ``axes_of`` to refuse
     words, read_as = translated([f"--{word.removeprefix('--')}" for word in search], known_names())
     if read_as:
         print(f"read --search {'; '.join(read_as)}")
@@ -90,7 +90,8 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
             check_values_early({axis.name: value})
     if options.trials < 1 or options.confirm_seeds < 0:
         raise SettingsError("--trials must be 1 or more, and --confirm_seeds 0 or more")
-    moved = [axis.name for axis in axes if any(word.split("=")[0] == f"--{axis.name}" for word in flags)]
+    typed_names = {name for name, _ in flags_of(translated(flags, known_names())[0])}
+    moved = [axis.name for axis in axes if axis.name in typed_names]
     if moved:
         raise SettingsError(f"{moved[0]} is both set and searched; drop one of them")
     check_early(options.config, flags)
