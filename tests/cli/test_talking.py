@@ -11,17 +11,20 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scu_trainer.cli.main import main as cli
 from scu_trainer.cli.talking.chat import Chat
-from scu_trainer.cli.talking.generate import Written
+from scu_trainer.cli.talking.generate import Written, _write_all
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import ModelSettings
 from scu_trainer.talk.answers import AnswerSettings
 from scu_trainer.talk.model import loaded
+from scu_trainer.talk.prompts import PromptRow
 from tests import processes, tiny
 
 
@@ -241,6 +244,20 @@ def test_a_prompt_that_is_too_long_is_named_before_others_are_answered(folder, p
     assert run(*generate(folder, prompts, tmp_path / "a.jsonl")) == 2
     assert "error: prompts.jsonl row 13: a prompt of" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == [prompts]
+
+
+def test_the_tokens_of_all_prompts_are_not_held_at_once():
+    rows = [PromptRow(f"row {number}", [{"role": "user", "content": "a"}]) for number in range(2000)]
+    model = SimpleNamespace(trimmed=lambda messages, most: ([1000 + number for number in range(400)], 0))
+    answers = [SimpleNamespace(text="", tokens=0, finish_reason="stop")] * 8
+    batches = SimpleNamespace(
+        batch_rows=8, settings=SimpleNamespace(max_new_tokens=1), answers=lambda token_ids: answers
+    )
+    tracemalloc.start()
+    _write_all(SimpleNamespace(add=lambda row: None), model, batches, rows, 0)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 2e6
 
 
 def test_answers_that_another_command_wrote_meanwhile_are_kept(tmp_path):

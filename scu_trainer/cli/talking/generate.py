@@ -71,15 +71,16 @@ def main(argv: list[str]) -> int:
 
 def _write_all(written: Written, model: Any, batches: Any, rows: Sequence[PromptRow], first: int) -> int:
     """Returns how many messages did not fit. A batch is written when it is answered: that much a kill costs. A prompt
-    that is too long is found before the first."""
-    prompts = [_trimmed(model, row, batches.settings.max_new_tokens) for row in rows]
+    that is too long is found before the first; tokens of all prompts at once would be more than their text."""
+    most = batches.settings.max_new_tokens
+    dropped = sum(_trimmed(model, row, most)[1] for row in rows)
     for begin in range(0, len(rows), batches.batch_rows):
-        part = range(begin, min(len(rows), begin + batches.batch_rows))
-        answers = batches.answers([prompts[place][0] for place in part])
-        for place, answer in zip(part, answers, strict=True):
-            written.add({"index": first + place, "messages": rows[place].messages, "answer": answer.text,
-                         "tokens": answer.tokens, "finish_reason": answer.finish_reason})  # fmt: skip
-    return sum(dropped for _, dropped in prompts)
+        part = rows[begin : begin + batches.batch_rows]
+        answers = batches.answers([_trimmed(model, row, most)[0] for row in part])
+        for number, (row, answer) in enumerate(zip(part, answers, strict=True), start=first + begin):
+            written.add({"index": number, "messages": row.messages, "answer": answer.text, "tokens": answer.tokens,
+                         "finish_reason": answer.finish_reason})  # fmt: skip
+    return dropped
 
 
 def _trimmed(model: Any, row: PromptRow, max_new_tokens: int) -> tuple[list[int], int]:
