@@ -662,9 +662,9 @@ def read_file(path: Path) -> dict[str, Any]:
 def _another_file(path: Path) -> str:
     """What to type in the place of one that cannot be read."""
     settings = path / "training_config.json"
-    if settings.is_file():
+    if os.path.isfile(settings):  # unlike pathlib's, it has no error of its own where nothing may be looked at
         return f"; give {settings}, the settings of that run"
-    beside = [] if path.exists() else [other.name for other in path.parent.glob("*") if other.is_file()]
+    beside = [] if os.path.exists(path) else [other.name for other in path.parent.glob("*") if os.path.isfile(other)]
     return f"{nearest(path.name, beside)}; give a YAML or JSON file"
 
 

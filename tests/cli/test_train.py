@@ -150,6 +150,11 @@ def test_unknown_flag_and_missing_file_are_refused(tmp_path, capsys):
         capsys, ["--config", str(tmp_path / "training_confg.json")]
     )
     assert f"; give {tmp_path}/training_config.json, the settings" in refused(capsys, ["--config", str(tmp_path)])
+    for name in ("unusable.yaml", "beside.yaml"):  # a look at it is an error, as at a link into a locked folder
+        (tmp_path / name).symlink_to("a" * 300)
+    for name in ("unusable.yaml", "unusble.yaml"):
+        with pytest.raises(SettingsError, match=f"cannot read the configuration {tmp_path}/{name}: .*; give a YAML"):
+            configuration.read_file(tmp_path / name)
 
 
 def test_a_launcher_whose_processes_would_train_alone_is_refused(flags, monkeypatch):

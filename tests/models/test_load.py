@@ -94,6 +94,7 @@ def test_a_folder_of_named_adapters(tmp_path):
 
 def test_only_a_folder_of_a_near_name_is_suggested(tmp_path):
     (tmp_path / "mistral").mkdir()
+    (tmp_path / "unusable").symlink_to("a" * 300)  # a look at it is an error, as at a link into a locked folder
     with pytest.raises(ModelError, match=rf"does not exist \(did you mean '{tmp_path}/mistral'\?\); give a folder"):
         check_source(str(tmp_path / "mistrl"))
     with pytest.raises(ModelError, match=r"qwen2' does not exist; give a folder"):

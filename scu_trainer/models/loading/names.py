@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -190,7 +191,7 @@ def _is_of_the_files(error: Exception) -> bool:
 def near_folder(name: str) -> str:
     """Phrase that names the nearest of the folders beside a path that is not there; nothing for a name alone."""
     path = Path(name).expanduser()
-    beside = [other.name for other in path.parent.glob("*") if other.is_dir()] if path.parent.name else []
+    beside = [other.name for other in path.parent.glob("*") if os.path.isdir(other)] if path.parent.name else []
     near = get_close_matches(path.name, beside, n=1, cutoff=NEAR)  # the same folder above makes no two names alike
     return f" (did you mean {str(path.parent / near[0])!r}?)" if near else ""
 
