@@ -290,3 +290,8 @@ def test_data_that_are_not_there_are_said(small, tmp_path, capsys):
     assert "does not exist" not in said[0]
     assert f"{tmp_path}/mien.jsonl does not exist (did you mean 'mine.jsonl'?)" in said[1]
     assert "a plan needs no data, but train needs them" in said[1]
+    (tmp_path / "unusable.jsonl").symlink_to("a" * 300)  # a look at it is an error, as at a link into a locked folder
+    both = ["--dataset", tmp_path / "unusable.jsonl", "--eval_dataset", tmp_path / "held_out.jsonl"]
+    assert plan.main([*words_of(small, *both), "--json"]) == 0
+    said = capsys.readouterr().err
+    assert "File name too long" in said and f"{tmp_path}/held_out.jsonl does not exist" in said

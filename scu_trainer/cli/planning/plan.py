@@ -153,10 +153,11 @@ def _warn_of_missing_data(job: Job) -> None:
     """Of text, which a plan does not read: a misspelled path would show only when training starts."""
     from scu_trainer.data.sources import require_there
 
-    for name in dataset_names(job.data.dataset) if job.kind.name == "text-generation" else ():
+    names = [*dataset_names(job.data.dataset), *dataset_names(job.data.eval_dataset)]
+    for name in names if job.kind.name == "text-generation" else ():
         try:
             require_there(name)
-        except DataError as error:
+        except (DataError, OSError) as error:  # a place that may not be looked at ends no plan
             logger.warning("%s; a plan needs no data, but train needs them", error)
 
 
