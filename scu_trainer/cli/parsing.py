@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import NoReturn
 
 from scu_trainer.errors import SettingsError, nearest
@@ -23,6 +24,11 @@ class Parser(argparse.ArgumentParser):
         name, equals, value = word.partition("=")
         own = f"--{name.removeprefix('--').replace('-', '_')}"
         return f"{own}{equals}{value}" if name.startswith("--") and own in self._option_string_actions else word
+
+    def near_option(self, action: str, words: Sequence[str]) -> str:
+        """Phrase that names the option of ``action`` nearest to the first of ``words``, which nobody knows."""
+        actions = next(found for found in self._actions if isinstance(found, argparse._SubParsersAction))
+        return nearest(words[0].partition("=")[0], actions.choices[action]._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (?:.*? )?(--[\w-]+)", message)

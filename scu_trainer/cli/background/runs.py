@@ -45,9 +45,11 @@ def main(argv: list[str], hands: Optional[Hands] = None) -> int:
 def _main(argv: list[str], hands: Hands) -> int:
     if not argv:
         return _menu(hands)
-    options, flags = _parser().parse_known_args(argv)
+    parser = _parser()
+    options, flags = parser.parse_known_args(argv)
     if flags and options.action != "start":
-        raise SettingsError(f"unrecognized: {' '.join(flags)}; see scu-trainer runs {options.action} --help")
+        near = parser.near_option(options.action, flags)
+        raise SettingsError(f"unrecognized: {' '.join(flags)}{near}; see scu-trainer runs {options.action} --help")
     acts: dict[str, Callable[[], int]] = {
         "start": lambda: _start(options, flags, hands),
         "list": lambda: _list(options, hands),
@@ -60,7 +62,7 @@ def _main(argv: list[str], hands: Hands) -> int:
     return acts[options.action]()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="scu-trainer runs",
         description="Train in the background. Without arguments: a menu.",

@@ -23,7 +23,7 @@ PLANS = ("recommend", "plan")
 CUDA_BUILD = "pip install a CUDA build of torch"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(prog="scu-trainer hardware")
     which = "profile|check|recommend|config|monitor|optimize"
     actions = parser.add_subparsers(dest="action", required=True, metavar=which, parser_class=Parser)
@@ -57,9 +57,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     if argv and argv[0] in (*PLANS, "config"):
         return _plan(*argv)
-    options, flags = _parser().parse_known_args(argv)
+    parser = _parser()
+    options, flags = parser.parse_known_args(argv)
     if flags and (options.action != "check" or options.gpu):
-        raise SettingsError(f"unrecognized: {' '.join(flags)}; see scu-trainer hardware {options.action} --help")
+        near = parser.near_option(options.action, flags)
+        raise SettingsError(f"unrecognized: {' '.join(flags)}{near}; see scu-trainer hardware {options.action} --help")
     if options.action == "profile":
         return _profile(options)
     if options.action == "monitor":
