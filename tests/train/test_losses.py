@@ -507,14 +507,15 @@ def test_without_triton_the_loss_is_torchs_own_and_nobody_is_warned(monkeypatch,
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_full_card_is_no_broken_kernel(monkeypatch):
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_a_full_card_is_no_broken_kernel(kind, monkeypatch):
     def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise kind("Triton Error [CUDA]: out of memory")
 
     module = ModuleType("scu_trainer.train.loss.rows.triton_softmax")
     module.softmax_in_place = full
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(kind):
         softmax._fused.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,3 +236,19 @@ def test_operations_are_counted_where_the_counter_knows_the_product(onednn):
     with flops._no_fused_kernels():
         assert not products.goes_through_onednn(weight())
     assert products.goes_through_onednn(weight())
+
+
+# -- a product that is added to a float32 sum, as on a card ------------------------------------------------------------
+
+
+def test_a_full_card_does_not_say_that_products_cannot_be_added(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def on_cpu(make):
+        return lambda *given, device, **options: make(*given, **options)
+
+    stand_in = SimpleNamespace(addmm=full, ones=on_cpu(torch.ones), full=on_cpu(torch.full))
+    monkeypatch.setattr(products, "torch", stand_in)
+    with pytest.raises(torch.OutOfMemoryError):
+        products.adds_to_float32.__wrapped__(torch.device("cuda", 0), torch.bfloat16)

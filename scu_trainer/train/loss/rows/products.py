@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from scu_trainer.hardware import cgroup
 from scu_trainer.hardware.profile import cpuinfo
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 FEWEST_WORDS = 16_000
 """Of an output layer for which oneDNN is asked: with few words it is no faster."""
@@ -88,7 +89,9 @@ def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     total = torch.full((16, 16), begun, device=device)
     try:
         torch.addmm(total, one.t(), one, out_dtype=total.dtype, out=total)
-    except (RuntimeError, TypeError):  # no such operation in this version, or not for these types
+    except (RuntimeError, TypeError) as error:  # no such operation in this version, or not for these types
+        if is_out_of_memory(error):  # says nothing of the operation: recovered from as everywhere, and tried again
+            raise
         return False
     return bool((total == 16 + begun).all())
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
+
 logger = logging.getLogger("scu_trainer")
 
 Kernel = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -43,11 +45,11 @@ def _fused(device: torch.device, dtype: torch.dtype) -> Kernel:
         from scu_trainer.train.loss.rows.triton_softmax import softmax_in_place
 
         farthest = _farthest(softmax_in_place, device, dtype)
-    except torch.OutOfMemoryError:  # recovered from as everywhere, and tried again
-        raise
     except ImportError as error:  # as on Windows
         logger.info("The loss is computed by torch's own operations on %s: %s", device, error)
     except Exception as error:  # a compiler fails in many ways, and a training can do without
+        if is_out_of_memory(error):  # recovered from as everywhere, and tried again
+            raise
         logger.warning(_BY_TORCH, device, f"{type(error).__name__}: {str(error)[:200]}")
     else:
         if farthest <= TRIAL_BOUNDS[dtype]:
