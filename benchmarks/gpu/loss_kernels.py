@@ -142,10 +142,11 @@ class Contest:
             return None
         distance, peak = self.rows[name]
         times = self.times_ms[name]
-        return [f"{median(times):.1f}", f"{self.ratio(name):.2f}", peak, distance]
+        ratio = f"{self.ratio(name):.2f}" if STOCK in self.times_ms else "-"
+        return [f"{median(times):.1f}", ratio, peak, distance]
 
     def ratio(self, name: str) -> float:
-        """Of stock's time over this one's, paired by round."""
+        """Of stock's time over this one's, paired by round; both ran."""
         return median(base / one for base, one in zip(self.times_ms[STOCK], self.times_ms[name], strict=True))
 
 
@@ -180,7 +181,8 @@ def main() -> None:
             for name in CONTENDERS:
                 cells = contest.cells(name) or [contest.why_not.get(name, ""), "", "", ""]
                 rows.append([name, f"{size:,}", layer, *cells])
-            figures[f"stock's time over ours, hidden {size}, {layer}"] = Figure(contest.ratio(OURS), "higher")
+            if {STOCK, OURS} <= contest.times_ms.keys():
+                figures[f"stock's time over ours, hidden {size}, {layer}"] = Figure(contest.ratio(OURS), "higher")
             times_ms[f"{size}, {layer}"] = contest.times_ms
     heads = ["contender", "hidden", "output layer", "ms", "speed, ratio to stock", "peak, MiB"]
     grid = Grid([*heads, "gradient from float32"], rows)

@@ -81,6 +81,27 @@ def test_loss_kernels_compute_one_gradient_and_the_missing_say_why(monkeypatch):
             assert "No module" in ms and name in ("liger", "cut-cross-entropy")
 
 
+@pytest.mark.parametrize("missing", [loss_kernels.STOCK, loss_kernels.OURS])
+def test_loss_kernels_without_a_contender_give_the_times_of_the_others(missing, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    timed = {name: loss_kernels.CONTENDERS[name] for name in (loss_kernels.STOCK, "ours, by torch", loss_kernels.OURS)}
+    monkeypatch.setattr(loss_kernels, "CONTENDERS", timed | {missing: full})
+    monkeypatch.setattr(loss_kernels, "QUICK", {"tokens": 48, "words": 300, "hidden": [16], "rounds": 1})
+    monkeypatch.setattr(sys, "argv", ["loss_kernels.py", "--quick"])
+    seen = []
+    monkeypatch.setattr(loss_kernels, "finish", lambda name, title, grid, figures, **_: seen.append((grid, figures)))
+    loss_kernels.main()
+    ((grid, figures),) = seen
+    assert not figures
+    for name, _, _, ms, ratio, *_ in grid.rows:
+        if name == missing:
+            assert "out of memory" in ms
+        else:
+            assert float(ms) > 0 and (ratio == "-") == (missing == loss_kernels.STOCK)
+
+
 def test_the_models(monkeypatch):
     """Types of weights as the module says them; a step moves the adapters over 4 bits."""
     window = gpu_window.Window("cpu", 1)
