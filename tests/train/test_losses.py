@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
 from types import ModuleType, SimpleNamespace
@@ -477,6 +478,10 @@ def broken(*_):
     raise RuntimeError("Failed to find C compiler")
 
 
+def without_room(*_):
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
 def wrong(*given):
     losses, signal = in_float32(*given)
     return losses * 1.01, signal
@@ -487,6 +492,7 @@ def wrong(*given):
     [
         (in_float32, ""),
         (broken, "RuntimeError: Failed to find C compiler"),
+        (without_room, "Cannot allocate memory"),
         (wrong, "its results are"),
     ],
 )

@@ -48,7 +48,8 @@ def _fused(device: torch.device, dtype: torch.dtype) -> Kernel:
     except ImportError as error:  # as on Windows
         logger.info("The loss is computed by torch's own operations on %s: %s", device, error)
     except Exception as error:  # a compiler fails in many ways, and a training can do without
-        if is_out_of_memory(error):  # recovered from as everywhere, and tried again
+        # Recovered from as everywhere, and tried again; but for a compiler that the host has no room to start.
+        if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
             raise
         logger.warning(_BY_TORCH, device, f"{type(error).__name__}: {str(error)[:200]}")
     else:
