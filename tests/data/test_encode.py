@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 
 import pytest
 
 from scu_trainer.data.records import Record
+from scu_trainer.data.text.chat import read_chat_template
 from scu_trainer.data.text.encode import EMPTY, NO_ANSWER, NOT_LEARNED, NOTHING_TO_LEARN, UNREADABLE, encoded
 from scu_trainer.errors import DataError
+from scu_trainer.settings.data import CHAT_TEMPLATES
 
 WITHOUT_GENERATION = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -189,6 +192,25 @@ def test_an_empty_answer_beside_others_is_counted_and_not_learned(encoder, token
     learns_all = encoder(tokenizer=usual.tokenizer, assistant_only_loss=False)
     document = one(learns_all, {"messages": rows})
     assert (document.labels != NOT_LEARNED).all() and document.read.empty_answers == 0
+
+
+@pytest.mark.parametrize("template", CHAT_TEMPLATES)
+@pytest.mark.parametrize("skipped", [{"content": ""}, {"content": "spilled", "weight": 0}])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_answer_is_left_out_wherever_it_stands_and_whatever_the_template(
+    encoder, tokenizer, template, skipped, place
+):
+    answers = [{"content": f"Tea {number}."} for number in range(3)]
+    answers[place] = skipped
+    rows = [turn for answer in answers for turn in (CONVERSATION[1], {"role": "assistant", **answer})]
+    encode = encoder(with_template(tokenizer, read_chat_template(template)))
+    text = learned_text(encode, one(encode, {"messages": rows}), skip_special_tokens=True)
+    assert re.findall(r"\w+ ?\d?\.", text) == [f"Tea {number}." for number in range(3) if number != place]
+    assert "spilled" not in text and "Which" not in text
+    if place > 0:
+        document = one(encode, {"prompt": rows[:3], "completion": rows[3:]})
+        text = learned_text(encode, document, skip_special_tokens=True)
+        assert re.findall(r"\w+ ?\d?\.", text) == [f"Tea {3 - place}."]
 
 
 def test_a_row_with_nothing_to_learn_names_the_unknown_role(encoder):

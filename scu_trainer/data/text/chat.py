@@ -71,7 +71,12 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
     if learn == "completion" and not any(message.get("weight") == 0 for message in chat.messages[first:]):
         spans = [_span(render, chat.messages, first, len(chat.messages))]
     else:
-        spans = _assistant_spans(render, chat, first)
+        try:
+            spans = _assistant_spans(render, chat, first)
+        except BadRow:  # a template that ends only the last turn, such as ours, still marks its answers
+            if not _GENERATION.search(template):
+                raise
+            return *_by_answers(tokenizer, chat, first), text
     return *_by_spans(tokenizer, text, spans), text
 
 
@@ -96,6 +101,34 @@ def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
         tokenizer_kwargs={"verbose": False},
     )
     return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
+
+
+def _by_answers(tokenizer, chat: Chat, first: int) -> tuple[list[int], list[bool]]:
+    """By the marks of the template, without answers before turn ``first`` and those that are not to be learned. Raises
+    BadRow where it does not show which these are."""
+    ids, learned = _by_generation_marks(tokenizer, chat)
+    runs = _runs(learned)
+    for turn, message in enumerate(chat.messages):
+        if message["role"] != "assistant" or (turn >= first and is_answer(message)):
+            continue
+        before, after = (_runs_until(tokenizer, chat, end) for end in (turn, turn + 1))
+        if after != before + 1 or after > len(runs):
+            raise BadRow(f"the chat template does not show which words are those of message {turn + 1}")
+        begin, end = runs[before]
+        learned[begin:end] = [False] * (end - begin)
+    return ids, learned
+
+
+def _runs_until(tokenizer, chat: Chat, end: int) -> int:
+    """Marked parts of a conversation that ends before turn ``end``."""
+    return len(_runs(_by_generation_marks(tokenizer, chat._replace(messages=chat.messages[:end]))[1])) if end else 0
+
+
+def _runs(learned: list[bool]) -> list[tuple[int, int]]:
+    """Where parts that are learned begin and end."""
+    flags = [False, *learned, False]
+    edges = [place for place in range(len(learned) + 1) if flags[place] != flags[place + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _has_weights(chat: Chat) -> bool:
