@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
-from scu_trainer.data.messages import messages_of, tools_of
+from scu_trainer.data.messages import KNOWN_ROLES, ROLES, messages_of, tools_of
 from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Text
 from scu_trainer.errors import nearest
 
@@ -38,7 +38,12 @@ KNOWN_COLUMNS = (
 )
 
 
-_LIST_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+_SPEAKERS = "|".join({**ROLES, **dict.fromkeys(KNOWN_ROLES)})
+_LIST_OF_MESSAGES = re.compile(
+    rf"""\s*\[\s*\{{\s*["'](?:(?:content|value)["']\s*:.*["'])?(?:role|from)["']\s*:\s*["'](?:{_SPEAKERS})["']""",
+    re.DOTALL | re.IGNORECASE,
+)
+"""The first key names a speaker, or what one says before that: an answer that lists other objects stays a text."""
 
 
 class Columns(NamedTuple):

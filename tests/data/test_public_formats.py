@@ -284,6 +284,15 @@ CASES = {
         ["Yes." + END + "\n"],
         {},
     ),
+    "an answer that is a list of other objects": (
+        "a.jsonl",
+        json_lines,
+        [{"prompt": "Who?", "completion": f'[{{"{key}": "Rome", "to": "Ann"}}]'} for key in ("role", "from", "value")],
+        {},
+        "prompt and completion (prompt, completion)",
+        [f'[{{"{key}": "Rome", "to": "Ann"}}]<|eos|>' for key in ("role", "from", "value")],
+        {},
+    ),
     "an empty column before one with content": (
         "a.jsonl",
         json_lines,
@@ -357,7 +366,10 @@ REFUSED = {
     ),
     "a number beside a question": ({"instruction": "Double it.", "input": 21, "output": "42"}, "'input' holds int"),
     "a number as a system prompt": ({"question": "Why?", "answer": "So.", "system": 3}, "'system' holds int"),
-    "messages that Python wrote": ({"prompt": "[{'role': 'user'}]", "completion": "a"}, "text that is not JSON"),
+    "messages that Python wrote": (
+        {"prompt": "[{'content': 'a', 'role': 'user'}]", "completion": "a"},
+        "text that is not JSON",
+    ),
     "a weight between 0 and 1": (
         {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "weight": 0.5}]},
         "the weight of message 2 of 'messages' is 0.5; allowed: 0",
