@@ -106,8 +106,9 @@ def test_of_a_file_of_several_images_the_first_is_read_and_a_line_says_so(pets, 
     for name in ("dog/a.gif", "dog/b.tiff"):
         frames[0].save(pets / name, save_all=True, append_images=frames[1:])
     frames[0].save(pets / "dog" / "c.gif")
+    (pets / "dog" / "d.gif").write_bytes((pets / "dog" / "c.gif").read_bytes()[:-1] + b",")  # torn behind the first
     data = prepared(pets, tmp_path)
-    assert any("2 files hold several images (frames or pages)" in note for note in data.statistics.notes)
+    assert any("3 files hold several images (frames or pages)" in note for note in data.statistics.notes)
 
 
 def test_links_in_class_folders_that_are_not_followed_are_named(pets, tmp_path):

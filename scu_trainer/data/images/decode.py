@@ -38,6 +38,9 @@ IMAGES_AT_ONCE = 256
 SEVERAL = "scu_trainer_several"
 """Key of ``info`` of an image whose file holds more images behind it."""
 
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
+"""What Pillow raises for a torn file."""
+
 
 class BadImage(Exception):
     """``reason``: one of the above, counted by; the message is what was found in this image."""
@@ -93,14 +96,23 @@ def open_image(content: Optional[Content]) -> PIL.Image.Image:
     try:
         # In memory as a whole: Pillow leaves a file open that it fails on.
         with PIL.Image.open(io.BytesIO(content.read_bytes() if isinstance(content, Path) else content)) as image:
-            if getattr(image, "is_animated", False):
-                image.info[SEVERAL] = True
             image.load()
-            return PIL.ImageOps.exif_transpose(image)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
+            upright = PIL.ImageOps.exif_transpose(image)
+            if _has_more(image):
+                upright.info[SEVERAL] = True
+            return upright
+    except BROKEN as error:
         raise BadImage(UNREADABLE, _in_words(error)) from error
     except PIL.Image.DecompressionBombError as error:
         raise BadImage(UNREADABLE, str(error)) from error
+
+
+def _has_more(image: PIL.Image.Image) -> bool:
+    """Whether another image, or the torn beginning of one, is behind this one: the first is whole all the same."""
+    try:
+        return getattr(image, "is_animated", False)
+    except BROKEN:
+        return True
 
 
 def _in_words(error: Exception) -> str:
