@@ -378,6 +378,8 @@ def test_what_is_held_out_beside_splits_of_other_names_is_said_as_it_is(folder, 
     edit_manifest(folder, 5, split="spare")
     said = prepared(folder, tmp_path / "cache").statistics.notes
     assert any("trained on: train, held out: a share of these (validation_split_percentage)" in note for note in said)
+    said = prepared(folder, tmp_path / "cache", validation_split_percentage=0).statistics.notes
+    assert any("trained on: train, held out: none" in note for note in said)
 
 
 def as_csv(folder, header: str, row: str) -> None:

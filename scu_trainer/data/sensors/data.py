@@ -117,8 +117,8 @@ def _divided(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recor
     mark = split_among(others, (HELD_OUT, *HELD_OUT_SPLITS)) or HELD_OUT
     is_marked = (offered.splits == mark) & ~is_train
     has_other = data.eval_dataset is not None
-    by_chance = mark if is_marked.any() else "a share of these (validation_split_percentage)"
-    held_out_name = "eval_dataset" if has_other else by_chance
+    by_chance = "a share of these (validation_split_percentage)" if data.validation_split_percentage else "none"
+    held_out_name = "eval_dataset" if has_other else mark if is_marked.any() else by_chance
     _count_unused(source, ~is_train & (~is_marked | has_other), own_name, held_out_name)
     numbers = numpy.flatnonzero(is_train)
     if not len(numbers):
