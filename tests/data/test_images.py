@@ -115,16 +115,32 @@ def test_links_in_class_folders_that_are_not_followed_are_named(pets, tmp_path):
     picture(tmp_path / "other" / "9.png", seed=9)
     (pets / "cat" / "more").symlink_to(tmp_path / "other")
     (pets / "dog" / "gone.png").symlink_to(tmp_path / "nowhere")
+    (pets / "lost.png").symlink_to(tmp_path / "nowhere")
     (pets / "fox").symlink_to(tmp_path / "other")  # a class folder itself may be a link
     data = prepared(pets, tmp_path)
     [line] = [note for note in data.statistics.notes if "links in" in note]
-    assert "2 links in" in line and "more (a link to" in line and "gone.png (a link to" in line
+    assert "3 links in" in line and all(f"{name} (a link to" in line for name in ("more", "gone.png", "lost.png"))
     assert data.label_names == ("cat", "dog", "fox")
+
+
+def test_what_is_not_read_of_held_out_folders_is_named_as_well(pets, tmp_path):
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            picture(tmp_path / "both" / split / name / "0.png", seed=len(split + name))
+    (tmp_path / "both" / "test" / "cat" / "more").symlink_to(pets)
+    (tmp_path / "both" / "test" / "cat" / "a.heic").write_bytes(b"x")
+    for data in (
+        prepared(tmp_path / "both", tmp_path),
+        prepared(pets, tmp_path, eval_dataset=str(tmp_path / "both" / "test")),
+    ):
+        notes = "\n".join(data.statistics.notes)
+        assert notes.count("1 links in") == notes.count("1 files of other kinds") == 1
 
 
 def test_names_that_are_no_text(pets, tmp_path):
     (pets / "cat" / "0.png").rename(pets / "cat" / os.fsdecode(b"caf\xe9.png"))
-    assert prepared(pets, tmp_path).statistics.read == 16
+    picture(pets / "cat" / os.fsdecode(b"ch\xe2ts") / "1.png", seed=1)
+    assert prepared(pets, tmp_path).statistics.read == 17
     (pets / "cat").rename(pets / os.fsdecode(b"ch\xe2t"))
     with pytest.raises(DataError, match=r"the class folder ch\ufffdt in .* is not UTF-8; rename it"):
         prepared(pets, tmp_path)

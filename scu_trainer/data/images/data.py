@@ -109,7 +109,8 @@ def prepare_images(
     """
     chosen = evenly_by_class(source.labels, data.dataset_size, CAP_SEED)
     stored = stored_images(source, chosen, kind, cache_dir, data.skip_bad_rows)
-    statistics = SampleStatistics(item="image", notes=[*source.notes])
+    of_held_out = source.held_out.notes if source.held_out else ()
+    statistics = SampleStatistics(item="image", notes=[*dict.fromkeys((*source.notes, *of_held_out))])
     _take_over(statistics, stored, source.name)
     held_out, train, evaluated = _divide(source, stored, kind, data, seed, cache_dir, statistics)
     _count(statistics, source, stored, held_out, train, evaluated)

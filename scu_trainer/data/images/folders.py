@@ -254,6 +254,8 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
             found.ignored += [path for path in files if path.suffix.lower() not in SUFFIXES]
             found.files += [(path, entry.name) for path in images]
             found.empty += [] if images else [entry]
+        elif not entry.exists():
+            links.append(entry)
         elif entry.suffix.lower() in SUFFIXES:
             found.files.append((entry, None))
         else:
@@ -288,7 +290,7 @@ def _read(
     for number in numbers:
         path, name = files[number]
         label = int(labels[number])
-        place = str(path.with_name(shown_name(path)))
+        place = os.fsencode(path).decode(errors="replace")
         yield ImageRecord(place, path, label, None if label != NO_LABEL else _without_class(name))
 
 
