@@ -154,8 +154,10 @@ def test_what_is_not_read_of_an_evaluation_folder_is_named_once(mixed, files, tm
     jsonl([{"text": "three four"}], "held out/a.jsonl")
     (tmp_path / "held out" / "b.xlsx").write_text("x")
     for streaming in (False, True):
-        data = mixed(weighted(files, web=1, code=1), eval_dataset=str(tmp_path / "held out"), streaming=streaming)
-        assert "\n".join(data.statistics.lines()).count("1 files of other kinds") == 1
+        settings = {"eval_dataset": str(tmp_path / "held out"), "system_column": "sys", "streaming": streaming}
+        lines = mixed(weighted(files, web=1, code=1), **settings).statistics.lines()
+        assert "\n".join(lines).count("1 files of other kinds") == 1
+        assert len(lines) == len(set(lines))
 
 
 @pytest.mark.parametrize("strategy", ["first_exhausted", "all_exhausted"])

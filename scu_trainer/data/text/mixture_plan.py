@@ -93,7 +93,7 @@ def statistics_of(
         total.add(held_out)
         for count in ("eval_documents", "eval_rows", "eval_tokens"):
             setattr(total, count, getattr(held_out, count))
-        total.notes += held_out.notes
+        total.notes += dict.fromkeys(held_out.notes)  # it is read as both sides of its plan
     return total
 
 
