@@ -122,6 +122,8 @@ def test_a_fault_beside_the_micro_batches_changes_nothing(tmp_path, without_faul
 def without_second_tries(monkeypatch) -> None:
     """Every recovery of this file is taken away, and only these: micro-batches and the optimizer keep theirs."""
     for module in pkgutil.walk_packages(scu_trainer.train.__path__, "scu_trainer.train."):
+        if module.name.endswith(".triton_softmax"):  # a kernel alone, and Triton is not installed everywhere
+            continue
         loaded = importlib.import_module(module.name)
         if hasattr(loaded, "second_try"):
             monkeypatch.setattr(loaded, "second_try", lambda function, *args, **kwargs: function())
