@@ -57,7 +57,7 @@ class Source:
 
 
 def notes_of(source: Source, held_out: Optional[Source]) -> tuple[str, ...]:
-    """What a person should know of both, each line once."""
+    """What a person should know of both, each line once. Also of an ``ImageSource``."""
     return tuple(dict.fromkeys((*source.notes, *(held_out.notes if held_out else ()))))
 
 

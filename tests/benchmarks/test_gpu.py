@@ -66,13 +66,19 @@ def test_a_part_of_the_quick_run(monkeypatch, capfd, few_objects):
     assert gpu_table.differences(seen) == []
 
 
-def test_loss_kernels_compute_one_gradient_and_the_missing_say_why(monkeypatch):
+def race_of_loss_kernels(monkeypatch):
+    """What a test run on tiny tensors hands to ``finish``: the table, the figures, and all else by name."""
     monkeypatch.setattr(loss_kernels, "QUICK", {"tokens": 48, "words": 300, "hidden": [16], "rounds": 1})
     monkeypatch.setattr(sys, "argv", ["loss_kernels.py", "--quick"])
     seen = []
-    monkeypatch.setattr(loss_kernels, "finish", lambda name, title, grid, figures, **given: seen.append((grid, given)))
+    monkeypatch.setattr(loss_kernels, "finish", lambda name, title, *made, **given: seen.append((*made, given)))
     loss_kernels.main()
-    ((grid, given),) = seen
+    ((grid, figures, given),) = seen
+    return grid, figures, given
+
+
+def test_loss_kernels_compute_one_gradient_and_the_missing_say_why(monkeypatch):
+    grid, _, given = race_of_loss_kernels(monkeypatch)
     assert given["quick"] and len(grid.rows) == 2 * len(loss_kernels.CONTENDERS)
     for name, _, _, ms, *_, distance in grid.rows:
         if distance:
@@ -88,12 +94,7 @@ def test_loss_kernels_without_a_contender_give_the_times_of_the_others(missing, 
 
     timed = {name: loss_kernels.CONTENDERS[name] for name in (loss_kernels.STOCK, "ours, by torch", loss_kernels.OURS)}
     monkeypatch.setattr(loss_kernels, "CONTENDERS", timed | {missing: full})
-    monkeypatch.setattr(loss_kernels, "QUICK", {"tokens": 48, "words": 300, "hidden": [16], "rounds": 1})
-    monkeypatch.setattr(sys, "argv", ["loss_kernels.py", "--quick"])
-    seen = []
-    monkeypatch.setattr(loss_kernels, "finish", lambda name, title, grid, figures, **_: seen.append((grid, figures)))
-    loss_kernels.main()
-    ((grid, figures),) = seen
+    grid, figures, _ = race_of_loss_kernels(monkeypatch)
     assert not figures
     for name, _, _, ms, ratio, *_ in grid.rows:
         if name == missing:

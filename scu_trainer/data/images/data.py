@@ -22,7 +22,7 @@ from scu_trainer.data.images.store import Kind, StoredImages, stored_images
 from scu_trainer.data.images.tables import table_source
 from scu_trainer.data.readers import HELD_OUT_SPLITS
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
-from scu_trainer.data.sources import is_saved, refuse_hub_settings
+from scu_trainer.data.sources import is_saved, notes_of, refuse_hub_settings
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
@@ -109,8 +109,7 @@ def prepare_images(
     """
     chosen = evenly_by_class(source.labels, data.dataset_size, CAP_SEED)
     stored = stored_images(source, chosen, kind, cache_dir, data.skip_bad_rows)
-    of_held_out = source.held_out.notes if source.held_out else ()
-    statistics = SampleStatistics(item="image", notes=[*dict.fromkeys((*source.notes, *of_held_out))])
+    statistics = SampleStatistics(item="image", notes=[*notes_of(source, source.held_out)])
     _take_over(statistics, stored, source.name)
     held_out, train, evaluated = _divide(source, stored, kind, data, seed, cache_dir, statistics)
     _count(statistics, source, stored, held_out, train, evaluated)
