@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from scu_trainer.train.step.batches.rows import are_on_host
 from scu_trainer.train.step.micro_batches import MicroBatchStep
+from scu_trainer.train.step.needless import asked_once
 from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.loader_workers import loading_again
 from scu_trainer.train.step.recovery.loss_scale import unscaled
@@ -128,9 +129,8 @@ class MicroBatchEngine(StockEngine):
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """Batches stay on the host, where the lengths of their rows are read without a wait, and go to the device in
         micro-batches."""
-        if not isinstance(loader, DataLoaderShard):
-            return run()
-        with replaced(loader, "device", None):
+        is_on_host = isinstance(loader, DataLoaderShard)
+        with asked_once(), replaced(loader, "device", None) if is_on_host else contextlib.nullcontext():
             run()
 
     def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:

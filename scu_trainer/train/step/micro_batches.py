@@ -35,13 +35,13 @@ from scu_trainer.train.step.distributed.launchers import ranks_for
 from scu_trainer.train.step.distributed.ranks import Ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens
+from scu_trainer.train.step.needless import needless_train_left_out
 from scu_trainer.train.step.recovery.memory import Gauge, forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.memory_limit import limited_gauge
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard
 from scu_trainer.train.step.recovery.optimizer_state import preallocate
 from scu_trainer.train.step.recovery.second_try import retry_unchanged, second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, replaced
-from scu_trainer.train.step.training_mode import needless_train_left_out
 
 logger = logging.getLogger("scu_trainer")
 

@@ -375,11 +375,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """``owner.name`` is ``value`` inside, and afterwards what it was, be it the class's own."""
     own = vars(owner)
     before, had_one = own.get(name), name in own
-    object.__setattr__(owner, name, value)
+    own[name] = value
     try:
         yield
     finally:
         if had_one:
-            object.__setattr__(owner, name, before)
+            own[name] = before
         else:
-            object.__delattr__(owner, name)
+            del own[name]

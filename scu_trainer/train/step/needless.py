@@ -1,5 +1,8 @@
-"""``model.train()``, with which every stock step begins, walks through all modules: as long as a tenth of a small step,
-and with adapters longer. Here it is left out where it would change nothing."""
+"""What every stock step does although nothing has changed since the last one, left out where it would change nothing.
+
+``model.train()`` walks through all modules: as long as a tenth of a small step, and with adapters longer. Whether LOMO
+is installed is asked twice, each time by a search through all of ``sys.path``; whether this is SageMaker, three times.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,26 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 
+from accelerate import optimizer as of_accelerate
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import trainer as of_transformers
+
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 STOCK = (nn.Module.train, PreTrainedModel.train)
+
+ASKED = ((of_accelerate, "is_lomo_available"), (of_transformers, "is_sagemaker_mp_enabled"))
+
+
+@contextlib.contextmanager
+def asked_once() -> Iterator[None]:
+    """Inside, the questions in ASKED have one answer."""
+    with contextlib.ExitStack() as stack:
+        for module, name in ASKED:
+            if name in vars(module):  # other versions may not ask
+                stack.enter_context(replaced(module, name, functools.cache(vars(module)[name])))
+        yield
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
-"""``model.train()`` is left out where it would change nothing, and only there."""
+"""``model.train()`` is left out where it would change nothing, and only there; packages are looked for once."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.step.training_mode import needless_train_left_out
+from scu_trainer.train.step.needless import ASKED, needless_train_left_out
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.tiny import Rows, same, weights_of
@@ -31,7 +33,7 @@ def walks(monkeypatch) -> list[str]:
         return stock(module, mode)
 
     monkeypatch.setattr(nn.Module, "train", train)
-    monkeypatch.setattr("scu_trainer.train.step.training_mode.STOCK", (train,))
+    monkeypatch.setattr("scu_trainer.train.step.needless.STOCK", (train,))
     return kinds
 
 
@@ -118,3 +120,27 @@ def test_every_forward_finds_the_modules_as_in_the_stock_run(tmp_path, callbacks
     stock, ours = found
     assert ours.modes[-1] == stock.modes[-1] == [True] * len(stock.modes[-1])
     assert same(weights_of(ours.model), weights_of(stock.model))
+
+
+def test_no_step_looks_for_a_package(tmp_path, monkeypatch):
+    sought, find_spec = [], importlib.util.find_spec
+
+    def seeking(name, *rest):
+        sought.append(name)
+        return find_spec(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", seeking)
+
+    def in_steps(count: int) -> list[str]:
+        arguments = tiny.arguments(tmp_path / str(count), max_steps=count, num_train_epochs=1)
+        trainer = SCUTrainer(
+            tiny.llama(), arguments, train_dataset=Rows(), data_collator=tiny.pad, memory=MemorySettings()
+        )
+        sought.clear()
+        trainer.train()
+        return list(sought)
+
+    asked = [vars(module)[name] for module, name in ASKED]
+    in_steps(1)  # what is looked for once in a process
+    assert in_steps(4) == in_steps(2)
+    assert [vars(module)[name] for module, name in ASKED] == asked
