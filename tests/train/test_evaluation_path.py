@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer
 
+from scu_trainer.control.splitting import few_sizes
 from scu_trainer.data import Collator
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.evaluation.scoring import bpt_metrics, evaluation_path_of, score_documents
@@ -133,6 +134,21 @@ def test_the_model_is_asked_in_the_precision_that_it_computes_in(monkeypatch, ho
     with torch.autocast("cpu", torch.bfloat16) if how == "autocast" else contextlib.nullcontext():
         evaluation_path_of(model).scores(batch, labels)
     assert asked == [how != "float32"]
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_in_half_precision_the_layers_see_few_sizes(is_half):
+    """oneDNN compiles kernels for each; in float32 none is."""
+    model, batch = tiny.llama().eval(), batch_of()
+    tokens, labels = int(batch["attention_mask"].sum()), batch.pop("labels")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+        path = evaluation_path_of(model)
+        expected = row_scores(model(**batch).logits, labels)
+        path.scores(batch, labels)  # asks the model
+        with shapes(model) as seen:
+            found = path.scores(batch, labels)
+    assert tokens % 8 and seen.body == [(1, few_sizes(tokens) if is_half else tokens)]
+    torch.testing.assert_close(found, expected, rtol=1e-2 if is_half else 1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["few words", "never"])

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -31,8 +32,10 @@ from scu_trainer.train.loss.rows.model_loss import (
     opened,
     own_forward_of,
     sliding_window_of,
+    weights_dtype,
 )
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
+from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.loss.rows.row_readings import RowLosses, preprocess_logits, row_scores
 from scu_trainer.train.step.batches.rows import looked_at
 from scu_trainer.train.step.recovery.snapshot import replaced
@@ -82,9 +85,11 @@ class EvaluationPath:
 
     def _end_to_end(self, batch: Mapping[str, Any]) -> Optional[EndToEnd]:
         rows = end_to_end(batch, self._most_tokens, self._may_share_prefixes)
+        if rows is not None and rows.prefixes is not None and not self._shares_prefixes:
+            rows = end_to_end(batch, self._most_tokens)
         if rows is None or not self._leaves_padding:
             return None
-        return rows if rows.prefixes is None or self._shares_prefixes else end_to_end(batch, self._most_tokens)
+        return replace(rows, wants_few_sizes=self._wants_few_sizes)
 
     @property
     def _kind(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
@@ -114,6 +119,11 @@ class EvaluationPath:
     def _shares_prefixes(self) -> bool:
         instead = "prefixes that rows share are computed once per row"
         return self._agrees(self._kind, instead, padding_free=True, shares_prefixes=True)
+
+    @functools.cached_property
+    def _wants_few_sizes(self) -> bool:
+        dtype = torch.bfloat16 if self._low_precision else weights_dtype(self.model)
+        return compiles_shapes(input_device(self.model).type, dtype)  # as in training
 
     @functools.cached_property
     def _has_known_loss(self) -> bool:
