@@ -32,6 +32,8 @@ class Allowed(NamedTuple):
     below: Optional[float] = None
 
 
+NO_LIMITS: Mapping[str, Allowed] = types.MappingProxyType({})
+
 NOT_GIVEN = {"max_steps": "it must be 1 or more, or -1 to train for num_train_epochs"}
 """What fields take whose default lies below 0, a word for "not given"."""
 
@@ -52,12 +54,12 @@ def changed(settings) -> list[str]:
     return [item.name for item in fields(settings) if getattr(settings, item.name) != item.default]
 
 
-def check_fields(settings, prefix: str = "") -> None:
+def check_fields(settings, allowed: Mapping[str, Allowed] = NO_LIMITS, prefix: str = "") -> None:
     """Reject what no field of its kind can mean: an unknown choice, a value of another type, a number that is negative
-    or not finite, a text that is no name. Narrower limits are the business of the dataclass itself."""
+    or not finite, a text that is no name. ``allowed``: narrower limits of single fields."""
     _check_choices(settings)
-    check_kinds(settings, prefix)
-    check_values(type(settings), vars(settings), prefix=prefix)
+    _check_kinds(settings, prefix)
+    check_values(type(settings), vars(settings), allowed, prefix)
 
 
 def _check_choices(settings) -> None:
@@ -88,7 +90,7 @@ KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
 """What a field that is declared as a key takes, and how a message says so."""
 
 
-def check_kinds(settings, prefix: str = "") -> None:
+def _check_kinds(settings, prefix: str = "") -> None:
     """Reject a text where a number or a switch is asked for: Python takes "false" for true."""
     hints = hints_of(settings.__class__)
     for item in fields(settings):
@@ -101,10 +103,7 @@ def check_kinds(settings, prefix: str = "") -> None:
 
 
 def check_values(
-    kind: type,
-    values: Mapping[str, Any],
-    allowed: Mapping[str, Allowed] = types.MappingProxyType({}),
-    prefix: str = "",
+    kind: type, values: Mapping[str, Any], allowed: Mapping[str, Allowed] = NO_LIMITS, prefix: str = ""
 ) -> None:
     """Reject numbers and texts among ``values`` that no field of the dataclass ``kind`` can mean, by what the fields
     declare; ``allowed`` narrows single ones. ``prefix``: of the names on the command line. Raises SettingsError."""
@@ -144,11 +143,10 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
     usual = "" if default is None else f", such as {default}"
     is_finite = isinstance(value, Integral) or math.isfinite(value)  # an int may be too large for a float
     require(is_finite or least > -MOST_NUMBER, f"{name} is {value}; it must be a finite number{usual}")
-    require(is_finite and value >= least, f"{name} is {short(value)}; it must be {least:,} or more{usual}")
+    is_enough = value >= least if allowed.above is None else value > allowed.above
+    lowest = f"{least:,} or more" if allowed.above is None else f"above {allowed.above}"
+    require(is_finite and is_enough, f"{name} is {short(value)}; it must be {lowest}{usual}")
     require(value <= most, f"{name} is {short(value)}; it must be {most:,} or less{usual}")
-    require(
-        allowed.above is None or value > allowed.above, f"{name} is {value}; it must be above {allowed.above}{usual}"
-    )
     require(
         allowed.below is None or value < allowed.below, f"{name} is {value}; it must be below {allowed.below}{usual}"
     )

@@ -6,10 +6,23 @@ from dataclasses import dataclass
 from typing import Optional
 
 from scu_trainer.errors import nearest
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import Allowed, check_fields, option, require
 
 METHODS = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
 """Curricula that can be joined with "+"; "none" stands alone."""
+
+ALLOWED = {
+    "token_budget": Allowed(least=1),
+    "difficulty_alpha": Allowed(above=0, most=1),
+    "difficulty_window": Allowed(least=1),
+    "difficulty_stale_epochs": Allowed(least=1),
+    "noise_guard_max_fraction": Allowed(most=1),
+    "noise_guard_readmit_fraction": Allowed(most=1),
+    "infobatch_prune_ratio": Allowed(below=1),
+    "infobatch_final_fraction": Allowed(most=1),
+    "acmds_fraction": Allowed(above=0, most=1),
+    "length_warmup_start": Allowed(least=1),
+}
 
 
 @dataclass(frozen=True)
@@ -43,35 +56,11 @@ class CurriculumSettings:
     length_warmup_start: int = option(64, "length_warmup: tokens per row in the first step")
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, ALLOWED)
         object.__setattr__(self, "curriculum", _curriculum(self.curriculum))
-        require(
-            self.token_budget is None or self.token_budget >= 1,
-            f"token_budget is {self.token_budget}; it must be 1 token or more",
-        )
         require(
             self.token_budget is None or "token_budget" in self.methods,
             f"token_budget has an effect only with curriculum: token_budget; curriculum is {self.curriculum}",
-        )
-        require(
-            0 < self.difficulty_alpha <= 1,
-            f"difficulty_alpha is {self.difficulty_alpha}; it must be above 0 and at most 1",
-        )
-        for name, unit in (("difficulty_window", "samples"), ("difficulty_stale_epochs", "epochs")):
-            require(
-                getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it counts {unit}, and must be 1 or more"
-            )
-        for name in ("noise_guard_max_fraction", "noise_guard_readmit_fraction", "infobatch_final_fraction"):
-            require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; allowed: 0 to 1")
-        require(
-            0 <= self.infobatch_prune_ratio < 1,
-            f"infobatch_prune_ratio is {self.infobatch_prune_ratio}; allowed: 0 to below 1",
-        )
-        require(
-            0 < self.acmds_fraction <= 1, f"acmds_fraction is {self.acmds_fraction}; it must be above 0 and at most 1"
-        )
-        require(
-            self.length_warmup_start >= 1, f"length_warmup_start is {self.length_warmup_start}; it must be 1 or more"
         )
 
     @property

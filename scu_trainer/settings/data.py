@@ -6,12 +6,20 @@ from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_fields, hints_of, option, require
+from scu_trainer.settings.base import Allowed, check_fields, hints_of, option, require
 from scu_trainer.settings.mixture import SourceSettings, dataset_of, is_same_dataset, shown, sources_of
 from scu_trainer.settings.stock import MOST_WORKERS
 
 CHAT_TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral", "phi3", "qwen", "vicuna")
 EMBEDDED_DATASETS = ("python_docs", "stdlib_docstrings", "stdlib_source")
+ALLOWED = {
+    "validation_split_percentage": Allowed(below=100),
+    "sample_max_new_tokens": Allowed(least=1),
+    "max_eval_documents": Allowed(least=1),
+    "dataset_size": Allowed(least=1),
+    "block_size": Allowed(least=8),
+    "preprocessing_num_workers": Allowed(least=1, most=MOST_WORKERS),
+}
 
 
 @dataclass(frozen=True)
@@ -65,24 +73,14 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", dataset_of(self.dataset))
-        check_fields(self)
+        check_fields(self, ALLOWED)
         require(self.dataset not in ("", None), "dataset is empty; give an embedded name, a path or a Hub id")
-        require(self.block_size >= 8, f"block_size is {self.block_size}; it must be 8 tokens or more")
         named = [name for name in ("prompt_column", "response_column") if getattr(self, name) is not None]
         require(
             self.messages_column is None or not named,
             f"messages_column and {' and '.join(named)} both name the column with the content; keep one of the "
             f"two ways",
         )
-        for name in ("dataset_size", "max_eval_documents"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} is {value}; it must be 1 or more")
-        longest = self.sample_max_new_tokens
-        require(longest >= 1, f"sample_max_new_tokens is {longest}; it must be 1 or more")
-        workers = self.preprocessing_num_workers
-        require(1 <= workers <= MOST_WORKERS, f"preprocessing_num_workers is {workers}; allowed: 1 to {MOST_WORKERS}")
-        percentage = self.validation_split_percentage
-        require(0 <= percentage < 100, f"validation_split_percentage is {percentage}; allowed: 0 to below 100")
         require(
             self.packing or not self.isolate_documents,
             "isolate_documents has an effect only with packing; set packing: true or drop it",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
-from scu_trainer.settings.base import check_fields, option, plain, require
+from scu_trainer.settings.base import Allowed, check_fields, option, plain, require
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 GIVES_WAY = ("linear", "constant", "constant_with_warmup")
 """Values of ``lr_scheduler_type`` beside steps of the learning rate: the default, and what such a schedule is before
 its first step."""
+
+ALLOWED = {
+    "ema_decay": Allowed(above=0, below=1),
+    "peak_tflops": Allowed(above=0),
+    "lr_step_size": Allowed(least=1),
+    "lr_milestones": Allowed(above=0),
+    "lr_gamma": Allowed(above=0),
+}
 
 
 @dataclass(frozen=True)
@@ -69,17 +77,15 @@ class EfficiencySettings:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        decay, peak = self.ema_decay, self.peak_tflops
-        require(decay is None or 0 < decay < 1, f"ema_decay is {decay}; allowed: above 0 and below 1, such as 0.999")
-        require(peak is None or peak > 0, f"peak_tflops is {peak}; it must be above 0, such as 312")
-        require(peak is None or self.throughput, "peak_tflops has an effect only with throughput; add throughput: true")
+        check_fields(self, ALLOWED)
+        require(
+            self.peak_tflops is None or self.throughput,
+            "peak_tflops has an effect only with throughput; add throughput: true",
+        )
         self._check_schedule()
 
     def _check_schedule(self) -> None:
         size, milestones, gamma = self.lr_step_size, self.lr_milestones, self.lr_gamma
-        require(size is None or size >= 1, f"lr_step_size is {size}; it must be 1 epoch or more")
-        require(gamma > 0, f"lr_gamma is {gamma}; it must be above 0, such as 0.1")
         require(gamma == 0.1 or self.has_lr_steps, "lr_gamma needs lr_step_size or lr_milestones; give one of them")
         require(
             size is None or milestones is None, "lr_step_size and lr_milestones are two schedules; keep one of them"
@@ -88,8 +94,8 @@ class EfficiencySettings:
             return
         require(bool(milestones), "lr_milestones is empty; give epochs such as 30 60 80, or leave it out")
         require(
-            all(m > 0 for m in milestones) and sorted(set(milestones)) == list(milestones),
-            f"lr_milestones are {milestones}; they must be above 0 and rise, such as 30 60 80",
+            sorted(set(milestones)) == list(milestones),
+            f"lr_milestones are {milestones}; they must rise, such as 30 60 80",
         )
         require(
             self.milestones_are_shares or min(milestones) >= 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import Allowed, check_fields, option, require
 
 EMBEDDED_IMAGES = ("digits", "generated")
 SMALLEST_IMAGE = 8  # pixels
@@ -37,12 +37,8 @@ class ImageSettings:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        size, channels = self.image_size, self.image_channels
-        require(
-            size is None or size >= SMALLEST_IMAGE,
-            f"image_size is {size}; it must be {SMALLEST_IMAGE} pixels or more, for instance 32 or 224",
-        )
+        check_fields(self, {"image_size": Allowed(least=SMALLEST_IMAGE)})
+        channels = self.image_channels
         require(channels in (None, 1, 3), f"image_channels is {channels}; allowed: 1 (gray), 3 (RGB)")
 
 

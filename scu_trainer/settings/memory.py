@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_fields, check_kinds, option, require
+from scu_trainer.settings.base import Allowed, check_fields, option, require
+
+ALLOWED = {
+    "min_batch_size": Allowed(least=1),
+    "max_batch_size": Allowed(least=1),
+    "memory_limit_gb": Allowed(above=0),
+}
 
 
 @dataclass(frozen=True)
@@ -87,20 +93,12 @@ class MemorySettings:
         object.__setattr__(self, "target_headroom_gb", _headroom(self.target_headroom_gb))
         for name in ("max_gpu_mem", "cpu_mem"):
             object.__setattr__(self, name, size_in_gib(name, getattr(self, name)))
-        check_kinds(self)
-        limit = self.memory_limit_gb
+        check_fields(self, ALLOWED)
         require(
-            limit is None or (math.isfinite(limit) and limit > 0),
-            f"memory_limit_gb is {limit}; it must be above 0, for instance 3.5",
-        )
-        require(
-            limit is None or self.memory_control,
+            self.memory_limit_gb is None or self.memory_control,
             "memory_limit_gb has an effect only with memory control; set memory_control: true, or drop it",
         )
-        check_fields(self)
-        require(self.min_batch_size >= 1, f"min_batch_size is {self.min_batch_size}; it must be 1 or more")
         highest = self.max_batch_size
-        require(highest is None or highest >= 1, f"max_batch_size is {highest}; it must be 1 or more")
         require(
             highest is None or self.min_batch_size <= highest,
             f"min_batch_size {self.min_batch_size} exceeds max_batch_size {highest}; lower min_batch_size",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings.base import changed, check_fields, option, require
+from scu_trainer.settings.base import Allowed, changed, check_fields, option, require
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -22,6 +22,16 @@ OF_ADAPTERS = (
 PATTERNS = ("trainable_parameters", "frozen_parameters")
 MUTATING = ("olora", "pissa", "loftq")
 """They take what the adapter begins with out of the base weights, again at each load: it must come out the same."""
+
+ALLOWED = {
+    "lora_r": Allowed(least=1),
+    "lora_alpha": Allowed(above=0),
+    "lora_dropout": Allowed(below=1),
+    "loraplus_lr_ratio": Allowed(least=1),
+    "teacher_weight": Allowed(above=0, most=1),
+    "teacher_temperature": Allowed(above=0),
+    "embedded_base_steps": Allowed(least=1),
+}
 
 OF_LORA = ("use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio", "exclude_modules")
 
@@ -130,12 +140,9 @@ class ModelSettings:
     embedded_base_steps: int = option(240, "optimizer steps to train the embedded base model, once")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        require(self.lora_r >= 1, f"lora_r is {self.lora_r}; it must be 1 or more")
-        require(self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be above 0")
-        require(0 <= self.lora_dropout < 1, f"lora_dropout is {self.lora_dropout}; allowed: 0 to below 1")
-        require(self.embedded_base_steps >= 1, f"embedded_base_steps is {self.embedded_base_steps}; 1 or more")
-        self._check_teacher()
+        check_fields(self, ALLOWED)
+        odd = next((name for name in changed(self) if name.startswith("teacher_") and self.teacher is None), None)
+        require(odd is None, f"{odd} needs a teacher; add teacher: RUN, or drop it")
         self._check_adapters()
         place = self.device_map
         require(
@@ -163,8 +170,6 @@ class ModelSettings:
         for name in PATTERNS:
             _check_patterns(name, getattr(self, name) or ())
         self._check_initial()
-        ratio = self.loraplus_lr_ratio
-        require(ratio is None or ratio >= 1, f"loraplus_lr_ratio is {ratio}; it must be 1 or more, such as 16")
         tokens = self.new_tokens or []
         require(all(tokens), "new_tokens contains an empty token; remove it")
         require(len({*tokens}) == len(tokens), f"new_tokens lists a token twice: {', '.join(tokens)}; keep one of them")
@@ -189,13 +194,6 @@ class ModelSettings:
             initial not in MUTATING or self.device_map is None,
             f"init_lora_weights: {initial} reads the base weights, which device_map may put elsewhere; drop one",
         )
-
-    def _check_teacher(self) -> None:
-        weight, temperature = self.teacher_weight, self.teacher_temperature
-        require(0 < weight <= 1, f"teacher_weight is {weight}; allowed: above 0, up to 1, such as 0.5")
-        require(temperature > 0, f"teacher_temperature is {temperature}; it must be above 0, such as 2.0")
-        odd = next((name for name in changed(self) if name.startswith("teacher_") and self.teacher is None), None)
-        require(odd is None, f"{odd} needs a teacher; add teacher: RUN, or drop it")
 
 
 def _check_patterns(name: str, patterns: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import changed, check_fields, option, require
+from scu_trainer.settings.base import Allowed, changed, check_fields, option, require
 
 ACT_BY_LAMBDA = ("fixed", "schedule")
 """Laws that need no target: lambda is what it is set to."""
@@ -17,6 +17,18 @@ FEWEST_TO_RETAIN = 16
 
 MEASURES = ("law", "target_s", "measure", "prior", "sigma", "tokens", "ema_alpha")
 """Fields that say what S is; all others say how it is steered."""
+
+ALLOWED = {
+    "sigma": Allowed(above=0),
+    "tokens": Allowed(least=1),
+    "control_frequency": Allowed(least=1),
+    "ema_alpha": Allowed(above=0, most=1),
+    "time_constant": Allowed(above=0),
+    "growth_alpha": Allowed(above=0, most=1),
+    "max_shrink": Allowed(above=0, most=1),
+    "integral_leak": Allowed(most=1),
+    "auto_patience": Allowed(least=1),
+}
 
 
 @dataclass(frozen=True)
@@ -92,17 +104,7 @@ class RegularizationSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_s", _target(self.target_s))
-        check_fields(self, prefix="scu_")
-        for name in ("sigma", "time_constant", "max_shrink"):
-            value = getattr(self, name)
-            require(value > 0, f"scu_{name} is {value}; it must be above 0")
-        for name in ("control_frequency", "auto_patience"):
-            require(getattr(self, name) >= 1, f"scu_{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("growth_alpha", "ema_alpha", "max_shrink"):
-            value = getattr(self, name)
-            require(value is None or 0 < value <= 1, f"scu_{name} is {value}; it must be above 0 and at most 1")
-        require(self.integral_leak <= 1, f"scu_integral_leak is {self.integral_leak}; allowed: 0 to 1")
-        require(self.tokens is None or self.tokens > 0, f"scu_tokens is {self.tokens}; it must be 1 or more")
+        check_fields(self, ALLOWED, prefix="scu_")
         low, high = self.lambda_bounds
         require(low <= high, f"scu_lambda_min {low} exceeds scu_lambda_max {high}; lower scu_lambda_min")
         if self.law == "original":
@@ -176,6 +178,12 @@ class RegularizationSettings:
 SAMPLED = "sampled"
 """What ``retain`` is where the model writes the text before it is trained."""
 
+OF_RETENTION = {
+    "retain_budget_bits": Allowed(above=0),
+    "retain_max_share": Allowed(above=0, most=0.9),
+    "retain_frequency": Allowed(least=1),
+}
+
 
 @dataclass(frozen=True)
 class RetentionSettings:
@@ -205,14 +213,7 @@ class RetentionSettings:
     retain_stop: bool = option(False, "end the run if the budget cannot be held, instead of only reporting it")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        budget, share, steps = self.retain_budget_bits, self.retain_max_share, self.retain_frequency
-        require(
-            budget > 0,
-            f"retain_budget_bits is {budget}; it must be above 0, such as 0.02; to lose nothing, do not train",
-        )
-        require(0 < share <= 0.9, f"retain_max_share is {share}; allowed: above 0 and up to 0.9, such as 0.5")
-        require(steps is None or steps >= 1, f"retain_frequency is {steps}; it must be 1 or more")
+        check_fields(self, OF_RETENTION)
         require(
             self.retain_documents >= FEWEST_TO_RETAIN,
             f"retain_documents is {self.retain_documents}; it must be {FEWEST_TO_RETAIN} or more: some are measured, "

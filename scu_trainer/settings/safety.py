@@ -6,10 +6,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-from scu_trainer.settings.base import check_fields, option, plain, require
+from scu_trainer.settings.base import Allowed, check_fields, option, plain, require
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+ALLOWED = {
+    "save_epochs": Allowed(least=1),
+    "early_stopping_patience": Allowed(least=1),
+    "spike_threshold": Allowed(above=0),
+    "divergence_factor": Allowed(above=1),
+    "grace_period_s": Allowed(above=0),
+}
 
 
 @dataclass(frozen=True)
@@ -62,25 +70,15 @@ class SafetySettings:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, ALLOWED)
         require(
-            self.save_epochs is None or self.save_epochs >= 1,
-            f"save_epochs is {self.save_epochs}; it must be 1 epoch or more",
-        )
-        patience = self.early_stopping_patience
-        require(patience is None or patience >= 1, f"early_stopping_patience is {patience}; it must be 1 or more")
-        require(
-            self.early_stopping_threshold == 0 or patience is not None,
+            self.early_stopping_threshold == 0 or self.early_stopping_patience is not None,
             "early_stopping_threshold needs early_stopping_patience, the evaluations to wait; give it, such as 3",
         )
         require(
             self.spike_guard != "off" or self.spike_threshold == 12.0,
             "spike_threshold acts with spike_guard: skip; set that as well, or drop it",
         )
-        threshold, factor, grace_s = self.spike_threshold, self.divergence_factor, self.grace_period_s
-        require(threshold > 0, f"spike_threshold is {threshold}; allowed: above 0, such as 12")
-        require(factor > 1, f"divergence_factor is {factor}; allowed: above 1, such as 2")
-        require(grace_s is None or grace_s > 0, f"grace_period_s is {grace_s}; allowed: above 0 seconds, such as 30")
 
 
 def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from scu_trainer.errors import nearest
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import Allowed, check_fields, option, require
 
 BRANCHES = {
     "visible": ("visible",),
@@ -36,6 +36,15 @@ DEFAULTS: dict[str, Any] = {
     "validation_split_percentage": 20.0,
     "output_dir": "runs/sensors",
     "keep_freed_memory": True,
+}
+
+SIZES = ("hidden_size", "layers", "fusion_layers", "heads", "channels", "patch", "samples")
+ALLOWED = {
+    "num_classes": Allowed(least=2),
+    **dict.fromkeys((f"sensor_{name}" for name in SIZES), Allowed(least=1)),
+    "sensor_missing_share": Allowed(below=1),
+    "sensor_dropout": Allowed(below=1),
+    "report_weight": Allowed(above=0),
 }
 
 
@@ -94,7 +103,7 @@ class SensorSettings:
     offload_linears_folder: Optional[str] = option(None, "folder on a fast disk for the offloaded linear layers")
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, ALLOWED)
         wanted = DEFAULT_BRANCHES if self.branches is None else self.branches
         object.__setattr__(self, "branches", _ordered("branches", wanted, tuple(BRANCHES)))
         parts = (*BRANCHES, FUSION)
@@ -105,8 +114,17 @@ class SensorSettings:
         object.__setattr__(self, "branch_devices", _devices(self.branch_devices))
         if self.branches != list(DEFAULT_BRANCHES):  # else a trained model may bring its own
             self.check_parts()
-        self._check_sizes()
-        self._check_offloading()
+        width, heads = self.sensor_hidden_size, self.sensor_heads
+        require(
+            width % (2 * heads) == 0,
+            f"sensor_hidden_size {width} must be a multiple of twice sensor_heads ({heads}); "
+            f"for instance {max(1, width // (2 * heads)) * 2 * heads}",
+        )
+        require(
+            self.offload_linears_folder is None or self.offload_linears_mb is not None,
+            "offload_linears_folder is where offload_linears_mb puts linear layers, and that is not set; "
+            "add offload_linears_mb, for instance 16",
+        )
 
     def check_parts(self) -> None:
         """Raise SettingsError where a list names a branch that is none of ``branches``."""
@@ -114,30 +132,6 @@ class SensorSettings:
         for name in ("checkpoint_branches", "frozen_branches", "quantized_branches", "branch_devices"):
             for part in getattr(self, name) or ():
                 require(part in there, f"{name} has {part!r}, and the model has {', '.join(there)}; drop {part}")
-
-    def _check_sizes(self) -> None:
-        require(self.num_classes is None or self.num_classes >= 2, f"num_classes is {self.num_classes}; 2 or more")
-        for name in ("hidden_size", "layers", "fusion_layers", "heads", "channels", "patch", "samples"):
-            value = getattr(self, f"sensor_{name}")
-            require(value >= 1, f"sensor_{name} is {value}; it must be 1 or more")
-        width, heads = self.sensor_hidden_size, self.sensor_heads
-        require(
-            width % (2 * heads) == 0,
-            f"sensor_hidden_size {width} must be a multiple of twice sensor_heads ({heads}); "
-            f"for instance {max(1, width // (2 * heads)) * 2 * heads}",
-        )
-        weight = self.report_weight
-        require(weight is None or weight > 0, f"report_weight is {weight}; it must be above 0")
-        for name in ("sensor_dropout", "sensor_missing_share"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"{name} is {value}; allowed: 0 to below 1")
-
-    def _check_offloading(self) -> None:
-        require(
-            self.offload_linears_folder is None or self.offload_linears_mb is not None,
-            "offload_linears_folder is where offload_linears_mb puts linear layers, and that is not set; "
-            "add offload_linears_mb, for instance 16",
-        )
 
 
 def _devices(given: Any) -> Optional[dict[str, str]]:

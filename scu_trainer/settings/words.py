@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import Allowed, check_fields, option
 
 EMBEDDED_WORD_DATASET = "python_doc_sections"
 SPECIAL_WORDS = 4  # padding, unknown, begin, end
+
+ALLOWED = {
+    "vocabulary_size": Allowed(above=SPECIAL_WORDS),
+    **dict.fromkeys(
+        ("min_word_count", "embedding_size", "category_embedding_size", "gru_hidden_size", "gru_layers"),
+        Allowed(least=1),
+    ),
+    "gru_dropout": Allowed(below=1),
+    "category_dropout": Allowed(below=1),
+}
 
 
 @dataclass(frozen=True)
@@ -30,17 +40,7 @@ class WordSettings:
     tie_embeddings: bool = option(True, "use the word embedding as the output matrix as well")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        require(
-            self.vocabulary_size > SPECIAL_WORDS,
-            f"vocabulary_size is {self.vocabulary_size}; it must exceed the {SPECIAL_WORDS} special words",
-        )
-        sizes = ("min_word_count", "embedding_size", "category_embedding_size", "gru_hidden_size", "gru_layers")
-        for name in sizes:
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("gru_dropout", "category_dropout"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"{name} is {value}; allowed: 0 to below 1")
+        check_fields(self, ALLOWED)
 
 
 DEFAULTS: dict[str, object] = {

@@ -388,7 +388,7 @@ def test_help_needs_no_torch():
         (["{lora}", "--batch_tokens", "0"], "batch_tokens is 0"),
         (["{lora}", "--num_fewshot", "0"], "num_fewshot is for tasks of lm-evaluation-harness"),
         (["{lora}", "--seed", "-1"], "seed is -1"),
-        (["{lora}", "--confidence", "95"], "confidence is 95.0; it must lie between 0 and 1"),
+        (["{lora}", "--confidence", "95"], "confidence is 95.0; it must be below 1, such as 0.95"),
         (["{lora}", "--block_size", "1"], "block_size is 1"),
         (["{lora}", "--eval_dataset", "./missing.jsonl"], "./missing.jsonl does not exist"),
         (["{lora}", "--validation_split_percentage", "0"], "is held out; add --eval_dataset"),

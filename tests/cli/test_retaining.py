@@ -209,7 +209,7 @@ def read_lines(path: Path) -> list[dict]:
         ({"retain": "dataset"}, "has 0 different documents of 24 (24 more are in the training data, too), and 16"),
         ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
         ({"retain_budget_bits": 0}, "retain_budget_bits is 0.0; it must be above 0, such as 0.02"),
-        ({"retain_max_share": 0.95}, "retain_max_share is 0.95; allowed: above 0 and up to 0.9"),
+        ({"retain_max_share": 0.95}, "retain_max_share is 0.95; it must be 0.9 or less, such as 0.5"),
         ({"retain_documents": 15}, "retain_documents is 15; it must be 16 or more"),
         ({"retain_actuator": "replays"}, "did you mean 'replay'"),
         ({"retain_actuator": "lambda", "scu_target_s": 0.1}, "which scu_target_s or scu_law steer already"),

@@ -64,7 +64,7 @@ def test_a_teacher_of_other_tokens_is_refused(flags, teacher, capsys):
     [
         (["--teacher", "/nowhere/at/all"], "does not exist"),
         (["--teacher_weight", "0.3"], "teacher_weight needs a teacher; add teacher: RUN"),
-        (["--teacher", "TEACHER", "--teacher_weight", "1.5"], "allowed: above 0, up to 1"),
+        (["--teacher", "TEACHER", "--teacher_weight", "1.5"], "it must be 1 or less"),
         (["--teacher", "TEACHER", "--teacher_temperature", "0"], "it must be above 0"),
         (["--teacher", "TEACHER", "--chunked_loss", "always"], "chunked_loss: always makes no logits"),
         (["--teacher", "TEACHER", "--curriculum", "infobatch", "--num_train_epochs", "5"], "infobatch weighs"),

@@ -255,9 +255,9 @@ def test_sections_begin_with_their_titles():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocabulary_size": 4}, "vocabulary_size is 4; it must exceed the 4 special words"),
+        ({"vocabulary_size": 4}, "vocabulary_size is 4; it must be above 4, such as 10000"),
         ({"gru_hidden_size": 0}, "gru_hidden_size is 0; it must be 1 or more"),
-        ({"gru_dropout": 1.0}, "gru_dropout is 1.0; allowed: 0 to below 1"),
+        ({"gru_dropout": 1.0}, "gru_dropout is 1.0; it must be below 1"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(changes, message):

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
-from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import check_fields, option, require
+from scu_trainer.settings.base import Allowed, check_fields, option, require
 from scu_trainer.settings.tasks import KINDS, TEXT, TaskSettings
 
 BATCH_TOKENS = 8192
 BATCH_SIZE = 8
+HOW_TO_SCORE = {
+    "max_length": Allowed(least=2),
+    "stride": Allowed(least=1),
+    "batch_tokens": Allowed(least=1),
+    "confidence": Allowed(above=0, below=1),
+    "resamples": Allowed(least=1),
+}
 
 
 @dataclass(frozen=True)
@@ -49,14 +55,9 @@ class EvalOptions:
     allow_pickle: bool = option(False, "also read weights that are stored as pickle files: tensors only")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name, least in (("batch_tokens", 1), ("resamples", 1), ("seed", 0), ("max_length", 2), ("stride", 1)):
-            value = getattr(self, name)
-            require(value is None or value >= least, f"{name} is {value}; it must be {least} or more")
+        check_fields(self, HOW_TO_SCORE)
         if self.task is not None:
             TaskSettings(self.task)
-        if not 0 < self.confidence < 1:
-            raise SettingsError(f"confidence is {self.confidence}; it must lie between 0 and 1, for instance 0.95")
         names = self.against or []
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"--against names {twice} twice; name it once")
@@ -85,7 +86,7 @@ class HarnessOptions:
     batch_size: Optional[int] = option(None, f"questions per forward pass; default: {BATCH_SIZE}")
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, {"batch_size": Allowed(least=1)})
         typed = [name for name, value in vars(self).items() if name != "tasks" and value is not None]
         typed = [name for name in typed if getattr(self, name) is not False]  # 0 is typed
         require(
@@ -93,9 +94,6 @@ class HarnessOptions:
             f"{typed and typed[0]} is for tasks of lm-evaluation-harness; add --tasks NAME, or drop it",
         )
         require(self.tasks is None or bool(self.names), "tasks is empty; give names separated by commas")
-        for name, least in (("num_fewshot", 0), ("batch_size", 1)):
-            value = getattr(self, name)
-            require(value is None or value >= least, f"{name} is {value}; it must be {least} or more")
         limit = self.limit
         require(
             limit is None or 0 < limit < 1 or (limit >= 1 and limit == int(limit)),
