@@ -9,8 +9,8 @@ def make_what_is_kept() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from scu_trainer.cli.configuration import our_parser
-    from scu_trainer.cli.names.known import known_names, stock_names
+    from scu_trainer.cli.names.known import known_names, stock_fields
 
     get_checkpoint_conversion_mapping("llama")
-    known_names(), stock_names()
+    known_names(), stock_fields()
     our_parser(TrainingArguments)

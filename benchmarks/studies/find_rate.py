@@ -53,7 +53,8 @@ from benchmarks.lib.common import (
 )
 from benchmarks.lib.outcome import Figure, Grid, finish
 from scu_trainer import SCUTrainer
-from scu_trainer.cli.configuration import as_flags, read_job
+from scu_trainer.cli.configuration import read_job
+from scu_trainer.cli.names.translation import as_flags
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 from scu_trainer.data.embedded import EXTRACTORS
 from scu_trainer.errors import NonFiniteLoss
@@ -189,7 +190,7 @@ def job_of(condition: Condition, scratch: Path) -> Job:
         "chunked_loss": "never",
         **condition.settings,
     }
-    return read_job(None, [word for name, value in settings.items() for word in as_flags(name, value)])
+    return read_job(None, as_flags(settings))
 
 
 class Unwatched(Job):

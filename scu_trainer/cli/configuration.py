@@ -24,9 +24,17 @@ from typing import TYPE_CHECKING, Any, Optional
 import yaml
 
 from scu_trainer import shipped
-from scu_trainer.cli.names.known import PREFIX, SETTINGS, known_names, stock_names, stock_number
+from scu_trainer.cli.names.known import PREFIX, SETTINGS, known_names, stock_fields, stock_number
 from scu_trainer.cli.names.tools import TOOLS, as_word, hint, imported, owner_of, signs_of
-from scu_trainer.cli.names.translation import flags_of, notes_of, translated, translated_entries
+from scu_trainer.cli.names.translation import (
+    as_flags,
+    flags_of,
+    is_mixture,
+    name_of,
+    notes_of,
+    translated,
+    translated_entries,
+)
 from scu_trainer.cli.parsing import with_choice
 from scu_trainer.cli.presets import fitted
 from scu_trainer.errors import SettingsError, nearest
@@ -162,7 +170,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     return Job(
         dataclasses.replace(model, mixed_precision=precision.name),
         data,
-        _regularization(scu),
+        _made_of(RegularizationSettings, scu, PREFIX) if scu.scu else None,
         training,
         MemorySettings(**vars(memory)),
         curriculum,
@@ -214,7 +222,7 @@ def check_early(config: str | None, flags: Sequence[str]) -> None:
 def _check_early(config: str | None, flags: Sequence[str]) -> None:
     """For flags that programs of ours put together too: the later of two goes before the earlier one."""
     known = known_names()
-    if not stock_names():  # then only the class itself can tell
+    if not stock_fields():  # then only the class itself can tell
         return
     flags, _ = translated(flags, known)
     entries = {} if config is None else _named_as_here(config, known).entries
@@ -232,7 +240,7 @@ def _check_early(config: str | None, flags: Sequence[str]) -> None:
     parser = our_parser()
     names = field_names(parser)
     own = {name: value for name, value in entries.items() if name in names}
-    typed, _ = parser.parse_known_args([*_all_as_flags(own), *flags])
+    typed, _ = parser.parse_known_args([*as_flags(own), *flags])
     _check_typed(parser, vars(typed))
 
 
@@ -252,7 +260,7 @@ def check_values_early(entries: Mapping[str, Any]) -> None:
     """Values of our own fields, by name. Raises SettingsError."""
     parser = our_parser()
     names = field_names(parser)
-    typed = parser.parse_args(_all_as_flags({name: value for name, value in entries.items() if name in names}))
+    typed = parser.parse_args(as_flags({name: value for name, value in entries.items() if name in names}))
     _check_typed(parser, vars(typed))
 
 
@@ -272,12 +280,12 @@ def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSetti
     flags, _ = translated(flags, names)
     known = {name: value for name, value in entries.items() if name in names}
     given = _given(flags, names)
-    typed, _ = parser.parse_known_args([*_all_as_flags(known), *flags])
+    typed, _ = parser.parse_known_args([*as_flags(known), *flags])
     task = _made_of(TaskSettings, typed)
     if "mode" in given:  # a typed one goes before the file
         known = {name: value for name, value in known.items() if name not in task.mode_values}
     parser.set_defaults(**{name: value for name, value in task.defaults.items() if name in names})
-    typed, _ = parser.parse_known_args([*_all_as_flags(known), *flags])
+    typed, _ = parser.parse_known_args([*as_flags(known), *flags])
     return typed.task, _made_of(ModelSettings, typed), _made_of(DataSettings, typed)
 
 
@@ -325,7 +333,7 @@ def _arguments(
     typed_names = _given(flags, names)
     note: tuple[str, ...] = ()
     if "mode" in typed_names:
-        typed = parser.parse_args([*_all_as_flags(entries), *flags])
+        typed = parser.parse_args([*as_flags(entries), *flags])
         task = _made_of(TaskSettings, typed)
         meant = {name: value for name, value in task.mode_values.items() if name not in typed_names}
         replaced = {name: entries[name] for name in meant if name in entries and entries[name] != meant[name]}
@@ -339,7 +347,7 @@ def _arguments(
         note += (f"retain: {SAMPLED}, what the model writes before training, because retain_budget_bits names no text",)
     for name, first, second in _given_twice(flags):
         note += (f"--{name} is given twice: {redact(second)} counts, not {redact(first)}",)
-    return [*_all_as_flags(entries), *flags, *anchor], note
+    return [*as_flags(entries), *flags, *anchor], note
 
 
 def _said_defaults(defaults: Mapping[str, Any], effective: Collection[str], parser: HfArgumentParser) -> list[str]:
@@ -384,7 +392,7 @@ def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[
 
 def _given(arguments: Iterable[str], names: Collection[str]) -> list[str]:
     """Fields that were given a value; ``--no_scu`` gives one to ``scu``."""
-    given = [_name(word) for word in arguments if word.startswith("--")]
+    given = [name_of(word) for word in arguments if word.startswith("--")]
     return [name.removeprefix("no_") if name.startswith("no_") and name[3:] in names else name for name in given]
 
 
@@ -451,20 +459,16 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _regularization(flags: Any) -> RegularizationSettings | None:
-    return _made_of(RegularizationSettings, flags, PREFIX) if flags.scu else None
-
-
 def field_names(parser: argparse.ArgumentParser) -> set[str]:
     """Every flag without its dashes, with underscores: ``learning_rate``, ``no_scu``."""
-    return {_name(flag) for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+    return {name_of(flag) for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
 
 
 def check_names(arguments: Iterable[str], names: Collection[str], read_before: Collection[str] = ()) -> None:
     """Raise SettingsError at the first flag that nobody knows. ``read_before``: more that may have been meant."""
     for argument in arguments:
-        if argument.startswith("--") and _name(argument) not in names:
-            near = nearest(_name(argument), [*names, *read_before])
+        if argument.startswith("--") and name_of(argument) not in names:
+            near = nearest(name_of(argument), [*names, *read_before])
             raise SettingsError(f"unknown option {argument.split('=')[0]}{near}")
 
 
@@ -502,10 +506,6 @@ def parse_checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpa
     return parser.parse_args(argv)
 
 
-def _name(flag: str) -> str:
-    return flag.split("=")[0].removeprefix("--").replace("-", "_")
-
-
 def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> InFile:
     """Values of a file by field, and what was read as what."""
     takes_list, takes_mapping = _containers(parser)
@@ -513,7 +513,7 @@ def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> InFile:
     for name, value in found.entries.items():
         if name not in names:
             raise SettingsError(f"{config}: unknown key {short(name)}{nearest(name, names)}")
-        if _is_mixture(name, value):
+        if is_mixture(name, value):
             _check_content(f"{config}: {name}", value)
         else:
             _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
@@ -596,11 +596,6 @@ def _check_shape(place: str, value: Any, takes_list: bool, takes_mapping: bool) 
         )
 
 
-def _is_mixture(name: str, value: Any) -> bool:
-    """A list of sources is one value, however many there are."""
-    return name == "dataset" and isinstance(value, list)
-
-
 def _check_content(place: str, value: Any) -> None:
     """Of a mapping or a list of sources: what JSON can say."""
     if isinstance(value, dict):
@@ -617,24 +612,6 @@ def _check_content(place: str, value: Any) -> None:
 
 def _is_word(value: Any) -> bool:
     return isinstance(value, (str, int, float, date))
-
-
-def _all_as_flags(entries: dict[str, Any]) -> list[str]:
-    return [word for name, value in entries.items() for word in as_flags(name, value)]
-
-
-def as_flags(name: str, value: Any) -> list[str]:
-    """One entry of a file as command-line words; null means the default."""
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [f"--{name}", str(value).lower()]
-    if _is_mixture(name, value):
-        return [f"--{name}={json.dumps(value)}"]
-    if isinstance(value, list):
-        return [f"--{name}", *map(str, value)] if value else []
-    # "=" keeps a value that starts with a dash, such as -1, from looking like a flag
-    return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
 def read_file(path: Path) -> dict[str, Any]:

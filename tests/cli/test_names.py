@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from scu_trainer.cli.configuration import field_names, our_parser, read_data, read_job, typed_entries
 from scu_trainer.cli.names.common import NAMES, PATHS, ZERO
-from scu_trainer.cli.names.known import known_names, own_names, stock_names
+from scu_trainer.cli.names.known import known_names, own_names, stock_fields
 from scu_trainer.cli.names.meaning import Same, Switch
 from scu_trainer.cli.names.tools import ANYWHERE, TOOLS
 from scu_trainer.cli.names.translation import translated, translated_entries
@@ -35,7 +35,7 @@ def test_no_name_of_ours_is_taken_and_every_counterpart_is_there():
 
 def test_names_are_known_without_the_classes():
     assert {name for name in OURS if "-" not in name} - {"help"} <= known_names()
-    assert stock_names() == {item.name for item in dataclasses.fields(TrainingArguments)}
+    assert stock_fields().keys() == {item.name for item in dataclasses.fields(TrainingArguments)}
     assert own_names() <= OURS
 
 

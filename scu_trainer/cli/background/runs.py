@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -16,7 +16,7 @@ from scu_trainer.cli.background.seeds import INFIX, one_seed, runs_of, seeds_of,
 from scu_trainer.cli.configuration import check_early, read_file
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
-from scu_trainer.cli.names.translation import translated
+from scu_trainer.cli.names.translation import name_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
@@ -50,16 +50,10 @@ def _main(argv: list[str], hands: Hands) -> int:
     if flags and options.action != "start":
         near = parser.near_option(options.action, flags)
         raise SettingsError(f"unrecognized: {' '.join(flags)}{near}; see scu-trainer runs {options.action} --help")
-    acts: dict[str, Callable[[], int]] = {
-        "start": lambda: _start(options, flags, hands),
-        "list": lambda: _list(options, hands),
-        "status": lambda: _status(options, hands),
-        "monitor": lambda: _monitor(options, hands),
-        "logs": lambda: _logs(options, hands),
-        "stop": lambda: _stop(options, hands),
-        "resume": lambda: _resume(options, hands),
-    }
-    return acts[options.action]()
+    if options.action == "start":
+        return _start(options, flags, hands)
+    acts = {"list": _list, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}
+    return acts[options.action](options, hands)
 
 
 def _parser() -> Parser:
@@ -148,8 +142,7 @@ def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
         screens.say(f"{name} has started in the background, process {record.process.pid}")
     if INFIX in started[-1][0] and "--seed" in started[-1][1].flags:
         screens.say("runs of one device take turns; mean and spread, once they are finished:")
-        place = "" if options.root == ROOT else f" --root {shlex.quote(str(options.root))}"
-        screens.say(f"  scu-trainer runs status {started[0][0].rpartition(INFIX)[0]}{place}")
+        screens.say(f"  scu-trainer runs status {started[0][0].rpartition(INFIX)[0]}{_root_flag(options.root)}")
     else:
         _say_commands(started[0][0], options.root)
     return 0
@@ -204,8 +197,8 @@ def _read(config: Path) -> tuple[dict, str]:
 def _check_flags(flags: Sequence[str]) -> None:
     from scu_trainer.cli.train import MODES
 
-    for flag in flags:
-        name = flag.split("=")[0].lstrip("-").replace("-", "_") if flag.startswith("--") else ""
+    for flag in (word for word in flags if word.startswith("--")):
+        name = name_of(flag)
         if name in OWN_FLAGS:
             raise SettingsError(f"{flag}: a background run writes to ROOT/NAME; give --root and --name instead")
         if f"--{name}" in MODES:
@@ -227,10 +220,13 @@ def _device(options: argparse.Namespace, entries: dict, flags: Sequence[str]) ->
     return "cpu" if uses_cpu and options.device == "auto" else options.device
 
 
+def _root_flag(root: Path) -> str:
+    return "" if root == ROOT else f" --root {shlex.quote(str(root))}"
+
+
 def _say_commands(name: str, root: Path) -> None:
-    place = "" if root == ROOT else f" --root {shlex.quote(str(root))}"
     for action, what in (("monitor", "watch it"), ("logs -f", "what it prints"), ("stop", "checkpoint, then end")):
-        screens.say(f"  scu-trainer runs {action} {name}{place}".ljust(48) + f"  # {what}")
+        screens.say(f"  scu-trainer runs {action} {name}{_root_flag(root)}".ljust(48) + f"  # {what}")
 
 
 def _stop(options: argparse.Namespace, hands: Hands) -> int:

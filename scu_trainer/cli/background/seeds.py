@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from scu_trainer.cli.comparison.plan import refuse_push
 from scu_trainer.cli.names.translation import flags_of, without
-from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json
 from scu_trainer.runs.state import Report
 from scu_trainer.runs.store import Run, all_runs
@@ -18,23 +18,13 @@ INFIX = "-seed"
 
 
 def seeds_of(entries: Mapping[str, Any], flags: Sequence[str]) -> list[int]:
-    """Flags come before the file; [] where there are none. Raises SettingsError."""
+    """Of a job that ``check_early`` has seen; flags come before the file. Raises SettingsError for a push."""
     typed = dict(flags_of(flags))
     given = typed.get("seeds", entries.get("seeds"))
     words = given if isinstance(given, list) else [] if given is None else [given]
-    try:
-        seeds = [int(str(word)) for word in words]
-    except ValueError:
-        raise SettingsError(f"seeds are {given!r}; give whole numbers, such as --seeds 0 1 2") from None
-    if len({*seeds}) < len(seeds):
-        raise SettingsError(f"seeds are {seeds}; give different ones, such as 0 1 2")
-    if seeds and "seed" in {*typed, *entries}:
-        raise SettingsError("seed and seeds are both given; keep one of them")
-    if len(seeds) > 1 and str(typed.get("push_to_hub", entries.get("push_to_hub", False))).lower() == "true":
-        raise SettingsError(
-            "push_to_hub would overwrite each seed with the next; drop it, and push the run that you want"
-        )
-    return seeds
+    if len(words) > 1:
+        refuse_push(typed.get("push_to_hub", entries.get("push_to_hub")), "seed")
+    return [int(word) for word in words]
 
 
 def one_seed(entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: int) -> tuple[str, list[str]]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.cli.names.translation import name_of
 from scu_trainer.errors import SettingsError, UserError, nearest
 from scu_trainer.hardware.probe import ram_bytes, usable_cores
 from scu_trainer.runs import room
@@ -47,9 +48,9 @@ def check_words(options: argparse.Namespace, flags: Sequence[str]) -> None:
     if options.config is None:
         raise SettingsError("--config is missing: give the YAML or JSON file of the job, or --table FOLDER")
     for flag in flags:
-        name = flag.split("=")[0].removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and name.removeprefix("no_") in OURS:
-            raise SettingsError(f"{flag} is set by the comparison: {OURS[name.removeprefix('no_')]}")
+        name = name_of(flag).removeprefix("no_")
+        if flag.startswith("--") and name in OURS:
+            raise SettingsError(f"{flag} is set by the comparison: {OURS[name]}")
     if len(set(options.seeds)) < len(options.seeds) or min(options.seeds) < 0:
         seeds = " ".join(map(str, options.seeds))
         raise SettingsError(f"seeds are {seeds}; give different whole numbers from 0 on, such as 0 1 2")
@@ -60,6 +61,14 @@ def check_words(options: argparse.Namespace, flags: Sequence[str]) -> None:
     if "WORLD_SIZE" in os.environ:
         raise SettingsError(
             "compare starts its runs itself, so it needs no launcher; type scu-trainer compare without one"
+        )
+
+
+def refuse_push(push_to_hub: Any, each: str) -> None:
+    """``push_to_hub``: as a file, a flag or the settings have it. ``each``: what a run is one of."""
+    if str(push_to_hub).lower() == "true":
+        raise SettingsError(
+            f"push_to_hub would overwrite each {each} with the next; drop it, and push the run that you want"
         )
 
 

@@ -29,6 +29,8 @@ FAILED = 1
 class Start:
     """One start of the command, from its lock to its table."""
 
+    what = "runs"
+
     def __init__(
         self,
         plan: ComparisonPlan,
@@ -56,7 +58,12 @@ class Start:
             with self.screen:
                 runner.run()
             record = self.write(states)
-        return self._end(record, states)
+        missing = sum(state.status == "missing" for state in states.values())
+        if missing:
+            raise Stopped(
+                f"stopped: {missing} of {len(states)} {self.what} are not done; run the same command to continue"
+            )
+        return self._end(record)
 
     def _lock(self) -> None:
         """The plan that is there goes on; a new one is written."""
@@ -110,12 +117,7 @@ class Start:
         write_text(self.plan.folder / PAGE_FILE, document(record))
         return record
 
-    def _end(self, record: Mapping[str, Any], states: Mapping[Key, ArmState]) -> int:
-        missing = [key for key, state in states.items() if state.status == "missing"]
-        if missing:
-            raise Stopped(
-                f"stopped: {len(missing)} of {len(states)} runs are not done; run the same command to continue"
-            )
+    def _end(self, record: Mapping[str, Any]) -> int:
         screens.print_record(self.console, record)
         screens.print_wrapped(self.console, f"written: {self.plan.folder / COMPARISON_FILE}, {PAGE_FILE}")
         return exit_code(record)

@@ -13,14 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from scu_trainer.cli.comparison import screen as screens
-from scu_trainer.cli.comparison.plan import resolved_settings, shared_out
+from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code
-from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.report.comparison.statistics import FEW_SEEDS, t_interval, t_quantile
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
-from scu_trainer.runs.studies.comparison_state import Key
 
 JOB = Arm("job", "job", "the job as it is configured", {})
 
@@ -29,10 +27,7 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
     """Trains the job of a file and flags with each seed. Returns 1 where a run has failed."""
     words = ["--seed", str(seeds[0]), "--resume_from_checkpoint", "auto"]
     settings, text = resolved_settings(config, [*flags, *words])
-    if settings.get("push_to_hub"):
-        raise SettingsError(
-            "push_to_hub would overwrite each seed with the next; drop it, and push the run that you want"
-        )
+    refuse_push(settings.get("push_to_hub"), "seed")
     typed = shlex.join([*(["--config", config] if config else []), *flags])
     folder, command = Path(settings["output_dir"]), f"scu-trainer train {typed}"
     plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
@@ -43,12 +38,9 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
 class Seeds(Start):
     """With a table of seeds in the place of one of arms."""
 
-    def _end(self, record: Mapping[str, Any], states: Mapping[Key, Any]) -> int:
-        missing = [key for key, state in states.items() if state.status == "missing"]
-        if missing:
-            raise Stopped(
-                f"stopped: {len(missing)} of {len(states)} seeds are not done; run the same command to continue"
-            )
+    what = "seeds"
+
+    def _end(self, record: Mapping[str, Any]) -> int:
         self.console.print(_table(record["runs"]))
         fixed = any(self.plan.resolved[JOB.name].get(name) is not None for name in SHARED_DATA)
         own_split = (

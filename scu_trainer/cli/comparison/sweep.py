@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.comparison import screen as screens
-from scu_trainer.cli.comparison.plan import resolved_settings, shared_out
+from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import Start
 from scu_trainer.cli.comparison.sweep_plan import SweepPlan, shown, table_of
 from scu_trainer.cli.main import guarded
@@ -99,10 +99,7 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     from rich.console import Console
 
     settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
-    if settings.get("push_to_hub"):
-        raise SettingsError(
-            "push_to_hub would overwrite each trial with the next; drop it, and push the run that you want"
-        )
+    refuse_push(settings.get("push_to_hub"), "trial")
     typed = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
     return Sweep(plan, options, Console(highlight=False, markup=False), hands or comparison.Hands()).run()

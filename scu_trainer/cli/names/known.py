@@ -41,7 +41,7 @@ SETTINGS = {
 
 def known_names() -> frozenset[str]:
     """Fields of ours and of ``transformers.TrainingArguments``, and ``no_NAME`` for each, which switches it off."""
-    names = {*own_names(), *stock_names()}
+    names = {*own_names(), *stock_fields()}
     return frozenset(names | {f"no_{name}" for name in names})
 
 
@@ -51,18 +51,14 @@ def own_names() -> set[str]:
     return {"scu", *(prefixes.get(kind, "") + item.name for kind in kinds for item in fields(kind))}
 
 
-def stock_names() -> frozenset[str]:
-    return frozenset(_stock_fields())
-
-
 def stock_number(name: str) -> Optional[type]:
     """int or float for a field of ``TrainingArguments`` that takes nothing else."""
-    parts = {part.strip() for part in _stock_fields().get(name, "").split("|")} - {"None"}
+    parts = {part.strip() for part in stock_fields().get(name, "").split("|")} - {"None"}
     return {"int": int, "float": float}.get(parts.pop()) if len(parts) == 1 else None
 
 
 @functools.cache
-def _stock_fields() -> Mapping[str, str]:
+def stock_fields() -> Mapping[str, str]:
     """Annotation by field, of what the class body of the installed ``TrainingArguments`` declares, read from its
     source: the module itself imports torch. Empty where there is no source; then a slip is found when the class is
     there."""

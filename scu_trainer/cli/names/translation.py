@@ -2,7 +2,7 @@
 explained.
 
 >>> translated(["--epochs", "3", "--qlora", "--lr=1e-4"], {"num_train_epochs", "tuning", "learning_rate"})
-(['--num_train_epochs', '3', '--tuning', 'qlora', '--learning_rate', '1e-4'], \
+(['--num_train_epochs=3', '--tuning=qlora', '--learning_rate=1e-4'], \
 ['epochs as num_train_epochs', 'qlora as tuning: qlora', 'lr as learning_rate'])
 """
 
@@ -28,7 +28,7 @@ def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str],
     meant = _others(entries, known)
     words: list[str] = []
     for name, _, typed in given:
-        words += typed if name not in meant else _as_flags(_set(meant[name]))
+        words += typed if name not in meant else as_flags(_set(meant[name]))
     return words, notes_of(meant.values())
 
 
@@ -43,6 +43,31 @@ def entries_of(flags: Sequence[str], known: Collection[str]) -> dict[str, Any]:
             raise SettingsError(f"unknown option --{name}{nearest(name, known)}")
         found[name] = value
     return found
+
+
+def as_flags(entries: Mapping[str, Any]) -> list[str]:
+    """Entries of a file as command-line words; null means the default."""
+    words: list[str] = []
+    for name, value in entries.items():
+        if isinstance(value, bool):
+            words += [f"--{name}", str(value).lower()]
+        elif isinstance(value, dict) or is_mixture(name, value):
+            words.append(f"--{name}={json.dumps(value)}")
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)] if value else []
+        elif value is not None:
+            words.append(f"--{name}={value}")  # "=" keeps -1 from looking like a flag
+    return words
+
+
+def is_mixture(name: str, value: Any) -> bool:
+    """A list of sources is one value, however many there are."""
+    return name == "dataset" and isinstance(value, list)
+
+
+def name_of(flag: str) -> str:
+    """ "learning_rate" of "--learning-rate=1e-4"."""
+    return flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def flags_of(words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -72,11 +97,11 @@ def _split(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
         if not typed[0].startswith("--"):
             yield "", None, typed
             continue
-        name, equals, value = typed[0].removeprefix("--").partition("=")
+        _, equals, value = typed[0].partition("=")
         while not equals and rest and not rest[0].startswith("--"):
             typed.append(rest.pop(0))
         values = [value] if equals else typed[1:]
-        yield name.replace("-", "_"), values[0] if len(values) == 1 else (values or True), typed
+        yield name_of(typed[0]), values[0] if len(values) == 1 else (values or True), typed
 
 
 def _others(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, Key]:
@@ -97,15 +122,6 @@ def _is_other(name: str, value: Any, known: Collection[str]) -> bool:
 
 def _set(key: Key) -> dict[str, Any]:
     return {name: value for name, value in key.meaning.settings.items() if value is not NEEDED}
-
-
-def _as_flags(settings: Mapping[str, Any]) -> list[str]:
-    words: list[str] = []
-    for name, value in settings.items():
-        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value)):
-            value = json.dumps(value)
-        words += [f"--{name}", *map(as_word, value if isinstance(value, list) else [value])]
-    return words
 
 
 def notes_of(keys: Iterable[Key]) -> list[str]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.cli.configuration import as_flags, read_job
-from scu_trainer.cli.names.translation import without
+from scu_trainer.cli.configuration import read_job
+from scu_trainer.cli.names.translation import as_flags, without
 from scu_trainer.errors import OutOfMemory, RequirementError
 from scu_trainer.run_files import read_json, readable
 from scu_trainer.train.run_directory.resume import latest_run
@@ -103,8 +103,7 @@ def _begun(job: Job) -> Optional[dict[str, Any]]:
 
 
 def _chosen(config: Optional[str], flags: Sequence[str], settings: Mapping[str, Any], why: str) -> Job:
-    words = [word for name, value in settings.items() for word in as_flags(name, value)]
-    job = read_job(config, [*without(flags, settings), *words])
+    job = read_job(config, [*without(flags, settings), *as_flags(settings)])
     job.notes = (*job.notes, f"tuning_path: {_named(settings)} ({why})")
     return job
 

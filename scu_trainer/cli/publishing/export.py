@@ -17,9 +17,9 @@ from scu_trainer.cli.publishing.merge import (
     DTYPES,
     Conversion,
     MergeOptions,
-    default_output,
     disk_reported,
     merge,
+    output_of,
     require_new,
     require_size,
     require_space,
@@ -87,7 +87,7 @@ def _parser() -> Parser:
 def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     options, subject = _options(typed), subject_of(typed.run)
-    output = _default_output(subject, typed.to) if typed.output is None else Path(typed.output).expanduser().absolute()
+    output = output_of(typed, subject, typed.to)
     is_merge = options.format == "safetensors" and is_adapter(Path(subject.source))
     facts = (merge if is_merge else export)(subject, output, options)
     print(json.dumps(facts) if typed.json else (merged_screen if is_merge else screen)(facts))
@@ -102,14 +102,6 @@ def _options(typed: argparse.Namespace) -> ExportOptions:
     converter = Path(typed.converter).expanduser().absolute() if typed.converter else None
     same = {name: getattr(typed, name) for name in ("dtype", "max_shard_size", "trust_remote_code", "allow_pickle")}
     return ExportOptions(format=typed.to, outtype=typed.outtype or "auto", converter=converter, **same)
-
-
-def _default_output(subject: Subject, format: str) -> Path:
-    """Beside the run; a Hub id goes into the folder one is in."""
-    if subject.is_of_hub:
-        return Path.cwd() / f"{subject.name.rpartition('/')[2]}-{format}"
-    merged = default_output(subject)
-    return merged.with_name(f"{merged.name.removesuffix('-merged')}-{format}")
 
 
 def screen(facts: dict[str, Any]) -> str:

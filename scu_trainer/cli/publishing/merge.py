@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.subjects import Subject, split_seed, subject_of
+from scu_trainer.cli.subjects import MERGED, Subject, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.loading.names import is_adapter, near_folder
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from scu_trainer.train.job.components import TrainingComponents
 
 MERGE_FILE = "merge.json"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 BYTES = {"auto": None, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+DTYPES = tuple(BYTES)
 CHECKED_ROWS, CHECKED_TOKENS = 4, 128
 ALWAYS_THERE = "python_docs"
 """Text to check on where the data of the run are gone."""
@@ -92,20 +92,24 @@ def _parser() -> Parser:
 def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     options, subject = merge_options(typed), subject_of(typed.run)
-    output = default_output(subject) if typed.output is None else Path(typed.output).expanduser().absolute()
-    facts = merge(subject, output, options)
+    facts = merge(subject, output_of(typed, subject, MERGED), options)
     print(json.dumps(facts) if typed.json else screen(facts))
     return 0
 
 
-def default_output(subject: Subject) -> Path:
-    """Beside the run: ``runs/mine-merged``, ``runs/mine-checkpoint-80-merged``."""
+def output_of(typed: argparse.Namespace, subject: Subject, ending: str) -> Path:
+    """``--output``, absolute, or the default."""
+    return Path(typed.output).expanduser().absolute() if typed.output is not None else default_output(subject, ending)
+
+
+def default_output(subject: Subject, ending: str = MERGED) -> Path:
+    """Beside the run: ``runs/mine-merged``, ``runs/mine-checkpoint-80-merged``; of a Hub id in the folder one is in."""
     if subject.is_of_hub:
-        return Path.cwd() / f"{subject.name.rpartition('/')[2]}-merged"
+        return Path.cwd() / f"{subject.name.rpartition('/')[2]}-{ending}"
     source = Path(subject.source)
     is_checkpoint = subject.run is not None and source.name.startswith("checkpoint-")
     name = f"{source.parent.name}-{source.name}" if is_checkpoint else source.name
-    return (source.parent.parent if is_checkpoint else source.parent) / f"{name}-merged"
+    return (source.parent.parent if is_checkpoint else source.parent) / f"{name}-{ending}"
 
 
 def screen(facts: dict[str, Any]) -> str:
