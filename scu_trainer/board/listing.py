@@ -113,7 +113,7 @@ def row_of(found: Report) -> Row:
         mood=mood(found.state.status),
         steps=words.steps(found.progress),
         loss=words.number(None if found.progress.loss is None else bits_of(found.progress.loss)),
-        device="+".join(found.record.devices) if found.record and found.record.devices else words.NONE,
+        device=words.devices(found),
         started_s=started_s,
         started=time.strftime("%Y-%m-%d %H:%M", time.localtime(started_s)) if started_s else words.NONE,
         is_alive=found.state.is_alive,

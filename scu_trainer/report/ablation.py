@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
 from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT
+from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number
@@ -130,7 +131,7 @@ def _interval_plot(key: str, title: str, panel: str, label: str, rows: Sequence[
 
 
 def _confidence(found: Comparison) -> str:
-    return f"{found.content.get('confidence', 0.95):.0%}".replace("%", " %")
+    return percent(found.content.get("confidence", 0.95))
 
 
 # -- trajectories ------------------------------------------------------------------------------------------------------

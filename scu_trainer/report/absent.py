@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from scu_trainer.report.files import LOG_FILE, RunFiles, has_torn_logs, newest
+from scu_trainer.report.files import LOG_FILE, RunFiles, newest
 
 
 def why_no_log(run: RunFiles) -> str:
     """Of a run without rows of logs."""
-    if _is_torn(run):
+    if run.has_torn_logs:
         return f"{LOG_FILE} holds no whole row: it is torn, or something else"
     if run.is_alive or run.state in ("queued", "starting"):
         return "nothing has been logged yet"
     return "it ended before its first log"
-
-
-def _is_torn(run: RunFiles) -> bool:
-    return not run.logs and has_torn_logs(run.folder)
 
 
 def why_no_row(run: RunFiles) -> str:
@@ -28,7 +24,7 @@ def why_no_row(run: RunFiles) -> str:
 
 def why_half_a_loss(run: RunFiles) -> str:
     """Of a run that has training or evaluations to draw; empty where it has both, or neither. Or of torn logs."""
-    if _is_torn(run):
+    if run.has_torn_logs:
         return why_no_log(run)
     is_trained = newest(run.logs, "loss") is not None or bool(run.control)
     is_evaluated = any("eval_bpt" in row or "eval_loss" in row for row in run.logs)

@@ -32,7 +32,8 @@ BEGUN = (CONFIG_FILE, LOG_FILE, CONTROL_FILE, MEMORY_FILE, CURRICULUM_FILE, STOC
 @dataclass(frozen=True)
 class RunFiles:
     """``state``: what the run is doing, in a word; ``detail``: the same in words. ``faults``: files that could not be
-    read, each with the reason. Rows are as in the files; an absent file gives none."""
+    read, each with the reason. ``has_torn_logs``: there are none because log_history.json is torn, or something else.
+    Rows are as in the files; an absent file gives none."""
 
     name: str
     folder: Path
@@ -48,6 +49,7 @@ class RunFiles:
     epochs: Sequence[Row] = ()
     samples: Sequence[Row] = ()
     suspects: int = 0
+    has_torn_logs: bool = False
     faults: tuple[str, ...] = ()
 
     @property
@@ -91,6 +93,7 @@ def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", 
         epochs=reader.rows(CURRICULUM_FILE),
         samples=reader.rows(SAMPLES_FILE),
         suspects=reader.line_count(SUSPECTS_FILE),
+        has_torn_logs=reader.has_torn_logs,
         faults=tuple(reader.faults),
     )
 
@@ -103,11 +106,11 @@ def newest_stock_log(folder: Path) -> Optional[Path]:
     return max(found, key=lambda path: int(path.parent.name[11:]), default=None)
 
 
-def has_torn_logs(folder: Path) -> bool:
+def _is_torn(log: Path) -> bool:
     """Whether log_history.json, which gave no rows, holds something else than the empty list of before the first log,
     or cannot be read."""
     try:
-        return b"".join((folder / LOG_FILE).read_bytes().split()) != b"[]"
+        return b"".join(log.read_bytes().split()) != b"[]"
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
 
@@ -116,7 +119,7 @@ class _Reader:
     """Reads what is there; collects what cannot be read in ``faults``."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.faults = folder, []
+        self.folder, self.faults, self.has_torn_logs = folder, [], False
 
     def mapping(self, name: str) -> Row:
         content = self._read(name, read_json, {})
@@ -132,12 +135,13 @@ class _Reader:
         """Where there is no file of ours, or a torn one, the rows of the stock Trainer."""
         known = len(self.faults)
         rows = self.rows(LOG_FILE)
-        is_torn = not rows and has_torn_logs(self.folder)
+        is_torn = not rows and _is_torn(self.folder / LOG_FILE)
         if rows or ((self.folder / LOG_FILE).is_file() and not is_torn):
             return rows
         rows = self.stock_logs()
         if rows and is_torn and len(self.faults) == known:
             self.faults.append(f"{LOG_FILE} holds no whole row; those of the newest {STOCK_LOG_FILE} are shown")
+        self.has_torn_logs = is_torn and not rows
         return rows
 
     def stock_logs(self) -> Sequence[Row]:

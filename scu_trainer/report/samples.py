@@ -31,7 +31,7 @@ def _of_one(run: RunFiles) -> list[Table | Text]:
         for prompt, sample in _by_prompt(last).items()
     ]
     table = Table(["prompt", begins, ends, "reference"], rows, keeps_lines=True)
-    on_the_way = [row for row in run.samples[1:-1]]
+    on_the_way = run.samples[1:-1]
     if not on_the_way:
         return [table]
     lines = [f"step {row.get('step')}, {prompt!r}\n{_answer(_by_prompt(row), prompt)}\n"

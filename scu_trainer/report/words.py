@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any, Optional
 
 from scu_trainer.figures import before_and_after, bits_of
@@ -16,7 +17,9 @@ NONE = "-"
 
 def key_figures(run: RunFiles) -> list[tuple[str, str]]:
     """Name and value of what a person wants to know first."""
-    figures, control = run.metrics, run.metrics.get("regularization") or {}
+    control = run.metrics.get("regularization") or {}
+    cost, speeds = control.get("overhead_fraction"), points(run.logs, "throughput/tokens_per_second")[1]
+    base = "the embedded base model" if run.settings else NONE
     return [
         ("status", f"{run.state}: {run.detail}" if run.detail else run.state),
         ("steps", _steps(run)),
@@ -24,13 +27,13 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("training loss, last logged", _loss(run)),
         ("S", _s(run, control)),
         ("lambda, newest", _lambda(run, control)),
-        ("cost of measuring and steering S", _percent(control.get("overhead_fraction"))),
-        ("tokens per second, mean", number(_mean(points(run.logs, "throughput/tokens_per_second")[1]))),
+        ("cost of measuring and steering S", NONE if cost is None else f"{cost:.2%} of the training time"),
+        ("tokens per second, mean", number(fmean(speeds) if speeds else None)),
         ("peak memory", _peak(run)),
         ("out of memory, recovered", _ooms(run)),
-        ("training time", duration(figures.get("train_s") or newest(run.logs, "train_runtime"))),
+        ("training time", duration(run.metrics.get("train_s") or newest(run.logs, "train_runtime"))),
         ("seed", str(run.config.get("seed", NONE))),
-        ("model", str(run.settings.get("model_name_or_path") or _without_model(run))),
+        ("model", str(run.settings.get("model_name_or_path") or base)),
         ("data", _data(run)),
     ]
 
@@ -45,10 +48,6 @@ def _loss(run: RunFiles) -> str:
 
 def _lambda(run: RunFiles, control: Mapping[str, Any]) -> str:
     return NONE if only_measured(run) else number(control.get("final_lambda", newest(run.control, "lambda")))
-
-
-def _without_model(run: RunFiles) -> str:
-    return "the embedded base model" if run.settings else NONE
 
 
 def _steps(run: RunFiles) -> str:
@@ -106,14 +105,6 @@ def _data(run: RunFiles) -> str:
     rows = data.get("blocks", data.get("samples", data.get("rows_read")))
     named = shown(run.settings.get("dataset")) or NONE
     return f"{named}, {rows:,} rows" if isinstance(rows, int) else named
-
-
-def _mean(values: list[float]) -> Optional[float]:
-    return sum(values) / len(values) if values else None
-
-
-def _percent(share: Optional[float]) -> str:
-    return NONE if share is None else f"{share:.2%} of the training time"
 
 
 def duration(seconds: Optional[float]) -> str:

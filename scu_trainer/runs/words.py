@@ -18,6 +18,10 @@ def status_words(report: Report) -> str:
     return f"{report.state.status} ({report.ahead} ahead)" if report.ahead else report.state.status
 
 
+def devices(report: Report) -> str:
+    return "+".join(report.record.devices) if report.record and report.record.devices else NONE
+
+
 def steps(progress: Progress) -> str:
     if progress.step is None:
         return NONE

@@ -43,11 +43,11 @@ def _table(reports: Sequence[Report]):
     for title in ("step", "loss, bits", "S", "left"):
         table.add_column(title, justify="right", no_wrap=True)
     for report in reports:
-        found, record = report.progress, report.record
+        found = report.progress
         table.add_row(
             report.run.name,
             words.status_words(report),
-            "+".join(record.devices) if record and record.devices else words.NONE,
+            words.devices(report),
             words.steps(found),
             words.number(None if found.loss is None else bits_of(found.loss)),
             words.number(found.s, 4),
@@ -57,8 +57,7 @@ def _table(reports: Sequence[Report]):
 
 
 def show_facts(report: Report) -> None:
-    console = _console()
-    console.print(_facts(report))
+    _console().print(_facts(report))
 
 
 def _facts(report: Report):

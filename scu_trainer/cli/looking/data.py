@@ -46,9 +46,13 @@ def main(argv: list[str]) -> int:
         argv = ["--config", *argv]
     options, flags = _parser().parse_known_args(argv)
     limit = _limit(options)
-    for path in (options.export, options.html):
-        if path is not None:
-            _check_place(path, is_kept=path == options.export)
+    if options.export is not None:
+        from scu_trainer.cli.looking.export import check_export
+
+        check_export(options.export)
+    page = options.html
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        raise SettingsError(f"--html {page} is a folder, or is in one that does not exist; give the name of a file")
     with without_collector(freeze=True):
         from rich.console import Console
 
@@ -70,8 +74,8 @@ def main(argv: list[str]) -> int:
     ]
     with run_log():  # values that only training knows, after the first rows: they need torch
         values = configuration.read_values(options.config, flags)
-    if options.html:
-        _write_page(options.html, looks, console)
+    if page:
+        _write_page(page, looks, console)
     if options.export:
         _export(options.export, model, data, seed_of_data(argparse.Namespace(**values)), looks[0].tokenizer, console)
     return 0
@@ -85,15 +89,6 @@ def _limit(options: argparse.Namespace) -> Optional[int]:
     if options.rows < 0:
         raise SettingsError(f"--rows is {options.rows}; give 0 or more")
     return int(options.sample)
-
-
-def _check_place(path: Path, is_kept: bool) -> None:
-    from scu_trainer.cli.looking.export import check_export
-
-    if is_kept:
-        check_export(path)
-    elif path.is_dir() or not path.parent.is_dir():
-        raise SettingsError(f"--html {path} is a folder, or is in one that does not exist; give the name of a file")
 
 
 @dataclass

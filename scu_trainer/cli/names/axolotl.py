@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from scu_trainer.cli.names.common import (
+    chat_template,
     checkpointing,
     held_out,
     isolated_packing,
     mixed,
+    report_to,
     several,
     targets,
     with_prompts,
@@ -264,9 +266,7 @@ def _template_of(value: Any) -> Optional[str]:
 def _chat_template(value: Any, source: Source) -> Meaning:
     if value == "jinja":
         return Meaning(said="read with chat_template_jinja")
-    if value not in TEMPLATES:
-        return Meaning(said="the tokenizer's own chat template is used; chat_template: NAME_OR_FILE gives another")
-    return Meaning({"chat_template": TEMPLATES[value]}, "the template of that name here, which may differ in details")
+    return chat_template(TEMPLATES.get(value), source)
 
 
 def _jinja(value: Any, source: Source) -> Meaning:
@@ -299,7 +299,7 @@ def _plugins(value: Any, source: Source) -> Meaning:
 
 PROGRAM = Nothing("it is about how Axolotl itself works")
 KERNELS = where_on(Nothing("kernels of Axolotl's choice compute the same; use_liger_kernel: true has some here"))
-TO_WANDB = where_on(lambda value, source: Meaning({"report_to": "wandb"}))
+TO_WANDB = report_to("wandb")
 WATCH = "a run ends when its loss diverges for good, not when it is above a fixed value"
 
 TABLE: Table = {

@@ -7,6 +7,7 @@ from typing import Any, Union, get_args, get_type_hints
 from scu_trainer.cli.names.meaning import (
     Meaning,
     Nothing,
+    Reader,
     Same,
     Source,
     Switch,
@@ -15,14 +16,18 @@ from scu_trainer.cli.names.meaning import (
     is_on,
     quantized,
     tuning,
+    where_on,
     words,
 )
 from scu_trainer.errors import SettingsError
+from scu_trainer.settings.data import CHAT_TEMPLATES
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.settings.mixture import short_name
 
 ARCHITECTURES = get_args(get_type_hints(ImageSettings)["architecture"])
 ZERO = {"2": "ds_configs/zero2_offload.json", "3": "ds_configs/zero3_offload.json"}
+
+MERGING = "scu-trainer merge RUN makes full weights of an adapter"
 
 NEEDED = object()
 """In the place of a value that the user has to give beside."""
@@ -99,6 +104,18 @@ def mixed(entries: list[dict[str, Any]]) -> dict[str, Any]:
         if names.count(names[place]) > 1:
             entry["name"] = f"{names[place]}_{place + 1}"
     return {"dataset": entries}
+
+
+def chat_template(value: Any, source: Source) -> Meaning:
+    """A chat template by its name."""
+    if value in CHAT_TEMPLATES:
+        return Meaning({"chat_template": value}, "the template of that name here, which may differ in details")
+    return Meaning(said="the tokenizer's own chat template is used; chat_template: NAME_OR_FILE gives another")
+
+
+def report_to(name: str) -> Reader:
+    """A switch for a place that gets the figures of a run."""
+    return where_on(lambda value, source: Meaning({"report_to": name}))
 
 
 def several(name: str) -> Any:

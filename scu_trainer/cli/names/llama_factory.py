@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scu_trainer.cli.names.common import held_out, mixed, several, targets, with_prompts
+from scu_trainer.cli.names.common import MERGING, chat_template, held_out, mixed, several, targets, with_prompts
 from scu_trainer.cli.names.meaning import (
     Meaning,
     Nothing,
@@ -23,7 +23,6 @@ from scu_trainer.cli.names.meaning import (
 )
 from scu_trainer.cli.names.trl import WITH_LOOPS
 from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings.data import CHAT_TEMPLATES
 
 INFO = "dataset_info.json"
 PAIRS = ("dpo", "kto", "rm", "ppo")
@@ -196,12 +195,6 @@ def _mix(value: Any, source: Source) -> Meaning:
     return Meaning({"stopping_strategy": known[value]})
 
 
-def _template(value: Any, source: Source) -> Meaning:
-    if value in CHAT_TEMPLATES:
-        return Meaning({"chat_template": value}, "the template of that name here, which may differ in details")
-    return Meaning(said="the tokenizer's own chat template is used; chat_template: NAME_OR_FILE gives another")
-
-
 def _packing(value: Any, source: Source) -> Meaning:
     if not is_on(value):
         return Meaning({"packing": False})
@@ -213,7 +206,6 @@ def _gradient_checkpointing(value: Any, source: Source) -> Meaning:
 
 
 ANSWERS = Nothing("it is about answers, not about training; docs/talk.md")
-MERGING = "scu-trainer merge RUN makes full weights of an adapter"
 PLOTS = Nothing("scu-trainer report RUN draws the curves")
 BADAM = Nothing("read with use_badam")
 VISION = (
@@ -283,7 +275,7 @@ TABLE: Table = {
     "add_special_tokens": several("new_tokens"),
     "hf_hub_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
     "print_param_status": Nothing("the report names what is trained"),
-    "template": _template,
+    "template": chat_template,
     "dataset": _datasets,
     "eval_dataset": _held_out_set,
     "dataset_dir": Nothing("read with dataset"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from scu_trainer.cli.names.common import checkpointing, isolated_packing, mixed, targets
+from scu_trainer.cli.names.common import MERGING, checkpointing, isolated_packing, mixed, report_to, targets
 from scu_trainer.cli.names.meaning import (
     Meaning,
     Nothing,
@@ -21,7 +21,6 @@ from scu_trainer.cli.names.meaning import (
 from scu_trainer.errors import SettingsError
 
 SECTIONS = ("data", "training", "lora", "logging", "inference")
-MERGING = "scu-trainer merge RUN makes full weights of an adapter"
 GGUF = "scu-trainer export RUN --to gguf writes it, and reads it back to check it"
 
 
@@ -50,10 +49,6 @@ def _save_steps(value: Any, source: Source) -> Meaning:
 
 def _completions(value: Any, source: Source) -> Meaning:
     return Meaning({"completion_only_loss": is_on(value), "assistant_only_loss": is_on(value)})
-
-
-def _report(name: str) -> Any:
-    return where_on(lambda value, source: Meaning({"report_to": name}))
 
 
 @where_on
@@ -104,11 +99,11 @@ TABLE: Table = {
     "finetune_language_layers": PARTS,
     "finetune_attention_modules": PARTS,
     "finetune_mlp_modules": PARTS,
-    "enable_wandb": _report("wandb"),
+    "enable_wandb": report_to("wandb"),
     "wandb_project": Nothing("set it for W&B: WANDB_PROJECT=... before the command"),
     "wandb_token": "log in with wandb login, or set the environment variable WANDB_API_KEY",
     "hf_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
-    "enable_tensorboard": _report("tensorboard"),
+    "enable_tensorboard": report_to("tensorboard"),
     "tensorboard_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
     "log_frequency": Same("logging_steps"),
     "save_model": Nothing("the model is always saved"),
