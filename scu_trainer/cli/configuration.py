@@ -237,11 +237,7 @@ def _check_early(config: str | None, flags: Sequence[str]) -> None:
     )
     for name, value in [*entries.items(), *flags_of(flags)]:
         _check_stock_number(name, value)
-    parser = our_parser()
-    names = field_names(parser)
-    own = {name: value for name, value in entries.items() if name in names}
-    typed, _ = parser.parse_known_args([*as_flags(own), *flags])
-    _check_typed(parser, vars(typed))
+    check_values_early(entries, flags)
 
 
 def _check_stock_number(name: str, value: Any) -> None:
@@ -256,11 +252,12 @@ def _check_stock_number(name: str, value: Any) -> None:
         ) from error
 
 
-def check_values_early(entries: Mapping[str, Any]) -> None:
-    """Values of our own fields, by name. Raises SettingsError."""
+def check_values_early(entries: Mapping[str, Any], flags: Sequence[str] = ()) -> None:
+    """Values of our own fields, by name and in ``flags``. Raises SettingsError."""
     parser = our_parser()
     names = field_names(parser)
-    typed = parser.parse_args(as_flags({name: value for name, value in entries.items() if name in names}))
+    own = {name: value for name, value in entries.items() if name in names}
+    typed, _ = parser.parse_known_args([*as_flags(own), *flags])
     _check_typed(parser, vars(typed))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from scu_trainer.errors import SettingsError, nearest
@@ -35,6 +36,14 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(
             with_choice(message) + (nearest(unknown[1], self._option_string_actions) if unknown else "")
         )
+
+
+def require_new_file(path: Path, flag: str) -> None:
+    """Raise SettingsError where something stands in the way of ``path``, which ``flag`` names."""
+    if path.exists():
+        raise SettingsError(f"{path} already exists; remove it, or give {flag} another name")
+    if not path.parent.is_dir():
+        raise SettingsError(f"the folder of {path} does not exist; create it, or give {flag} another name")
 
 
 def with_choice(message: str) -> str:

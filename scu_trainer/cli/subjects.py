@@ -24,7 +24,7 @@ from scu_trainer.runs.process import Machine
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run
 from scu_trainer.settings import DataSettings, ModelSettings
-from scu_trainer.settings.mixture import dataset_names
+from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
 
 BASE, MERGED = "base", "merged"
@@ -264,8 +264,7 @@ def _is_capped_further(settings: DataSettings, trained: DataSettings) -> bool:
 def _share_a_dataset(dataset: Any, other: Any) -> bool:
     """Of mixtures: whether one source is in both."""
     return any(
-        one == two or Path(one).expanduser().resolve() == Path(two).expanduser().resolve()
-        for one, two in itertools.product(dataset_names(dataset), dataset_names(other))
+        is_same_dataset(one, two) for one, two in itertools.product(dataset_names(dataset), dataset_names(other))
     )
 
 

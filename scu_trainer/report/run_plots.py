@@ -4,8 +4,9 @@ with the reason; a plot that no run has rows for is that reason alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Optional
 
 from scu_trainer.figures import bits_of
@@ -37,9 +38,9 @@ def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
         ("loss", "Loss and held-out bits", _loss_panels, why_no_loss),
         ("s", "S: the share of the trained weights", _s_panels, why_no_s),
         ("memory", "Memory and micro-batches", _memory_panels, why_no_memory),
-        ("throughput", "Throughput", _throughput_panels, why_no_throughput),
+        ("throughput", "Throughput", partial(_logged_panels, figures=SPEEDS), why_no_throughput),
         ("curriculum", "Curriculum statistics", curriculum_panels, why_no_curriculum),
-        ("rate", "Learning rate and gradient", _rate_panels, why_no_loss),
+        ("rate", "Learning rate and gradient", partial(_logged_panels, figures=RATES), why_no_loss),
     )
     loss, *others = (_plot(key, title, draw, why, runs) for key, title, draw, why in kinds)
     said = [f"{_of(run, runs)}{why}" for run in runs if (why := why_half_a_loss(run))]
@@ -96,7 +97,7 @@ class Style:
         return Line(name, *xy, color=color if self.is_alone else place, dash=0 if self.is_alone else place, **looks)
 
 
-def _drawn(lines: Iterator[Line]) -> list[Line]:
+def _drawn(lines: Iterable[Line]) -> list[Line]:
     return [line for line in lines if len(line.x)]
 
 
@@ -115,7 +116,7 @@ def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     training = Panel("Training loss", unit, lines=_drawn(_training_lines(runs, style, factor, is_bits)))
     held_out = Panel(_held_out_title(runs), unit, lines=_drawn(_held_out_lines(runs, style, is_bits)))
     right = [style.line(run, "accuracy", points(run.logs, "eval_accuracy", factor=100), 2, marker="o") for run in runs]
-    accuracy = Panel("Held-out accuracy", "%", lines=_drawn(iter(right)))
+    accuracy = Panel("Held-out accuracy", "%", lines=_drawn(right))
     return [panel for panel in (training, held_out, accuracy) if panel.lines]
 
 
@@ -166,7 +167,7 @@ def _s_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     strength = [style.line(run, "lambda", points(run.control, "lambda"), 1) for run in steered]
     return [
         Panel("Information ratio S", "S", lines=lines, levels=levels, bands=band, from_zero=True),
-        Panel("Lambda: decay toward the start", "lambda", lines=_drawn(iter(strength)),
+        Panel("Lambda: decay toward the start", "lambda", lines=_drawn(strength),
               from_zero=True, height=0.85),
     ]  # fmt: skip
 
@@ -265,19 +266,15 @@ def merged(first: tuple[list[float], list[float]], second: tuple[list[float], li
 # -- throughput, learning rate -----------------------------------------------------------------------------------------
 
 
-def _throughput_panels(runs: Sequence[RunFiles]) -> list[Panel]:
-    style, found = Style(runs), []
-    for name, title in (("tokens_per_second", "Tokens per second"), ("samples_per_second", "Rows per second")):
-        lines = [style.line(run, title, points(run.logs, f"throughput/{name}"), len(found)) for run in runs]
-        unit = f"{title.split()[0].lower()} / s"
-        found.append(Panel(title, unit, lines=_drawn(iter(lines)), from_zero=True, height=0.85))
-    return [panel for panel in found if panel.lines]
+SPEEDS = (("throughput/tokens_per_second", "Tokens per second", "tokens / s"),
+          ("throughput/samples_per_second", "Rows per second", "rows / s"))  # fmt: skip
+RATES = (("learning_rate", "Learning rate", "rate"), ("grad_norm", "Gradient norm before clipping", "norm"))
 
 
-def _rate_panels(runs: Sequence[RunFiles]) -> list[Panel]:
+def _logged_panels(runs: Sequence[RunFiles], figures: Sequence[tuple[str, str, str]]) -> list[Panel]:
+    """A panel for each (name in the logs, title, unit) that is there."""
     style, found = Style(runs), []
-    for name, title in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm before clipping")):
-        lines = [style.line(run, title, points(run.logs, name), len(found)) for run in runs]
-        label = "rate" if name == "learning_rate" else "norm"
-        found.append(Panel(title, label, lines=_drawn(iter(lines)), from_zero=True, height=0.85))
+    for color, (name, title, unit) in enumerate(figures):
+        lines = _drawn(style.line(run, title, points(run.logs, name), color) for run in runs)
+        found.append(Panel(title, unit, lines=lines, from_zero=True, height=0.85))
     return [panel for panel in found if panel.lines]

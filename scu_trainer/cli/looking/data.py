@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, require_new_file
 from scu_trainer.errors import DataError, SettingsError
 from scu_trainer.imports import without_collector
 from scu_trainer.shipped import recipe
@@ -47,9 +47,7 @@ def main(argv: list[str]) -> int:
     options, flags = _parser().parse_known_args(argv)
     limit = _limit(options)
     if options.export is not None:
-        from scu_trainer.cli.looking.export import check_export
-
-        check_export(options.export)
+        require_new_file(options.export, "--export")
     page = options.html
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise SettingsError(f"--html {page} is a folder, or is in one that does not exist; give the name of a file")

@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scu_trainer.data.text.encode import NOT_LEARNED
-from scu_trainer.errors import SettingsError, StorageError
-
-
-def check_export(path: Path) -> None:
-    """Raise SettingsError where something stands in the way of ``path``."""
-    if path.exists():
-        raise SettingsError(f"{path} exists already; give --export another name, or remove it")
-    if not path.parent.is_dir():
-        raise SettingsError(f"the folder of {path} does not exist; create it, or give --export another name")
+from scu_trainer.errors import StorageError
 
 
 def export(path: Path, rows: Any, tokenizer: Any) -> int:

@@ -12,7 +12,7 @@ from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.tools import TOOLS, Imported, imported, tool_of
 from scu_trainer.cli.names.translation import entries_of
 from scu_trainer.cli.names.written import as_yaml, summary
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, require_new_file
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.run_files import write_text
 
@@ -36,8 +36,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options, flags = _parser().parse_known_args(argv)
     output = options.output or Path(f"{options.file.stem}.scu.yaml")
-    if output.exists():
-        raise SettingsError(f"{output} already exists; give another --output, or move it away")
+    require_new_file(output, "--output")
     found, own = read_other(options.file, options.tool, flags)
     write_text(output, as_yaml(found, own, options.file))
     print(summary(found, own, options.file, output))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import StorageError
 from scu_trainer.run_files import read_json, readable
 
@@ -61,7 +61,6 @@ def compared(metrics: list[Path], folder: Path) -> Iterator[Compared]:
 
 
 def _table(found: list[Compared]) -> str:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -70,6 +69,4 @@ def _table(found: list[Compared]) -> str:
         table.add_column(title, justify="right", no_wrap=True)
     for one in sorted(found, key=lambda one: -abs(one.error)):
         table.add_row(one.run, readable(one.predicted_bytes), readable(one.measured_bytes), f"{one.error:+.1%}")
-    console = Console(file=io.StringIO(), width=80, color_system=None, highlight=False, markup=False)
-    console.print(table)
-    return console.file.getvalue().rstrip("\n")
+    return rendered(table)

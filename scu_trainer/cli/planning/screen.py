@@ -54,16 +54,17 @@ def _micro_batch(step: Step) -> dict[str, int]:
 
 def screen(report: dict[str, Any], words: Sequence[str]) -> str:
     """``words``: what was typed for the job."""
+    parts = [_head(report), _parts(report["predicted"]), *(f"  not counted: {text}" for text in report["not_counted"])]
+    return rendered(*parts, "", _choices(report), _advice(report, words))
+
+
+def rendered(*parts: Any) -> str:
+    """What rich makes of each, as text of 80 columns."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=COLUMNS, color_system=None, highlight=False, markup=False)
-    console.print(_head(report))
-    console.print(_parts(report["predicted"]))
-    for text in report["not_counted"]:
-        console.print(f"  not counted: {text}")
-    console.print()
-    console.print(_choices(report))
-    console.print(_advice(report, words))
+    for part in parts:
+        console.print(part)
     return console.file.getvalue().rstrip("\n")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from scu_trainer.cli.parsing import require_new_file
 from scu_trainer.cli.planning.screen import in_words
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import readable
@@ -29,12 +30,9 @@ REASONS = {
 
 def check_place(path: Path) -> None:
     """Raise SettingsError where something stands in the way of ``path``."""
-    if path.exists():
-        raise SettingsError(f"{path} already exists; remove it, or give --output another name")
+    require_new_file(path, "--output")
     if path.suffix not in (".yaml", ".yml"):
         raise SettingsError(f"--output {path}: a configuration with comments is YAML; give a name that ends in .yaml")
-    if not path.parent.is_dir():
-        raise SettingsError(f"the folder of {path} does not exist; create it, or give --output another name")
 
 
 def write(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]) -> None:
