@@ -14,6 +14,7 @@ from typing import Any, Optional
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.report.words import duration
 from scu_trainer.shipped import recipe
 
 DESCRIPTION = """\
@@ -130,23 +131,14 @@ def _table(found: Sequence[Measured]):
 
 def _cells(figures: dict[str, Any]) -> list[str]:
     rows = "stream" if figures["rows"] is None else f"{figures['rows']:,}"
-    evaluations = f"{figures['evaluations']} x {figures['evaluation_s']:.1f} s"
     return [
         rows,
         f"{figures['steps']:,}",
         f"{figures['seconds_per_step']:.2f}",
-        evaluations,
+        f"{figures['evaluations']} x {figures['evaluation_s']:.1f} s",
         duration(figures["total_s"]),
         f"{figures['peak_bytes'] / 2**30:.2f} GiB",
     ]
-
-
-def duration(seconds: float) -> str:
-    """In the unit that people would use: "42 s", "3.5 min", "2.1 h", "3.0 days"."""
-    for limit, size, unit in ((90, 1, "s"), (90 * 60, 60, "min"), (48 * 3600, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds:.0f} s" if unit == "s" else f"{seconds / size:.1f} {unit}"
-    return f"{seconds / 86400:.1f} days"
 
 
 if __name__ == "__main__":

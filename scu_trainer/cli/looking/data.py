@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -17,6 +16,7 @@ from scu_trainer.shipped import recipe
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from scu_trainer.cli.looking.shown import Look
     from scu_trainer.data.text.encode import Document
     from scu_trainer.settings import DataSettings, ModelSettings
 
@@ -89,19 +89,6 @@ def _limit(options: argparse.Namespace) -> Optional[int]:
     return int(options.sample)
 
 
-@dataclass
-class Look:
-    """What was seen of one source. ``sample``: which documents, in words."""
-
-    name: str
-    sample: str
-    tokenizer: Any
-    lines: list[str]
-    shown: list[tuple[Document, list[Any]]]
-    facts: Any
-    block_size: int
-
-
 def _look(
     console: Console, options: argparse.Namespace, model: ModelSettings, data: DataSettings, limit: Optional[int]
 ) -> Look:
@@ -133,6 +120,7 @@ def _look(
 def _seen(console, name, tokenizer, data, statistics, documents, shown, wanted) -> Look:
     from scu_trainer.cli.looking import screen
     from scu_trainer.cli.looking.facts import facts_of
+    from scu_trainer.cli.looking.shown import Look
 
     is_part = wanted is not None and len(documents) == wanted
     sample = f"{'the first' if is_part else 'all'} {len(documents):,} documents of {name}"
@@ -170,8 +158,7 @@ def _write_page(path: Path, looks: Sequence[Look], console: Console) -> None:
     written = f"scu-trainer {__version__}, {datetime.now():%Y-%m-%d %H:%M}"
     for number, look in enumerate(looks):
         place = path if number == 0 else path.with_stem(f"{path.stem}-{number + 1}")
-        page = data_page(look.name, look.sample, look.lines, look.shown, look.facts, look.block_size, written)
-        place.write_text(page, encoding="utf-8")
+        place.write_text(data_page(look, written), encoding="utf-8")
         console.print(f"page: {place}", soft_wrap=True)
 
 

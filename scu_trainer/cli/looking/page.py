@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy
 
 from scu_trainer.cli.looking.facts import STRANGE, Facts, bar, histogram
-from scu_trainer.cli.looking.shown import Stretch, excerpt
+from scu_trainer.cli.looking.shown import Look, Stretch, excerpt
 from scu_trainer.data.text.encode import Document
 from scu_trainer.report.page import Page, Section, Stretches, Table, Text, html
 
@@ -15,25 +15,18 @@ BAR_WIDTH = 10
 """Characters of the longest bar: a telephone is 390 pixels wide."""
 
 
-def data_page(
-    title: str,
-    sample: str,
-    lines: Sequence[str],
-    shown: Sequence[tuple[Document, Sequence[Stretch]]],
-    facts: Facts,
-    block_size: int,
-    written: str,
-) -> str:
-    """``sample``: which documents are counted here. ``lines``: statistics for a person. ``shown``: rows in full."""
+def data_page(look: Look, written: str) -> str:
+    """``written``: by what and when, for the foot of the page."""
+    facts = look.facts
     sections = [
-        Section("What is read", [Text(line) for line in lines]),
-        Section("Some rows, as they are learned", _rows(shown)),
-        Section("Lengths in tokens", _lengths(facts, block_size)),
+        Section("What is read", [Text(line) for line in look.lines]),
+        Section("Some rows, as they are learned", _rows(look.shown)),
+        Section("Lengths in tokens", _lengths(facts, look.block_size)),
         Section("The longest", [_named(facts, facts.longest, lambda n: f"{facts.lengths[n]:,} tokens")]),
         Section("The strangest", _strange(facts)),
         Section("There more than once", _repeated(facts)),
     ]
-    return html(Page(title, sample, [], sections, written))
+    return html(Page(look.name, look.sample, [], sections, written))
 
 
 def _rows(shown: Sequence[tuple[Document, Sequence[Stretch]]]) -> list[Stretches | Text]:

@@ -1,11 +1,13 @@
-"""A document as stretches of text that are learned, and stretches that are not."""
+"""What is seen of a source of data: its documents as stretches of text that are learned, and that are not."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from scu_trainer.cli.looking.facts import Facts
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
 
 MOST_TOKENS = 600
@@ -15,6 +17,20 @@ MOST_TOKENS = 600
 class Stretch(NamedTuple):
     text: str
     is_learned: bool
+
+
+@dataclass
+class Look:
+    """What was seen of one source. ``sample``: which documents are counted, in words. ``lines``: statistics for a
+    person. ``shown``: rows in full."""
+
+    name: str
+    sample: str
+    tokenizer: Any
+    lines: list[str]
+    shown: list[tuple[Document, list[Stretch]]]
+    facts: Facts
+    block_size: int
 
 
 def stretches(tokenizer: Any, document: Document) -> list[Stretch]:

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Self
 
@@ -69,9 +69,8 @@ def add_merge_options(parser: argparse.ArgumentParser) -> None:
 
 
 def merge_options(typed: argparse.Namespace) -> MergeOptions:
-    names = ("dtype", "max_shard_size", "license", "trust_remote_code", "allow_pickle")
     require_size(typed.max_shard_size)
-    return MergeOptions(**{name: getattr(typed, name) for name in names})
+    return MergeOptions(**{item.name: getattr(typed, item.name) for item in fields(MergeOptions)})
 
 
 def require_size(text: str) -> None:
