@@ -81,9 +81,7 @@ def find(text: str) -> Preset:
 
 def parse_bytes(text: Union[str, float], name: str = "size") -> int:
     """Bytes of "16GB", "16GiB" or "16", which counts GiB. ``name``: of the setting. Raises SettingsError otherwise."""
-    plain = str(text).strip()
-    is_number = re.fullmatch(r"\d+(\.\d+)?", plain) is not None
-    return round(size_in_gib(name, float(plain) if is_number else plain) * 2**30)
+    return round(size_in_gib(name, str(text)) * 2**30)
 
 
 def _read(path: Path) -> Preset:

@@ -70,7 +70,7 @@ def test_sizes(text, gib):
     assert MemorySettings(max_gpu_mem=text, cpu_mem=text).cpu_mem == pytest.approx(gib)
 
 
-@pytest.mark.parametrize("text", ["", "4TB", "-1", "GB", "4 4"])
+@pytest.mark.parametrize("text", ["", "4TB", "-1", "GB", "4 4", "0", "0.0GB"])
 def test_wrong_sizes(text):
     with pytest.raises(SettingsError, match=r"cpu_mem is .*; allowed: GiB such as 3.5, or a size such as 4GB"):
         MemorySettings(cpu_mem=text)
