@@ -82,7 +82,7 @@ def test_the_export_is_what_training_gets(look, tmp_path, capsys):
     assert "After 7 comes 8.<|im_end|><|eos|>" in learned or "After 8 comes 9.<|im_end|><|eos|>" in learned
     assert all(tokenizer.decode(row["input_ids"]) == row["text"] for row in rows)
     assert all(len(row["labels"]) == len(row["input_ids"]) <= 128 for row in rows)
-    assert "exists already" in refused(capsys, "--dataset", "x.jsonl", "--export", path)
+    assert "already exists" in refused(capsys, "--dataset", "x.jsonl", "--export", path)
 
 
 def test_the_export_holds_out_what_training_with_that_seed_holds_out(look, file, tmp_path):

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from safetensors.torch import load_file
 
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as evaluation
+from scu_trainer.cli.evaluation import windows
+from scu_trainer.cli.planning import plan
+from scu_trainer.cli.subjects import Subject
 from scu_trainer.errors import CheckpointError, ModelError
 from scu_trainer.models.loading import safety as loading_safety
 from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning
@@ -244,6 +248,8 @@ def own_code(model_dir, tmp_path, monkeypatch) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)  # they lie where another test put them
     monkeypatch.setattr(loading_safety, "_announced", set())
     return folder
 
@@ -274,6 +280,26 @@ def test_code_of_a_model_is_announced_before_it_runs(own_code, tmp_path, caplog)
             said = [record for record in caplog.records if "contains Python" in record.getMessage()]
             assert len(said) == number
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda trusted: windows.positions_of(Subject("mine", trusted)),
+        lambda trusted: plan._configuration(SimpleNamespace(model=trusted)),
+    ],
+    ids=["eval", "plan"],
+)
+def test_code_is_announced_before_a_configuration_alone_is_read(own_code, tmp_path, read):
+    logger, ran = logging.getLogger("scu_trainer"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: ran.append((tmp_path / "ran").exists())
+    logger.addHandler(handler)
+    try:
+        read(settings(own_code, trust_remote_code=True))
+    finally:
+        logger.removeHandler(handler)
+    assert ran == [False] and (tmp_path / "ran").exists()
 
 
 def test_code_in_another_repository_is_named_as_its_own(tmp_path):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.evaluation.options import EvalOptions
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.errors import SettingsError
-from scu_trainer.models.loading.names import as_model_error, base_of, check_source, located
+from scu_trainer.models.loading.load import config_of
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.base import require
 from scu_trainer.settings.tasks import TEXT
@@ -62,12 +61,4 @@ def refuse_windows(options: EvalOptions, task_name: str, typed: dict[str, Any]) 
 
 def positions_of(subject: Subject) -> Optional[int]:
     """Tokens that the model can read at once; None if its config.json has no limit. Reads no weights."""
-    from transformers import AutoConfig
-
-    check_source(subject.source)
-    settings, name = subject.model, located(base_of(Path(located(subject.source))))
-    with as_model_error(name, "configuration", settings.model_revision, subject.source):
-        config = AutoConfig.from_pretrained(
-            name, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
-        )
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return getattr(config_of(subject.model).get_text_config(), "max_position_embeddings", None)

@@ -187,26 +187,19 @@ def source_of(job: Job, target: Target) -> Source:
 
 def _configuration(job: Job) -> Any:
     """Of the model that is tuned, read without its weights. Raises ModelError, also for what training would refuse."""
-    from transformers import AutoConfig
-
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.loading.causal import require_causal
-    from scu_trainer.models.loading.load import check_weights, load_tokenizer
-    from scu_trainer.models.loading.names import as_model_error, base_of, check_source, located
+    from scu_trainer.models.loading.load import check_weights, config_of, load_tokenizer
+    from scu_trainer.models.loading.names import base_of
     from scu_trainer.models.quantize import is_stored_quantized
 
     model = job.model
     if model.model_name_or_path is None:
         return base_config(2048, 0, 1, 2)
-    check_source(model.model_name_or_path)
-    name = base_of(Path(located(model.model_name_or_path)))
-    with as_model_error(name, "configuration", model.model_revision, model.model_name_or_path):
-        config = AutoConfig.from_pretrained(
-            located(name), revision=model.model_revision, trust_remote_code=model.trust_remote_code
-        )
+    config, name = config_of(model), base_of(model.model_name_or_path)
     if getattr(config, "architectures", None):  # what was trained names its head; a configuration alone may not
         require_causal(config, name)
-    if Path(located(name)).is_dir():  # of the Hub nothing more is fetched
+    if Path(name).is_dir():  # of the Hub nothing more is fetched
         if not check_weights(model):
             logger.warning("%s holds no weights: a plan needs none, but train needs them, and a tokenizer", name)
         else:

@@ -172,13 +172,18 @@ def random_weights(report: dict) -> list[str]:
 
 def causal_config(settings: ModelSettings) -> PretrainedConfig:
     """Of the model that ``load_model`` would load. Raises ModelError where it is no causal language model."""
-    name = base_of(settings.model_name_or_path)
-    check_source(settings.model_name_or_path)
-    with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
-        announce_code(name, settings)
-        config = _config_of(name, settings)
-    require_causal(config, name)
+    config = config_of(settings)
+    require_causal(config, base_of(settings.model_name_or_path))
     return config
+
+
+def config_of(settings: ModelSettings) -> PretrainedConfig:
+    """Of a model, or of the base of an adapter, without its weights. Raises ModelError."""
+    check_source(settings.model_name_or_path)
+    name = base_of(settings.model_name_or_path)
+    with as_model_error(name, "configuration", settings.model_revision, settings.model_name_or_path):
+        announce_code(name, settings)
+        return _config_of(name, settings)
 
 
 def check_weights(settings: ModelSettings) -> bool:
