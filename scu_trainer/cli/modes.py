@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.report.words import duration
@@ -65,17 +65,15 @@ def _chosen(wanted: Optional[Sequence[str]]) -> list[str]:
 
 def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dict[str, Any]:
     """Figures of a few steps in this process. Raises a UserError where that job cannot run here."""
-    import contextlib
     from dataclasses import asdict
 
     import psutil
 
     from scu_trainer.cli.configuration import read_job
-    from scu_trainer.train.run_directory.logs import run_log
     from scu_trainer.train.session.test_run import measure
     from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
-    with contextlib.redirect_stdout(sys.stderr), run_log():  # the last line of stdout is for the one who asked
+    with quiet_stdout():  # the last line of stdout is for the one who asked
         job = read_job(config, [*flags, "--mode", mode])
         estimate = measure(job, before_s=time.time() - psutil.Process().create_time())
         leave_process_group(True)

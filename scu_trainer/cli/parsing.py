@@ -38,6 +38,12 @@ class Parser(argparse.ArgumentParser):
         )
 
 
+def add_consent(parser: argparse._ActionsContainer) -> None:
+    """What a model from elsewhere must not allow itself: see ``Subject.consenting``."""
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
+    parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+
+
 def require_new_file(path: Path, flag: str) -> None:
     """Raise SettingsError where something stands in the way of ``path``, which ``flag`` names."""
     if path.exists():

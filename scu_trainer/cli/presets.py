@@ -19,7 +19,7 @@ def fitted(
     typed: every field as it is so far. given: names of those that file or flags gave, which stay as they are. cores: of
     this machine, for each of its training processes. has_cuda: whether training can use a CUDA device.
     """
-    preset = (task.kind.presets or {}).get(task.preset, {})
+    preset = task.kind.presets.get(task.preset, {})
     values: dict[str, Any] = {}
     notes: list[str] = []
     most = preset.get(WORKERS, 0)

@@ -6,8 +6,8 @@ and groups of values: a preset fits a job to a machine, a mode says how large th
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Optional
 
 from scu_trainer.errors import SettingsError, nearest
@@ -50,9 +50,9 @@ class Kind:
 
     settings: Optional[type] = None
     unused: tuple[str, ...] = ()
-    defaults: Optional[dict[str, Any]] = None
-    modes: Optional[dict[str, dict[str, Any]]] = None
-    presets: Optional[dict[str, dict[str, Any]]] = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     split_fields: tuple[str, ...] = ()
 
     @property
@@ -114,22 +114,22 @@ class TaskSettings:
     def kind(self) -> Kind:
         return KINDS[self.task]
 
-    def _group(self, name: str) -> dict[str, Any]:
-        wanted, known = getattr(self, name), getattr(self.kind, f"{name}s") or {}
+    def _group(self, name: str) -> Mapping[str, Any]:
+        wanted, known = getattr(self, name), getattr(self.kind, f"{name}s")
         if wanted is None or wanted in known:
             return known.get(wanted, {})
         allowed = f"allowed: {', '.join(known)}{nearest(wanted, known)}" if known else f"drop it: {self.task} has none"
         raise SettingsError(f"{name} is {wanted!r}; {allowed}")
 
     @property
-    def mode_values(self) -> dict[str, Any]:
+    def mode_values(self) -> Mapping[str, Any]:
         """Fields that the mode names, None for one that keeps everybody's default; empty without a mode."""
         return self._group("mode")
 
     @property
     def defaults(self) -> dict[str, Any]:
         """Values of fields, of whatever dataclass, that stand in for everybody's defaults."""
-        return {**(self.kind.defaults or {}), **self._group("preset"), **self.mode_values}
+        return {**self.kind.defaults, **self._group("preset"), **self.mode_values}
 
     def check_typed(self, names: Collection[str]) -> None:
         """Raise SettingsError for a field that was given and has no effect on this task."""

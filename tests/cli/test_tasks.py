@@ -14,7 +14,7 @@ GROUPS = [
     (task, flag, name)
     for task, kind in KINDS.items()
     for flag, groups in (("preset", kind.presets), ("mode", kind.modes))
-    for name in groups or {}
+    for name in groups
 ]
 
 
@@ -55,7 +55,7 @@ def test_every_field_is_one_of_the_command_line_and_has_one_owner():
 
     names = configuration.field_names(configuration.our_parser(TrainingArguments))
     for task, kind in KINDS.items():
-        for group in (kind.defaults or {}, *(kind.presets or {}).values(), *(kind.modes or {}).values()):
+        for group in (kind.defaults, *kind.presets.values(), *kind.modes.values()):
             assert set(group) <= names, task
         assert set(kind.unused) <= names, task
 

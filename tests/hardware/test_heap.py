@@ -93,7 +93,7 @@ def test_nothing_happens_where_a_process_has_no_library_of_no_name(monkeypatch):
 
 def test_off_by_default_and_on_for_tasks_other_than_text():
     assert not EfficiencySettings().keep_freed_memory
-    on = {name for name, kind in KINDS.items() if (kind.defaults or {}).get("keep_freed_memory")}
+    on = {name for name, kind in KINDS.items() if kind.defaults.get("keep_freed_memory")}
     assert on == set(KINDS) - {"text-generation"}
 
 

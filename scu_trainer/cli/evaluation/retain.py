@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.evaluation.eval import evaluation_request
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.main import guarded, quiet_stdout
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
 from scu_trainer.control.budget import SOLVED_AT, largest_share
 from scu_trainer.errors import DataError, ModelError, SettingsError
@@ -44,8 +44,7 @@ def _parser() -> Parser:
                         help="documents of FILE to use, at most; default: 400")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of the halves and of the resampling")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
-    parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+    add_consent(parser)
     return parser
 
 

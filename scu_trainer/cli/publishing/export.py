@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.publishing.merge import (
     DTYPES,
     Conversion,
@@ -77,8 +77,7 @@ def _parser() -> Parser:
         metavar="FOLDER",
         help="a llama.cpp whose convert_hf_to_gguf.py to use, for newer families",
     )
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
-    parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+    add_consent(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 

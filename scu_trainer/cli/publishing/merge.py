@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 
 from scu_trainer.cli.configuration import parse_checked
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import MERGED, Subject, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hub.local_paths import public_name
@@ -64,8 +64,7 @@ def add_merge_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--license", help="license of the model, for its card; default: that of the base, if it states one"
     )
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
-    parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+    add_consent(parser)
 
 
 def merge_options(typed: argparse.Namespace) -> MergeOptions:

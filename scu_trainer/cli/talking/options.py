@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Optional
 
+from scu_trainer.cli.parsing import add_consent
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.settings.tasks import TEXT
@@ -40,8 +41,7 @@ def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add("--seed", type=int, default=0, help="seed of the sampling; default: 0")
     add("--dtype", choices=DTYPES, default="auto", help="type of the weights; auto: as in the run")
     add("--use_cpu", action="store_true", help="do not use the GPU")
-    add("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
-    add("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+    add_consent(parser)
 
 
 def answer_settings(options: argparse.Namespace) -> AnswerSettings:
