@@ -7,7 +7,6 @@ flags in front of the typed ones, so both meet the same checks.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -164,8 +163,10 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     precision = _choose_precision(parser, typed, planned_for)
     note += _choose_optimizer(parser, typed, arguments)
     note += _choose_evaluations(parser, typed, arguments)
-    with _stock_refusals():
+    try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+    except STOCK_REFUSALS as error:
+        raise SettingsError(_stock_refusal(error)) from error
     _, model, data, scu, memory, curriculum, efficiency, safety, retention, *own, training = parts
     return Job(
         dataclasses.replace(model, mixed_precision=precision.name),
@@ -185,15 +186,11 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     )
 
 
-@contextlib.contextmanager
-def _stock_refusals() -> Iterator[None]:
-    try:
-        yield
-    except STOCK_REFUSALS as error:
-        text = " ".join(str(error).split())[:1000]
-        if not isinstance(error, (ValueError, ImportError)):
-            text = f"transformers.TrainingArguments does not accept these settings: {type(error).__name__}: {text}"
-        raise SettingsError(text) from error
+def _stock_refusal(error: Exception) -> str:
+    text = " ".join(str(error).split())[:1000]
+    if isinstance(error, (ValueError, ImportError)):
+        return text
+    return f"transformers.TrainingArguments does not accept these settings: {type(error).__name__}: {text}"
 
 
 def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:

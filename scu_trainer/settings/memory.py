@@ -171,9 +171,11 @@ def size_in_gib(name: str, value) -> Optional[float]:
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        require(math.isfinite(value) and value > 0, f"{name} is {value}; it must be above 0 GiB")
-        return float(value)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
-    if match is None or float(match[1]) == 0:
-        raise SettingsError(f"{name} is {value!r}; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB")
-    return float(match[1]) * BYTES[match[2] or ""] / 2**30
+        size = float(value)
+    else:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
+        if match is None:
+            raise SettingsError(f"{name} is {value!r}; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB")
+        size = float(match[1]) * BYTES[match[2] or ""] / 2**30
+    require(math.isfinite(size) and size > 0, f"{name} is {value}; it must be above 0 GiB")
+    return size

@@ -70,10 +70,16 @@ def test_sizes(text, gib):
     assert MemorySettings(max_gpu_mem=text, cpu_mem=text).cpu_mem == pytest.approx(gib)
 
 
-@pytest.mark.parametrize("text", ["", "4TB", "-1", "GB", "4 4", "0", "0.0GB"])
+@pytest.mark.parametrize("text", ["", "4TB", "-1", "GB", "4 4"])
 def test_wrong_sizes(text):
     with pytest.raises(SettingsError, match=r"cpu_mem is .*; allowed: GiB such as 3.5, or a size such as 4GB"):
         MemorySettings(cpu_mem=text)
+
+
+@pytest.mark.parametrize("size", [0, "0", "0.0GB", float("nan")])
+def test_a_size_is_above_0(size):
+    with pytest.raises(SettingsError, match=r"cpu_mem is .*; it must be above 0 GiB"):
+        MemorySettings(cpu_mem=size)
 
 
 def test_the_step_that_counts_is_a_later_one():

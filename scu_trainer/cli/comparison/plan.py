@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
@@ -101,21 +100,14 @@ def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Ar
     for arm in arms:
         place = ["--seed", str(options.seeds[0]), "--output_dir", str(folder / "runs" / arm.name)]
         words = [*flags, *arm.flags, *place, "--resume_from_checkpoint", "auto"]
-        with _named(arm):
+        try:
             resolved[arm.name], texts[arm.name] = resolved_settings(options.config, words)
+        except UserError as error:
+            raise SettingsError(f"arm {arm.name}: {error}") from error
         check_comparable(arm.name, resolved[arm.name])
         check_steers(arm, resolved[arm.name])
     check_equal_budget(resolved)
     return ComparisonPlan(folder, command, options.config, tuple(arms), tuple(options.seeds), 1, resolved, texts)
-
-
-@contextlib.contextmanager
-def _named(arm: Arm) -> Iterator[None]:
-    """Says which arm it was that a setting does not suit."""
-    try:
-        yield
-    except UserError as error:
-        raise SettingsError(f"arm {arm.name}: {error}") from error
 
 
 def resolved_settings(config: Optional[str], words: Sequence[str]) -> tuple[dict[str, Any], str]:

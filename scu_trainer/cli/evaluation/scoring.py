@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -81,25 +79,18 @@ class EvaluationRequest:
 
         dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
         device = next(parts.model.parameters()).device.type
-        with self._memory_reported(), torch.autocast(device, dtype, enabled=dtype is not None):
-            scores = self.task.score(parts.model, parts)
+        try:
+            with torch.autocast(device, dtype, enabled=dtype is not None):
+                scores = self.task.score(parts.model, parts)
+        except torch.OutOfMemoryError as error:
+            smaller = f"at batch_tokens {self.batch_tokens}; give a smaller --batch_tokens"
+            where = "on a single row" if self.task.unit == "label" else smaller
+            raise ModelError(f"out of GPU memory {where}") from error
         broken = int((~numpy.isfinite(scores.nats)).sum())
         if broken:
             found = f"no finite loss on {broken} of {len(scores.nats)} {self.task.item}s"
             raise ModelError(f"{subject.name}: {found}, broken weights")
         return scores
-
-    @contextmanager
-    def _memory_reported(self) -> Iterator[None]:
-        import torch
-
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            smaller = f"at batch_tokens {self.batch_tokens}; give a smaller --batch_tokens"
-            raise ModelError(
-                f"out of GPU memory {smaller if self.task.unit != 'label' else 'on a single row'}"
-            ) from error
 
     def _parts(self, subject: Subject) -> TrainingComponents:
         from scu_trainer.train.job.source import Source
