@@ -28,6 +28,11 @@ def bits_of(nats: float) -> float:
     return nats / NATS_PER_BIT
 
 
+def counted(count: int, item: str) -> str:
+    """ "1 row", "2,000 rows"."""
+    return f"{count:,} {item}{'' if count == 1 else 's'}"
+
+
 class Change(NamedTuple):
     """A line of the table at the end of a run; texts, with 95 % intervals in brackets where they were taken."""
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from scu_trainer.figures import counted
 from scu_trainer.report.comparison import text as words
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
@@ -79,10 +80,6 @@ def print_wrapped(console: Console, line: str) -> None:
 
 
 def start_line(plan: ComparisonPlan, devices: Sequence[str]) -> str:
-    arms, seeds = len(plan.arms), len(plan.seeds)
-    many, threads = len(devices), plan.threads
-    runs = f"{arms} arms x {seeds} seed{'s' if seeds > 1 else ''} = {arms * seeds} runs"
-    return (
-        f"{f'{seeds} seeds' if arms == 1 else runs}, {many} at a time with {threads} "
-        f"thread{'s' if threads > 1 else ''} each, in {plan.folder}"
-    )
+    arms, seeds = len(plan.arms), counted(len(plan.seeds), "seed")
+    runs = seeds if arms == 1 else f"{arms} arms x {seeds} = {len(plan.runs)} runs"
+    return f"{runs}, {len(devices)} at a time with {counted(plan.threads, 'thread')} each, in {plan.folder}"

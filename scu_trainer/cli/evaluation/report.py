@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest, EvaluationResult
 from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
+from scu_trainer.figures import counted
 
 if TYPE_CHECKING:
     from scu_trainer.train.evaluation.harness import TaskFigure
@@ -200,7 +201,7 @@ def _notes_on_figures(subjects: list[Subject], answers: list[EvaluationResult]) 
     for subject, result in zip(subjects, answers, strict=True):
         for figure in result.figures:
             if figure.questions is not None and figure.questions < FEW_QUESTIONS:
-                yield f"{figure.task} asked {_count(figure.questions, 'question')}: too few to trust an interval"
+                yield f"{figure.task} asked {counted(figure.questions, 'question')}: too few to trust an interval"
             if figure.stderr == 0.0:
                 who = subject.word or subject.name
                 yield f"{figure.task}: every question gave {who} the same {figure.metric}, so it has no interval"
@@ -214,7 +215,7 @@ def _notes_on_merge(subject: Subject, result: EvaluationResult) -> list[str]:
 
 def _notes_on_data(data: Any, item: str) -> list[str]:
     count, statistics = len(data.eval_documents) if item == "document" else len(data.eval), data.statistics
-    notes = [] if count >= FEW_DOCUMENTS else [f"{_count(count, item)} held out: too few to trust an interval"]
+    notes = [] if count >= FEW_DOCUMENTS else [f"{counted(count, item)} held out: too few to trust an interval"]
     if statistics.is_anything_dropped:
         notes.append(f"left out while reading: {statistics.dropped_in_words()}")
     return notes
@@ -233,7 +234,3 @@ def _notes_on_training(subjects: list[Subject], request: EvaluationRequest) -> l
         *(f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects),
         *(f"{s.name}: its weights are scored, not their moving averages ({EMA_FILE})" for s in averaged),
     ]
-
-
-def _count(count: int, item: str) -> str:
-    return f"{count:,} {item}{'s' if count != 1 else ''}"

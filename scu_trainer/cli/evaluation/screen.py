@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.figures import counted
+
 NAME_COLUMNS = 16
 TASK_COLUMNS = 2 + len("minus ") + NAME_COLUMNS
 
@@ -57,8 +59,7 @@ def _end_of(name: str) -> str:
 
 def _header(report: dict[str, Any]) -> Iterator[str]:
     if report["documents"] is not None:
-        count, item = report["documents"], report["item"]
-        yield f"held out: {count:,} {item}{'s' if count != 1 else ''} of {report['dataset']}"
+        yield f"held out: {counted(report['documents'], report['item'])} of {report['dataset']}"
         windows = report["windows"]
         if windows is not None:
             yield (

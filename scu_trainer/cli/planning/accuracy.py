@@ -10,6 +10,7 @@ from statistics import median
 
 from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import StorageError
+from scu_trainer.figures import counted
 from scu_trainer.run_files import read_json, readable
 
 METRICS = "scu_metrics.json"
@@ -44,8 +45,7 @@ def accuracy(folder: Path, as_json: bool) -> int:
         return 0
     print(_table(found) if found else f"no run in {folder} has both a prediction and a measured peak")
     if errors:
-        counted = "1 run" if len(found) == 1 else f"{len(found)} runs"
-        print(f"\n{counted}: median error {median(errors):.1%}, largest {max(errors):.1%}")
+        print(f"\n{counted(len(found), 'run')}: median error {median(errors):.1%}, largest {max(errors):.1%}")
     if summary["without_both"]:
         print(f"{summary['without_both']} more without a prediction or without a measured peak")
     return 0

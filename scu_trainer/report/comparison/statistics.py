@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Optional
 
+from scu_trainer.figures import counted
+
 FEWEST_SEEDS = 3
 """With fewer pairs nothing is said of a difference."""
 
@@ -133,12 +135,11 @@ def notes(arms: Mapping[str, BySeed], reference: str, confidence: float, seeds: 
         expected = count * (1.0 - confidence)
         corrected = 1.0 - (1.0 - confidence) / count
         still = [name for name in judged if _against(arms, name, reference, corrected) in ("lower", "higher")]
-        widened = f"{count} comparison{'s' if count > 1 else ''}"
         compared = f"{count} arm{'s were' if count > 1 else ' was'} compared with {reference}"
         found.append(
             f"{compared} at {percent(confidence)}: if none of them differed, chance alone would call {expected:.2g} of "
-            f"them lower or higher on average. With intervals widened for {widened} (Bonferroni) there remain: "
-            f"{', '.join(still) or 'none'}."
+            f"them lower or higher on average. With intervals widened for {counted(count, 'comparison')} (Bonferroni) "
+            f"there remain: {', '.join(still) or 'none'}."
         )
     found.append(
         "An interval covers the scatter over seeds on this model, data and number of steps, and nothing else. "
