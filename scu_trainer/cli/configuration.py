@@ -61,16 +61,16 @@ if TYPE_CHECKING:
     from scu_trainer.train.job.job import Job
 
 MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 100_000, 50
-"""Of a configuration: its file, its values with every alias written out, and the mappings and lists in each other."""
+"""Limits of a configuration: size of the file, values with all aliases expanded, depth of nesting."""
 
 STOCK_REFUSALS = (ValueError, ImportError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError)
-"""What TrainingArguments raises for values of its own fields: some it looks at, others fail on the way."""
+"""What TrainingArguments raises for bad values: it checks some, others fail somewhere inside."""
 
 SAYS_NO = ("mixed_precision", "logging_strategy", "eval_strategy", "evaluation_strategy", "save_strategy")
 """Fields with a choice ``no``, which is false in YAML unless it stands in quotes."""
 
 APPENDED = {"resume_from_checkpoint": "auto", "use_cpu": "true"}
-"""What a background run puts behind the flags that were typed (runs/supervisor.py): there it goes before them."""
+"""What a background run appends to the typed flags to override them (runs/supervisor.py)."""
 
 DATA_SUFFIXES = {*FILE_SUFFIXES} - {".txt", ".json"}
 """Of files that hold data and are never a configuration."""
@@ -87,8 +87,8 @@ TRAINING_DEFAULTS = {
 
 @dataclasses.dataclass
 class InFile:
-    """Entries of a file by our names, and what was read as what. ``defaults``: those among the entries that nobody
-    wrote, and that the file has from the program whose it is."""
+    """Entries of a file by our names, and notes on those that were translated. ``defaults``: entries that are not in
+    the file but defaults of the program that it is for."""
 
     entries: dict[str, Any] = dataclasses.field(default_factory=dict)
     read_as: list[str] = dataclasses.field(default_factory=list)
@@ -148,8 +148,8 @@ def _grouped(kind: type, title: str) -> type:
 
 
 def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[DeviceFacts] = None) -> Job:
-    """Settings from a file and flags. ``planned_for``: another device than this machine's, whose number formats count.
-    Raises SettingsError."""
+    """Settings from a file and flags. ``planned_for``: plan for the number formats of this device instead of this
+    machine's. Raises SettingsError."""
     if "torch" not in sys.modules:
         _check_early(config, flags)
     from scu_trainer.train.job.job import Job
@@ -194,30 +194,29 @@ def _stock_refusal(error: Exception) -> str:
 
 
 def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
-    """Every field of the command line by name, as it was given or by default: before anything looks at whether they go
-    together, or whether this machine can do what they ask for. Raises SettingsError for unknown names and wrong types.
-    """
+    """Every field of the command line by name, given or default, without checking that they go together or that this
+    machine supports them. Raises SettingsError for unknown names and wrong types."""
     check_given_once(flags)
     parser, arguments, _, _ = _read(config, flags)
     return vars(parser.parse_args(arguments))
 
 
 def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
-    """What a file and flags say, by field; a flag goes before the file. Raises SettingsError."""
+    """What a file and flags set, by field; flags win. Raises SettingsError."""
     values = read_values(config, flags)
     in_file = [] if config is None else _named_as_here(config, values).entries
     return {name: values[name] for name in dict.fromkeys([*in_file, *_given(translated(flags, values)[0], values)])}
 
 
 def check_early(config: str | None, flags: Sequence[str]) -> None:
-    """Names of flags and file, and values of our own fields, before torch is imported; flags as a person typed them.
+    """Check all names, and the values of our own fields, before torch is imported; ``flags`` as a person typed them.
     Raises SettingsError."""
     _check_early(config, flags)
     check_given_once(flags)
 
 
 def _check_early(config: str | None, flags: Sequence[str]) -> None:
-    """For flags that programs of ours put together too: the later of two goes before the earlier one."""
+    """Also for flags that our own programs put together, where the later of two wins."""
     known = known_names()
     if not stock_fields():  # then only the class itself can tell
         return
@@ -265,8 +264,8 @@ def _check_typed(parser: HfArgumentParser, typed: Mapping[str, Any]) -> None:
 
 
 def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSettings, DataSettings]:
-    """Task, model and data of a job, without torch: what only transformers.TrainingArguments know is not looked at.
-    Raises SettingsError."""
+    """Task, model and data of a job, without torch: fields of TrainingArguments are not checked. Raises
+    SettingsError."""
     check_given_once(flags)
     parser = our_parser()
     names = field_names(parser)
@@ -320,7 +319,7 @@ def _require_training(arguments: Sequence[str], flags: Sequence[str], typed: Map
 def _arguments(
     parser: HfArgumentParser, config: str | None, flags: Sequence[str], names: set[str]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """File and flags as one command line, and a line for the user where a typed mode took the place of the file."""
+    """File and flags as one command line, and notes, such as where a typed mode overrides the file."""
     in_file = InFile() if config is None else _entries(config, parser, names)
     entries = in_file.entries
     check_names(flags, names, read_before=("config",))
@@ -345,15 +344,15 @@ def _arguments(
 
 
 def _said_defaults(defaults: Mapping[str, Any], effective: Collection[str], parser: HfArgumentParser) -> list[str]:
-    """A line about the defaults of another program that take effect and are not ours."""
+    """A note on the defaults of another program that apply and differ from ours."""
     others = [name for name, value in defaults.items() if name in effective and value != parser.get_default(name)]
     said = ", ".join(f"{name}: {as_word(defaults[name])}" for name in others)
     return [f"its defaults count: {said}"] if others else []
 
 
 def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]) -> list[str]:
-    """Flags for a budget that a person gave, and that says nothing of what shall be kept. A file may hold the budget of
-    a run that keeps nothing: those that a run or a comparison wrote hold every default."""
+    """Flags for a budget that is given without the text to retain. Files that a run or a comparison wrote hold every
+    default, so there it does not count as given."""
     is_known = "retain" in typed_names or entries.get("retain") is not None
     defaults = {item.name for item in dataclasses.fields(RetentionSettings) if item.default is not None}
     is_in_file = entries.get("retain_budget_bits") is not None and not defaults <= set(entries)
@@ -369,8 +368,8 @@ def _word(value: Any) -> str:
 
 
 def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[str]) -> tuple[TaskSettings, list[str]]:
-    """The task, whose defaults, preset and mode stand in for everybody's defaults of ``parser``; lines about what of
-    the preset follows from this machine."""
+    """The task, after its defaults, preset and mode became defaults of ``parser``; notes on preset values that depend
+    on this machine."""
     typed, given = parser.parse_args(arguments), _given(arguments, names)
     task = _made_of(TaskSettings, typed)
     task.check_typed(given)
@@ -391,8 +390,8 @@ def _given(arguments: Iterable[str], names: Collection[str]) -> list[str]:
 
 
 def _choose_optimizer(parser: HfArgumentParser, typed: Any, arguments: Sequence[str]) -> tuple[str, ...]:
-    """For trained weights in bfloat16, where nobody names an optimizer; a line for the user about it. DeepSpeed trains
-    a copy in float32."""
+    """Choose the optimizer for weights trained in bfloat16, unless one is named; returns a note. DeepSpeed trains a
+    copy in float32."""
     from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC
 
     is_deepspeed = typed.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
@@ -405,7 +404,7 @@ def _choose_optimizer(parser: HfArgumentParser, typed: Any, arguments: Sequence[
 
 
 def _choose_evaluations(parser: HfArgumentParser, typed: Any, arguments: Sequence[str]) -> tuple[str, ...]:
-    """What early stopping needs beside, where nobody says anything; a line for the user about it."""
+    """Set what early stopping needs as well, unless given; returns a note."""
     if typed.early_stopping_patience is None:
         return ()
     chosen = beside_early_stopping(vars(typed), _given(arguments, field_names(parser)))
@@ -415,10 +414,7 @@ def _choose_evaluations(parser: HfArgumentParser, typed: Any, arguments: Sequenc
 
 
 def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> PrecisionChoice:
-    """Give bf16, fp16 and tf32 the values that fit the device, where nobody gave them one.
-
-    TrainingArguments need them when they are made, so what was typed is looked at before.
-    """
+    """Set bf16, fp16 and tf32 to what fits the device, unless given: TrainingArguments needs them when it is made."""
     from scu_trainer.hardware.precision import choose_precision, device_facts, tf32_default
 
     said_no = [name for name in ("bf16", "fp16") if getattr(typed, name) is False]
@@ -435,7 +431,7 @@ def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optiona
 
 
 def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
-    """Field -> default, of the fields that file or flags gave another value. Secrets are no settings to compare."""
+    """Field -> default, of the fields that file or flags changed. Secrets are redacted."""
     given = {name: value for name, value in vars(typed).items() if value is not None}
     changed = {name: parser.get_default(name) for name, value in given.items() if value != parser.get_default(name)}
     return redact_data(json.loads(json.dumps(changed, default=str)))
@@ -467,7 +463,7 @@ def check_names(arguments: Iterable[str], names: Collection[str], read_before: C
 
 
 def check_given_once(flags: Sequence[str]) -> None:
-    """Raise SettingsError where data is given twice, of which argparse takes the last one, or as several words."""
+    """Raise SettingsError for data given twice, of which argparse would take the last, or as several words."""
     for name, first, second in _given_twice(flags):
         if name == "dataset":
             both = json.dumps([{name: redact(first)}, {name: redact(second)}])
@@ -501,7 +497,7 @@ def parse_checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpa
 
 
 def _entries(config: str, parser: HfArgumentParser, names: set[str]) -> InFile:
-    """Values of a file by field, and what was read as what."""
+    """Checked entries of a file by field."""
     takes_list, takes_mapping = _containers(parser)
     found = _named_as_here(config, names)
     for name, value in found.entries.items():
@@ -591,7 +587,7 @@ def _check_shape(place: str, value: Any, takes_list: bool, takes_mapping: bool) 
 
 
 def _check_content(place: str, value: Any) -> None:
-    """Of a mapping or a list of sources: what JSON can say."""
+    """Raise SettingsError for content that JSON cannot hold."""
     if isinstance(value, dict):
         require(all(isinstance(key, str) for key in value), f"{place} has a key that is not text; put it in quotes")
         value = list(value.values())
@@ -631,7 +627,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _another_file(path: Path) -> str:
-    """What to type in the place of one that cannot be read."""
+    """What to type instead of a path that cannot be read."""
     settings = path / "training_config.json"
     if os.path.isfile(settings):  # unlike pathlib's, it has no error of its own where nothing may be looked at
         return f"; give {settings}, the settings of that run"
@@ -644,7 +640,7 @@ def _as_data(path: Path) -> str:
 
 
 def _as_text(path: Path) -> str:
-    """Configurations end in .txt as well, and then they can be read."""
+    """Only for .txt, which may be a configuration as well."""
     return _as_data(path) if path.suffix.lower() == ".txt" else ""
 
 
@@ -659,7 +655,7 @@ def _loaded(content: str) -> Any:
 
 
 def _require_small(root: Optional[yaml.Node]) -> None:
-    """Raise YAMLError for more values than a configuration has, however few letters their aliases take."""
+    """Raise YAMLError for too many values, counting what aliases expand to."""
     values, level = 0, [root]
     for _ in range(DEEPEST):
         level = [child for node in level for child in _children(node)]
@@ -679,7 +675,7 @@ def _children(node: Optional[yaml.Node]) -> Iterator[yaml.Node]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML itself lets the last of two equal keys win in silence."""
+    """Refuses duplicate keys, of which YAML would silently take the last."""
 
     def construct_mapping(self, node, deep=False):
         seen: set[Any] = set()

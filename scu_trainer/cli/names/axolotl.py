@@ -44,7 +44,7 @@ ATTENTION = {
 }
 TEMPLATES = {"phi_3": "phi3", **{name: name for name in CHAT_TEMPLATES}}
 PROMPTS = {"alpaca": "alpaca", "alpaca_chat.load_qa": "alpaca"}
-"""Types of a dataset whose rows are an instruction and an answer, and the template that writes them alike."""
+"""Dataset types with an instruction and an answer, and the template that formats them the same way."""
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def _total_batch(value: Any, source: Source) -> Meaning:
 
 
 def _per_epoch(kind: str) -> Any:
-    """So many times an epoch, as a share of the run."""
+    """A number per epoch as a share of the run."""
 
     @where_on
     def meant(value: Any, source: Source) -> Meaning:
@@ -177,7 +177,7 @@ def _read_sets(value: Any, key: str) -> Meaning:
 
 
 def _entry(entry: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[str]]:
-    """A dataset as an entry of a mixture, and the template that it asks for."""
+    """A dataset as an entry of a mixture, and its chat template if it names one."""
     given = {key: value for key, value in entry.items() if is_on(value)}
     kind = given.pop("type", "")
     files = given.pop("data_files", None)
@@ -209,7 +209,7 @@ def _require_usual(key: str, value: Any) -> None:
 
 
 def _row_kind(kind: Any, given: dict[str, Any], found: dict[str, Any]) -> Optional[str]:
-    """Columns of ``found`` after the type of its rows; the template that writes them."""
+    """Set the columns of ``found`` by the type of its rows; return the chat template that the type implies."""
     if isinstance(kind, Mapping):
         return _own_prompt(kind, found)
     if kind in PROMPTS:
@@ -231,7 +231,7 @@ def _row_kind(kind: Any, given: dict[str, Any], found: dict[str, Any]) -> Option
 
 
 def _require_known(key: str, value: Any) -> None:
-    """Names that conversations are found by without being told, and the turns that are learned."""
+    """Refuse names of fields and roles that are not recognized automatically."""
     known = {"role", "content", "from", "value", "chatml"}
     if key == "roles_to_train":
         known = {"assistant", "gpt"}
@@ -243,7 +243,7 @@ def _require_known(key: str, value: Any) -> None:
 
 
 def _own_prompt(kind: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """``type`` as a mapping: columns by name; a format of its own is written as a template."""
+    """``type`` as a mapping of columns; a custom format has to be a chat template."""
     names = {"field_instruction": "prompt_column", "field_output": "response_column", "field_system": "system_column"}
     found.update({ours: kind.get(theirs) for theirs, ours in names.items()})
     odd = sorted(key for key, value in kind.items() if key not in names and value not in (None, "", "input"))
@@ -283,7 +283,7 @@ def _held_out_sets(value: Any, source: Source) -> Meaning:
 
 
 def _special_tokens(value: Any, source: Source) -> Meaning:
-    """Only padding may be another: it is masked."""
+    """Only the padding token may differ: it is masked."""
     odd = sorted(key for key, one in (value or {}).items() if one and key != "pad_token")
     if odd:
         return Meaning(said=f"{', '.join(odd)}: change the tokenizer's own, and save it beside the model", is_lost=True)
@@ -451,7 +451,7 @@ SIGNS = {
 
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
-    """What Axolotl does where nobody says anything, as far as it is otherwise here."""
+    """Defaults of Axolotl that differ from ours."""
     if not _adapts(source):
         yield "tuning", "full"
     yield from {"block_size": 512, "packing": False, "num_train_epochs": 1, "per_device_train_batch_size": 1}.items()

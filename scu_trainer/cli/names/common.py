@@ -1,4 +1,4 @@
-"""Keys with one meaning wherever they are written: as flags, in a file of ours, and in files of other programs."""
+"""Keys that mean the same everywhere: as flags, in our files, and in files of other programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ZERO = {"2": "ds_configs/zero2_offload.json", "3": "ds_configs/zero3_offload.jso
 MERGING = "scu-trainer merge RUN makes full weights of an adapter"
 
 NEEDED = object()
-"""In the place of a value that the user has to give beside."""
+"""Stands for a value that the user has to give as well."""
 
 OPTIMIZERS = {
     "adamw8bit": "adamw_8bit",
@@ -71,15 +71,15 @@ WORDS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
         "flex": {"attn_implementation": "flex_attention"},
     },
 }
-"""Values of our own names that are written otherwise elsewhere, and what they are here; a sentence says what to do. Of
-datasets only where no file or folder has that name."""
+"""Values of our fields that other programs spell differently, and what they are here; a sentence says what to do.
+Datasets: only if no file or folder has that name."""
 
 PATHS = {"resume": "resume_from_checkpoint"}
-"""Switches of ours that take a path elsewhere."""
+"""Switches of ours that take a path in other programs."""
 
 
 def with_prompts(value: Any, source: Source) -> Meaning:
-    """Prompts are learned, too."""
+    """Prompts are learned as well."""
     if not is_on(value):
         return Meaning(said="only answers are learned here too")
     return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
@@ -124,13 +124,13 @@ def several(name: str) -> Any:
 
 
 def share_of_warmup(value: Any, source: Source) -> Meaning:
-    """transformers 5 has one field for steps and share; older ones preferred steps where both were given."""
+    """transformers 5 has one field for steps and share; older versions preferred steps if both were given."""
     steps = source.get("warmup_steps", 0)
     return Meaning(said="warmup_steps goes before it") if is_on(steps) else Meaning({"warmup_steps": float(value)})
 
 
 def held_out(value: Any, source: Source) -> Meaning:
-    """A share of the documents, where others also take a number of them."""
+    """A share of the documents; other programs also take a number."""
     if not is_on(value) or float(value) == 0:
         return Meaning({"validation_split_percentage": 0})
     if float(value) < 1:
@@ -142,7 +142,7 @@ def held_out(value: Any, source: Source) -> Meaning:
 
 
 def checkpointing(value: Any, source: Source) -> Meaning:
-    """ "unsloth" and "offload" are ways to do it, with the same numbers."""
+    """ "unsloth" and "offload" are other ways to do it, with the same numbers."""
     said = "" if str(value).lower() in ("true", "false", "none") else f"{value} is a kernel of its own there"
     return Meaning({"checkpoint_every_layer": is_on(value)}, said)
 

@@ -1,4 +1,4 @@
-"""Names of all our fields, without importing what takes long: a slip is answered at once."""
+"""Names of all fields, without slow imports: a typo is reported at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = {
     "safety": SafetySettings,
     "retention": RetentionSettings,
 }
-"""Of every job, by the title of their group on the command line; a task has more of its own."""
+"""Settings of every job, by the title of their group in the help; a task has its own as well."""
 
 
 def known_names() -> frozenset[str]:
@@ -59,9 +59,8 @@ def stock_number(name: str) -> Optional[type]:
 
 @functools.cache
 def stock_fields() -> Mapping[str, str]:
-    """Annotation by field, of what the class body of the installed ``TrainingArguments`` declares, read from its
-    source: the module itself imports torch. Empty where there is no source; then a slip is found when the class is
-    there."""
+    """Annotation by field of the installed ``TrainingArguments``, parsed from its source, because the module imports
+    torch. Empty without a source; then a typo is found once the class is imported."""
     found = importlib.util.find_spec("transformers")
     path = None if found is None or found.origin is None else Path(found.origin).with_name("training_args.py")
     if path is None or not path.is_file():

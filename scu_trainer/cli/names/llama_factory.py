@@ -27,7 +27,7 @@ from scu_trainer.errors import SettingsError, nearest
 INFO = "dataset_info.json"
 PAIRS = ("dpo", "kto", "rm", "ppo")
 NOT_SPREAD = ("history", "tools", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
-"""Columns of an entry of dataset_info.json that are found by their own names here."""
+"""Columns of an entry in dataset_info.json that must have these names here."""
 ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager"}
 
 
@@ -94,7 +94,7 @@ def _low_rank(name: str, optimizer: str, arguments: Mapping[str, str]) -> Any:
 
 
 def _belongs(name: str) -> Any:
-    """Of a group whose switch reads it."""
+    """An option of the group that the switch ``name`` reads."""
     return lambda value, source: Meaning(said=f"read with {name}" if source.has(name) else f"{name} is off")
 
 
@@ -102,7 +102,7 @@ def _belongs(name: str) -> Any:
 
 
 def _datasets(value: Any, source: Source) -> Meaning:
-    """Names of dataset_info.json, with what stands there of each."""
+    """Names of entries in dataset_info.json."""
     entries = [_entry(name, source) for name in words(value)]
     shares = words(source.get("interleave_probs", ""))
     if shares:
@@ -140,7 +140,7 @@ def _entry(name: str, source: Source) -> dict[str, Any]:
 
 
 def _info_path(source: Source) -> Path:
-    """Beside where the command runs, as LLaMA-Factory looks for it, or beside the file."""
+    """In the current folder, where LLaMA-Factory looks, or beside the file."""
     folder = Path(str(source.get("dataset_dir", "data")))
     beside = [] if source.folder is None else [source.folder / folder, source.folder.parent / folder]
     found = next((path for path in (folder / INFO, *(place / INFO for place in beside)) if path.is_file()), None)
@@ -332,7 +332,7 @@ SIGNS = {"stage", "finetuning_type", "cutoff_len", "template", "lora_target", "d
 
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
-    """What LLaMA-Factory does where nobody says anything, as far as it is otherwise here."""
+    """Defaults of LLaMA-Factory that differ from ours."""
     if source.get("finetuning_type", "lora") == "lora":
         yield from read(TABLE, "finetuning_type", "lora", source).settings.items()
         yield "lora_alpha", 2 * int(source.get("lora_rank", 8))

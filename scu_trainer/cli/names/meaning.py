@@ -1,4 +1,4 @@
-"""What a key of another program means here: some settings, nothing that has to be done, or nothing that there is."""
+"""What a key of another program means here: settings, nothing to do, or no counterpart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "n
 
 @dataclass(frozen=True)
 class Meaning:
-    """``settings``: ours, by field. ``said``: what is otherwise here, or, without settings, why there is nothing to do.
+    """``settings``: ours, by field. ``said``: what differs here, or, without settings, why there is nothing to do.
     ``is_lost``: it has no counterpart, and ``said`` is what to do instead."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Source:
-    """What a key stands among. ``folder``: of the file; None for flags."""
+    """The entries beside a key. ``folder``: of the file; None for flags."""
 
     entries: Mapping[str, Any]
     folder: Optional[Path] = None
@@ -40,8 +40,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Same:
-    """Another name of ``name``, or of what that makes of a value. ``values``: those that are written otherwise here.
-    ``form``: into which a value goes."""
+    """An alias of ``name``, or of the name that it returns for a value. ``values``: those spelled differently here.
+    ``form``: a template for the value."""
 
     name: Union[str, Callable[[str], str]]
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Switch:
-    """A flag without a value, or with true or false, that stands for these settings; ``otherwise``: where it is off."""
+    """A switch, with or without true or false, that stands for these settings; ``otherwise``: those when it is off."""
 
     means: Mapping[str, Any]
     otherwise: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ Table = Mapping[str, Union[Reader, str]]
 
 
 def read(table: Table, key: str, value: Any, source: Source) -> Meaning:
-    """Raises SettingsError where the value means another kind of training, or nothing at all."""
+    """Raises SettingsError if the value means another kind of training, or nothing."""
     meant = table[key]
     if isinstance(meant, str):
         meant = where_on(lambda *_: Meaning(said=table[key], is_lost=True))
@@ -98,12 +98,12 @@ def read(table: Table, key: str, value: Any, source: Source) -> Meaning:
 
 
 def where_on(reader: Reader) -> Reader:
-    """``reader`` of what may also stand for no."""
+    """``reader`` for values that are on; off is off here too."""
     return lambda value, source: reader(value, source) if is_on(value) else Meaning(said="off here too")
 
 
 def is_on(value: Any) -> bool:
-    """False for what stands for no, and for an empty list or mapping."""
+    """False for words that mean no, and for an empty list or mapping."""
     return str(value).lower() not in FALSE and value != [] and value != {}
 
 
@@ -114,7 +114,7 @@ def words(value: Any) -> list[str]:
 
 
 def tuning(source: Source, *, adapts: bool) -> Meaning:
-    """Of a program that says by single switches whether weights are quantized and adapters are trained."""
+    """For a program with separate switches for quantized weights and for adapters."""
     is_8_bits = source.has("load_in_8bit") or str(source.get("quantization_bit")) == "8"
     is_quantized = is_8_bits or source.has("load_in_4bit", "quantization_bit") or source.get("adapter") == "qlora"
     if is_quantized and not adapts:

@@ -1,4 +1,4 @@
-"""Configurations of other programs: whose one is, and what each of its keys means here."""
+"""Configuration files of other programs: which program a file is for, and what each of its keys means here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from scu_trainer.settings.base import plain
 
 @dataclass(frozen=True)
 class Tool:
-    """``signs``: keys that no other program has. ``defaults``: what it does where nobody says anything.
-    ``differences``: what no key says."""
+    """``signs``: keys that only this program has. ``defaults``: its values for keys that are not given.
+    ``differences``: sentences about what no key controls."""
 
     title: str
     table: Table
@@ -41,7 +41,7 @@ TOOLS = {
 }
 
 ANYWHERE: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.table.items()}, **NAMES}
-"""Keys as flags, and in files of ours. Where two programs differ, ``NAMES`` says what is meant."""
+"""Keys as flags, and in files of ours. Where programs differ, ``NAMES`` decides."""
 
 
 COMMON = frozenset(
@@ -92,20 +92,20 @@ class Imported:
 
 
 def tool_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]:
-    """Of whose keys some are here, for those who say that it is a file of another program; None where there is no such
-    key. Raises SettingsError where they are of several programs."""
+    """The program that the file is for, given that it is not ours; None if no key tells. Raises SettingsError for keys
+    of several programs."""
     return _most(signs_of(entries, known))
 
 
 def owner_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]:
-    """Whose file this is, where nobody says it; None for one of ours. A name or two of another program are no reason to
-    take over its defaults. Raises SettingsError where it could be of several programs."""
+    """The program that the file is for; None if it is ours, which a key or two of another program do not change. Raises
+    SettingsError if it could be for several programs."""
     found = signs_of(entries, known)
     return _most({name: signs for name, signs in found.items() if _is_theirs(TOOLS[name], signs, entries)})
 
 
 def signs_of(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, list[str]]:
-    """Keys that one other program alone has, by program. ``lora: true`` is none: a section holds keys."""
+    """Keys that only one other program has, by program. ``lora: true`` is no section, so no sign."""
     found: dict[str, list[str]] = {}
     for name, tool in TOOLS.items():
         signs = sorted(tool.signs & entries.keys() - {*known})
@@ -116,8 +116,8 @@ def signs_of(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, li
 
 
 def _is_theirs(tool: Tool, signs: Collection[str], entries: Mapping[str, Any]) -> bool:
-    """A sign is weak where many write it, such as ``max_seq_length``. One strong sign is enough beside names that both
-    have; of names that only we have there must be fewer than strong signs."""
+    """Signs that are widely used, such as ``max_seq_length``, are weak. Strong signs must outnumber names that only we
+    have; weak signs count only without such names."""
     if any(sign in tool.sections for sign in signs):
         return True
     strong = [sign for sign in signs if sign not in NAMES]
@@ -142,8 +142,8 @@ def _most(found: Mapping[str, list[str]]) -> Optional[str]:
 def imported(
     name: str, entries: Mapping[str, Any], known: Collection[str], folder: Path, typed: Collection[str] = ()
 ) -> Imported:
-    """Every key of a configuration accounted for. ``typed``: our fields that flags set, which go before the file.
-    Raises SettingsError for another kind of training."""
+    """What becomes of every key of a file. ``typed``: fields set by flags, which override the file. Raises
+    SettingsError for a kind of training that we do not have."""
     tool = TOOLS[name]
     flat = _flat(entries, tool.sections)
     source = Source({key: value for key, value in flat.items() if key not in typed}, folder)
@@ -166,8 +166,7 @@ def _flat(entries: Mapping[str, Any], sections: Collection[str]) -> dict[str, An
 
 
 def keys_of(source: Source, table: Table, known: Collection[str], typed: Collection[str] = ()) -> Iterator[Key]:
-    """What each key means by ``table``, and, if it is not in there, as a name of ours. Data that cannot be read hinder
-    nobody who has typed others."""
+    """What each key means by ``table``, else as a name of ours. Unreadable data is no error if ``dataset`` is typed."""
     for name, value in source.entries.items():
         try:
             yield Key(name, value, _meaning(name, value, source, table, known))
@@ -194,7 +193,7 @@ def _meaning(name: str, value: Any, source: Source, table: Table, known: Collect
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """The near name of ours or of another program, for one that nobody knows."""
+    """Phrase that names the nearest of our names and those of other programs."""
     return nearest(name, [*(one for one in known if not one.startswith("no_")), *ANYWHERE])
 
 
@@ -203,7 +202,7 @@ def is_path(name: str, value: Any) -> bool:
 
 
 def is_word(name: str, value: Any) -> bool:
-    """Whether a value of our own name ``name`` is written otherwise here; a dataset of that name goes before it."""
+    """Whether ``value`` of our field ``name`` is spelled differently here; an existing dataset of that name wins."""
     found = isinstance(value, str) and value.lower() in WORDS.get(name, {})
     return found and not (name == "dataset" and Path(value).exists())
 
@@ -222,7 +221,7 @@ def _in_our_words(meaning: Meaning) -> Meaning:
 
 
 def together(keys: Iterable[Key]) -> dict[str, Any]:
-    """All settings. Raises SettingsError where two keys set one field to two values, or one needs another beside."""
+    """The settings of all keys. Raises SettingsError if two keys set a field to two values, or one needs another."""
     found: dict[str, Any] = {}
     whose: dict[str, Key] = {}
     needs: list[tuple[Key, str]] = []

@@ -1,5 +1,5 @@
-"""Flags and files of ours in which names of other programs stand: taken where the meaning is the same, and said; else
-explained.
+"""Names of other programs in our flags and files: translated, with a note, where the meaning is the same; else an
+error that explains them.
 
 >>> translated(["--epochs", "3", "--qlora", "--lr=1e-4"], {"num_train_epochs", "tuning", "learning_rate"})
 (['--num_train_epochs=3', '--tuning=qlora', '--learning_rate=1e-4'], \
@@ -19,9 +19,9 @@ from scu_trainer.errors import SettingsError, nearest
 
 
 def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """The same command line in our own names, and what was read as what. ``known``: names of our flags.
+    """The command line in our names, and a note for each name that was translated. ``known``: names of our flags.
 
-    Raises SettingsError for a name that has no counterpart, and where two names say two things.
+    Raises SettingsError for a name without a counterpart, and for two names that contradict each other.
     """
     given = list(_split(flags))
     entries = {name: value for name, value, _ in given if name}
@@ -33,7 +33,7 @@ def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str],
 
 
 def entries_of(flags: Sequence[str], known: Collection[str]) -> dict[str, Any]:
-    """Flags as a file's entries would be, in our own names. Raises SettingsError, also for a name that nobody knows."""
+    """Flags as entries of a file, in our names. Raises SettingsError, also for an unknown name."""
     words, _ = translated(flags, known)
     found = {}
     for name, value, typed in _split(words):
@@ -76,12 +76,12 @@ def flags_of(words: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def without(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """``words`` but for the flags ``names``, and for the values of these."""
+    """``words`` without the flags ``names`` and their values."""
     return [word for name, _, typed in _split(words) if name not in names for word in typed]
 
 
 def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """The same of a file's entries, whose names have underscores."""
+    """As ``translated``, for the entries of a file, whose names have underscores."""
     meant = _others(entries, known)
     found: dict[str, Any] = {}
     for name, value in entries.items():
@@ -90,7 +90,7 @@ def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tu
 
 
 def _split(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
-    """Name, value and words of each flag; a word in front of all flags has no name. Without a value it is True."""
+    """Name, value (True without one) and words of each flag; words before the first flag have no name."""
     rest = list(flags)
     while rest:
         typed = [rest.pop(0)]
@@ -125,7 +125,7 @@ def _set(key: Key) -> dict[str, Any]:
 
 
 def notes_of(keys: Iterable[Key]) -> list[str]:
-    """What was read as what."""
+    """A note for each key that is not ours."""
     return [_note(key) for key in keys if not key.is_ours]
 
 

@@ -117,7 +117,7 @@ SIGNS = {
 
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
-    """What ``trl sft`` does where nobody says anything, as far as it is otherwise here."""
+    """Defaults of ``trl sft`` that differ from ours."""
     yield "tuning", "full"
     yield from {"learning_rate": 2e-5, "block_size": 1024, "packing": False, "checkpoint_every_layer": True}.items()
     yield "validation_split_percentage", 0

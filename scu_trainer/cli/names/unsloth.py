@@ -33,7 +33,7 @@ def _tuning(value: Any, source: Source) -> Meaning:
 
 
 def _of_adapters(reader: Any) -> Any:
-    """Of a section that stands there for full training as well."""
+    """For a section that is also in files of full training."""
     return lambda value, source: reader(value, source) if _adapts(source) else Meaning(said="no adapters are trained")
 
 
@@ -122,7 +122,7 @@ SIGNS = {*SECTIONS[1:4], "training_type", "max_seq_length", "random_state", "use
 
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
-    """What Unsloth does where nobody says anything, as far as it is otherwise here."""
+    """Defaults of Unsloth that differ from ours."""
     is_quantized = _adapts(source) and is_on(source.entries.get("load_in_4bit", True))
     yield "tuning", "qlora" if is_quantized else ("lora" if _adapts(source) else "full")
     yield from {"block_size": 2048, "packing": False, "checkpoint_every_layer": True}.items()
