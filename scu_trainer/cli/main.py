@@ -17,14 +17,14 @@ from scu_trainer.errors import UserError, nearest
 from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 INTERRUPTED = 130
-"""What a shell reports for a program ended by Ctrl-C."""
+"""Exit code of a program ended by Ctrl-C, as in a shell."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""How torch's allocator is set up: today's name, and two that it still reads."""
+"""Variables that configure torch's allocator: the current name, and two that it still reads."""
 
 OF_THE_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
-"""Errors of the system that the person at the keyboard can put right, wherever they come from."""
+"""System errors that the user can fix, wherever they come from."""
 
 COMMANDS = {
     "train": "train a model, with memory kept in check and S measured or steered",
@@ -74,12 +74,12 @@ MODULES = {
     "prune": "publishing.prune",
     "push": "publishing.push",
 }
-"""Below ``scu_trainer.cli``; the others are named as the command."""
+"""Below ``scu_trainer.cli``; other modules are named like their command."""
 
 
 def guarded(command: Callable[..., int]) -> Callable[..., int]:
-    """Decorates a command, a function of a list of words: without one it gets those of this program. What the user can
-    fix becomes one message on stderr and exit code 2."""
+    """Decorates a command, a function of a list of words (default: those of this process). What the user can fix
+    becomes one message on stderr and exit code 2."""
 
     @functools.wraps(command)
     def main(argv: Optional[Sequence[str]] = None, *given: Any, **named: Any) -> int:
@@ -124,14 +124,14 @@ def main(argv: list[str]) -> int:
 
 
 def _say(text: str) -> None:
-    """Where the terminal is gone nobody can read it; the exit code tells it all the same."""
+    """On stderr, if it is still there."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
 
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Standard output is for the result alone."""
+    """Keep everything but the result off standard output."""
     with contextlib.redirect_stdout(sys.stderr):
         from scu_trainer.train.run_directory.logs import run_log
 
@@ -140,16 +140,14 @@ def quiet_stdout() -> Iterator[None]:
 
 
 def _let_segments_grow(environment: MutableMapping[str, str]) -> None:
-    """Micro-batches change their shapes: CUDA's allocator shall grow its blocks instead of keeping holes between them.
-
-    Read by torch when it first asks for a card's memory. Whoever has set the allocator up is left alone.
-    """
+    """Let CUDA's allocator grow its blocks, which fragments less when micro-batches change shape, unless the user has
+    configured it. Torch reads this when it first allocates."""
     if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def _in_words(error: OSError) -> Optional[str]:
-    """What the system has against a path that was typed, or a disk; None for what only we can put right."""
+    """A message about a path or a disk; None for errors that the user cannot fix."""
     name = "" if error.filename is None else str(error.filename).encode(errors="backslashreplace").decode()
     shown = name if len(name) <= 200 else f"{name[:100]}... ({len(name)} letters)"
     if error.errno in OF_THE_DISK:

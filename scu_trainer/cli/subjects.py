@@ -1,4 +1,4 @@
-"""What a person names (run, checkpoint, adapter, model, Hub id) -> what to load, and documents it has not learned."""
+"""From a name (run, checkpoint, adapter, model, Hub id) to what to load, and to documents that it has not learned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
 
 BASE, MERGED = "base", "merged"
-"""Words for a model that is made from another one: what it was tuned from, and its adapter in the weights of that."""
+"""Words for models made from another: what it was tuned from, and that with its adapter merged in."""
 
 WHICH_DOCUMENTS = (
     "dataset_config_name",
@@ -45,22 +45,21 @@ WHICH_DOCUMENTS = (
     "messages_column",
     "dataset_size",
 )
-"""Data settings that belong to the dataset they were written for: another ``dataset`` starts from their defaults."""
+"""Data settings that belong to their dataset: for another ``dataset`` they start from their defaults."""
 
 MODEL_TYPES = {"cadence": "word-generation", "trident": "sensor-classification"}
-"""Tasks of models that are ours."""
+"""Tasks of our own model types."""
 
 SPLIT_RULES = (*WHICH_DOCUMENTS, "skip_bad_rows", "completion_only_loss", "assistant_only_loss")
-"""Data settings that decide which documents of a dataset are held out: rows that are dropped move the split too."""
+"""Data settings that decide which documents are held out; dropped rows shift the split too."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained or a base model. ``name`` as it was typed, ``model.model_name_or_path`` where it is.
+    """A trained or a base model. ``name`` as typed, ``model.model_name_or_path`` where it is.
 
-    ``run``: content of the training_config.json of the run that it belongs to; None if it belongs to none.
-    ``word``: BASE or MERGED where such a word stood in the place of a name. ``merge_dtype``: the adapter is merged into
-    its base before anything is asked, in this type.
+    ``run``: content of the training_config.json of its run; None without a run. ``word``: BASE or MERGED if named by
+    such a word. ``merge_dtype``: merge the adapter into its base, in this type, before it is used.
     """
 
     name: str
@@ -75,28 +74,28 @@ class Subject:
 
     @property
     def is_of_hub(self) -> bool:
-        """Whether it was named by its id: where an adapter was downloaded to is no folder to write beside."""
+        """Whether it was named by its Hub id. Nothing is written beside the cached download of an adapter."""
         return not Path(self.name).expanduser().exists()
 
     @property
     def mixed_precision(self) -> Optional[str]:
-        """In which its run computed: bf16, fp16, or None for that of the weights."""
+        """Of its run: bf16, fp16, or None for the type of the weights."""
         found = self.run["configuration"].get("mixed_precision") if self.run else None
         return found if found in ("bf16", "fp16") else None
 
     @property
     def task(self) -> str:
-        """Of its run; without one what its config.json says, where there is one."""
+        """Of its run; without one, by its config.json."""
         return self.run["configuration"].get("task", TEXT) if self.run else _task_in(Path(self.source) / "config.json")
 
     def consenting(self, options: Any, **changes: Any) -> Subject:
-        """With the consent of ``options``, which a run that came from elsewhere must not bring along. ``changes``: of
-        other settings of its model."""
+        """With the consent of ``options``, which a run from elsewhere must not bring along, and ``changes`` of other
+        model settings."""
         consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
         return replace(self, model=replace(self.model, **consent, **changes))
 
     def own(self, task: str) -> Any:
-        """Settings of its run that only ``task`` has; their defaults without a run."""
+        """Settings of ``task`` alone, from its run or by default."""
         kind = KINDS[task].settings
         return None if kind is None else _settings_in(kind, self.run or {"configuration": {}})
 
@@ -107,7 +106,7 @@ class Subject:
         return replace(data, dataset=self._found(data.dataset), eval_dataset=self._found(data.eval_dataset))
 
     def _found(self, dataset: Any) -> Any:
-        """A name alone is that of an embedded dataset or of the Hub, also where a folder above is called so."""
+        """Look for a path above the run; a bare name is an embedded or a Hub dataset, whatever folders there are."""
         is_path = isinstance(dataset, str) and (len(Path(dataset).parts) > 1 or Path(dataset).suffix != "")
         return found_above(dataset, Path(self.source)) if is_path else dataset
 
@@ -121,7 +120,7 @@ def _task_in(config_file: Path) -> str:
 
 
 def subject_of(name: str) -> Subject:
-    """Raises ModelError where nothing can be loaded or a run is not finished, StorageError for torn run files."""
+    """Raises ModelError if nothing can be loaded or the run is not finished, StorageError for torn run files."""
     path = Path(name).expanduser().resolve()
     run_folder = path if (path / STATUS_FILE).is_file() else run_of(path)
     if run_folder is None:
@@ -168,7 +167,7 @@ def _settings_in(kind: type, run: dict[str, Any]) -> Any:
 
 
 def base_subject(subject: Subject, flag: str = "--against") -> Subject:
-    """What ``subject`` was tuned from. Raises ModelError if that is unknown or gone. ``flag``: takes another one."""
+    """What ``subject`` was tuned from. Raises ModelError if that is unknown or gone; ``flag`` would name another."""
     if is_adapter(Path(subject.source)):
         name = base_of(Path(subject.source))
     elif subject.run:
@@ -209,10 +208,8 @@ def _embedded_base(subject: Subject) -> str:
 
 
 def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tuple[DataSettings, int]:
-    """Data settings and seed of the split: those of the run of ``subject`` under what was ``typed``, else ``seed``.
-
-    Raises DataError if nothing says which data to take.
-    """
+    """Data settings and seed of the split: those of the run of ``subject``, overridden by ``typed``; ``seed`` is for
+    one without a run. Raises DataError if the data is unknown."""
     if subject.run:
         # The template that the run was given is in its tokenizer by now; the file may be gone.
         own = {**asdict(subject.data), "chat_template": None}
@@ -231,18 +228,18 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
 
 
 def own_split(subject: Subject) -> dict[str, Any]:
-    """Settings of its task alone that decide which rows its run held out."""
+    """Settings of its task that decide which rows its run held out."""
     return {name: getattr(subject.own(subject.task), name) for name in KINDS[subject.task].split_fields}
 
 
 def split_seed(run: dict[str, Any]) -> int:
-    """The seed that decided what ``run`` held out. Older runs knew one for everything."""
+    """The seed that decided what ``run`` held out. Older runs had one seed for everything."""
     return run.get("split_seed", run["seed"])
 
 
 def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: dict[str, Any]) -> bool:
-    """Whether documents that ``settings`` and ``own`` (see ``own_split``) hold out can be among those that ``subject``
-    was trained on."""
+    """Whether ``subject`` may have been trained on documents that ``settings`` and ``own`` (see ``own_split``) hold
+    out."""
     if subject.run is None or not _share_a_dataset(settings.eval_dataset or settings.dataset, subject.data.dataset):
         return False
     is_mixed = settings.is_mixture or subject.data.is_mixture
@@ -255,8 +252,8 @@ def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: d
 
 
 def _is_capped_further(settings: DataSettings, trained: DataSettings) -> bool:
-    """Whether fewer documents than the run held out are scored: the first of the same order, so none that it learned.
-    A stream that names no cap has one all the same."""
+    """Whether fewer documents are scored than the run held out: they are the first in the same order, so none was
+    learned. A stream without a cap has one all the same."""
     cap, limit = settings.max_eval_documents, trained.max_eval_documents
     return cap is not None and not trained.streaming and (limit is None or cap < limit)
 

@@ -1,4 +1,4 @@
-"""From the words of a person to the plan of a comparison: every arm resolved and checked, before anything runs."""
+"""From the command line to the plan of a comparison: every arm resolved and checked before anything runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scu_trainer.runs.studies.comparison_plan import (
 )
 
 BYTES_PER_JOB = 4 * 2**30
-"""Main memory that is left for each run where nobody says how many go at a time."""
+"""Main memory reserved for each run if --jobs is not given."""
 
 OURS = {
     "scu": "arms turn the loop on and off: choose with --arms",
@@ -111,7 +111,7 @@ def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Ar
 
 
 def resolved_settings(config: Optional[str], words: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """All settings of a job as training writes them to its run directory, and as YAML, from which runs read them."""
+    """All settings of a job as training writes them to its run directory, and as the YAML that runs read."""
     from scu_trainer.cli.configuration import as_yaml, read_job
 
     environment = dict(os.environ)
@@ -137,7 +137,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_out(plan: ComparisonPlan, jobs: Optional[int]) -> tuple[ComparisonPlan, list[str]]:
-    """The plan with the threads of a run, and a device for each run that may go at a time."""
+    """The plan with the threads of a run, and a device for each run that may go at the same time."""
     on_cpu = any(settings.get("use_cpu") for settings in plan.resolved.values())
     gpus = [] if on_cpu else [name for name in room.devices() if name != room.CPU]
     cores = max(1, int(usable_cores()))

@@ -1,4 +1,4 @@
-"""One start of ``scu-trainer compare``: takes the folder, runs what is not done, keeps comparison.json true."""
+"""One start of ``scu-trainer compare``: locks the folder, runs what is not done, keeps comparison.json up to date."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scu_trainer.runs.studies.comparison_state import NOT_STARTED, ArmState, Key
 PAGE_FILE = "comparison.md"
 CONFIDENCE = 0.95
 FAILED = 1
-"""Exit code where a run has failed or could not be compared; the others are in the table all the same."""
+"""Exit code if a run failed or could not be compared; the others are in the table all the same."""
 
 
 class Start:
@@ -66,7 +66,7 @@ class Start:
         return self._end(record)
 
     def _lock(self) -> None:
-        """The plan that is there goes on; a new one is written."""
+        """Take over the plan in the folder, or write a new one."""
         before, folder = read_plan(self.plan.folder), self.plan.folder
         if before is None:
             others = sorted(path.name for path in folder.iterdir() if path.name != comparison.LOCK_FILE)
@@ -97,7 +97,7 @@ class Start:
         self.screen.look(self.plan, states, left_s)
 
     def write(self, states: Mapping[Key, ArmState]) -> dict[str, Any]:
-        """comparison.json and comparison.md, each whole or not at all, where something in them is new."""
+        """Write comparison.json and comparison.md, each whole or not at all, if they changed."""
         path = self.plan.folder / COMPARISON_FILE
         facts = {
             "command": self.plan.command,

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _in_our_names(search: Sequence[str]) -> list[str]:
-    """Axes under the names that other programs use are read as flags under these are."""
+    """Translate names of other programs, as in flags."""
     if not all(word.strip("-").find("=") > 0 for word in search):
         return list(search)  # for ``axes_of`` to refuse
     words, read_as = translated([f"--{word.removeprefix('--')}" for word in search], known_names())
@@ -150,8 +150,8 @@ class Sweep(Asked):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """A place in the waiting line of background runs: a trial beside another run would be slow, and out of memory.
-        Those that come later wait until the sweep has ended."""
+        """Take a place in the queue of background runs: beside another run, a trial would be slow or run out of memory.
+        Runs that come later wait until the sweep has ended."""
         line = Line(self.device, machine=self.hands.machine)
         place = line.join(self.hands.machine.identity(), self.plan.folder)
         try:
@@ -179,7 +179,7 @@ class Sweep(Asked):
         self.say(f"the job as it is: held-out bits {self._figure('base'):.4f}")
 
     def _watched(self, name: str, values: Mapping[str, Any], is_hopeless: Any) -> int:
-        """Exit code of the run, which ends early where ``is_hopeless`` says so. Raises Stopped if we are asked to."""
+        """Exit code of the run, which is ended early if ``is_hopeless``. Raises Stopped on request."""
         console = self.plan.folder / "console" / f"{name}.log"
         console.parent.mkdir(parents=True, exist_ok=True)
         process = self.hands.spawn(self._words(name, values), comparison.variables(self.shared, self.device), console)
@@ -226,7 +226,7 @@ class Sweep(Asked):
         )
 
     def _next(self, study: optuna.Study) -> optuna.Trial:
-        """Drawn by the number of the trial, so that a sweep that was interrupted goes on as it would have."""
+        """Seeded by the number of the trial, so that an interrupted sweep continues as it would have."""
         study.sampler = _optuna().samplers.TPESampler(seed=1000 * self.plan.seed + len(study.trials))
         return study.ask()
 
@@ -320,8 +320,7 @@ class Sweep(Asked):
         return lines
 
     def _confirm(self, values: Mapping[str, Any]) -> None:
-        """The job and the best with other seeds, which hold out other documents where nothing keeps them the same: a
-        comparison of two arms."""
+        """Compare the job and the best with other seeds, which hold out other documents unless settings fix them."""
         kept = [name for name in SHARED_DATA if self.plan.settings.get(name) is not None]
         if kept:
             screens.print_wrapped(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from scu_trainer.train.job.job import Task
 
 ALMOST = 0.75
-"""From this likeness on a name is taken for a misspelled word: "bsae" is, the Hub id "bert-base" is not."""
+"""Similarity from which a name counts as a misspelled keyword: "bsae" does, the Hub id "bert-base" does not."""
 
 DESCRIPTION = """\
 RUN_OR_MODEL is the folder of a run, of one of its checkpoints, of an adapter or of a model, or a Hub id. A run and its
@@ -104,7 +104,7 @@ def _read(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOpt
 
 
 def _subjects(name: str, options: EvalOptions) -> list[Subject]:
-    """What is scored, and what it is compared with if anything."""
+    """What is scored, then what it is compared with."""
     if name in (BASE, MERGED):
         raise ModelError(f"{name} is a keyword of --against; give a path or a Hub id first (./{name} for a folder)")
     first = subject_of(name)
@@ -118,7 +118,7 @@ def _subjects(name: str, options: EvalOptions) -> list[Subject]:
 
 
 def _require_no_slip(name: str) -> None:
-    """A misspelled word would be looked for on the Hub."""
+    """A misspelled keyword would be looked up on the Hub."""
     slip = get_close_matches(name, (BASE, MERGED), n=1, cutoff=ALMOST)
     if slip and name not in (BASE, MERGED) and not Path(name).exists():
         raise ModelError(f"--against {name} is not a folder here; did you mean the keyword {slip[0]}?")
@@ -151,7 +151,7 @@ def _evaluate(
 def evaluation_request(
     subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
 ) -> EvaluationRequest:
-    """What all of ``subjects`` are asked. All that can be found wrong before a model is loaded has been looked at."""
+    """What all ``subjects`` are asked. Raises a UserError for everything that can be checked before loading a model."""
     from scu_trainer.cli.evaluation.scoring import EvaluationRequest
     from scu_trainer.cli.evaluation.windows import refuse_windows, windows_of
     from scu_trainer.train.tasks import task_of

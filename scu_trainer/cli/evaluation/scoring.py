@@ -35,10 +35,10 @@ class EvaluationResult:
 
 @dataclass
 class EvaluationRequest:
-    """What all models of a comparison are asked. One ``precision``: they round alike, as the figures of the run did.
+    """What all models of a comparison are asked, in one ``precision``, so that they round alike.
 
-    ``settings``: of the held-out documents; None: no documents, tasks only. ``data``: the rows of the ``owner``, once
-    it was asked.
+    ``settings``: of the held-out documents; None for tasks only. ``data``: the rows of the ``owner``, once it was
+    asked.
     """
 
     task: Task
@@ -53,7 +53,7 @@ class EvaluationRequest:
     held_out: Optional[list[str]] = None
 
     def ask(self, subject: Subject) -> EvaluationResult:
-        """One model is in memory at a time, but where an adapter is merged."""
+        """Holds one model at a time, or two to merge an adapter."""
         result = EvaluationResult()
         model, tokenizer, parts = self.loaded(subject)
         if subject.merge_dtype is not None:
@@ -107,7 +107,7 @@ class EvaluationRequest:
         return parts
 
     def _own(self, subject: Subject) -> Any:
-        """What the task alone asks about ``subject``; which rows are held out is for the owner to say."""
+        """Settings of the task for ``subject``; those of the split are the owner's."""
         own = subject.own(self.task.name)
         return own if own is None else replace(own, **own_split(self.owner))
 

@@ -1,7 +1,7 @@
-"""``tuning_path: auto``: how the weights of a job are held on this machine, and the next way where that is not enough.
+"""``tuning_path: auto``: pick how the weights of a job are held on this machine, and fall back where that fails.
 
-The planner is asked for what fits and changes least; weights that fit nowhere lie in main memory and on the disk. A way
-that cannot hold one row in its first step is left for the next one: nothing was trained by then, so nothing is lost.
+The planner names what fits and changes least; weights that fit nowhere go to main memory and disk. A way that cannot
+hold one row in its first step gives way to the next: nothing was trained by then, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def _planned(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _takes_less(now: MemoryEstimate, before: MemoryEstimate) -> bool:
-    """At the peak, or of what stays whatever a micro-batch holds."""
+    """At the peak, or of what does not depend on the micro-batch."""
     return now.peak_bytes < before.peak_bytes or now.lasting_bytes < before.lasting_bytes
 
 
 def _begun(job: Job) -> Optional[dict[str, Any]]:
-    """What an unfinished run in ``output_dir`` took, so that the same command goes on with it."""
+    """The settings that an unfinished run in ``output_dir`` uses, so that the same command resumes it."""
     run = latest_run(Path(job.training.output_dir)) if job.safety.resume else None
     if run is None or read_json(run / "run.json").get("status") == "finished" or not any(run.glob("checkpoint-*")):
         return None
@@ -113,7 +113,7 @@ def _named(settings: Mapping[str, Any]) -> str:
 
 
 def _held_no_row(error: Exception, job: Job) -> bool:
-    """Before any step of this run: while the model was loaded, in the evaluation before it, or in the first step."""
+    """Whether memory ran out before a step was done: while loading, in the evaluation before, or in the first step."""
     from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
     if isinstance(error, OutOfMemory) and error.steps_done is not None:

@@ -34,14 +34,14 @@ settings
 with which it fits a machine. Flags of `scu-trainer train` are accepted as well. Nothing is trained."""
 
 FASTER_ONES = 2
-"""Choices that change more of the result, named after the first that fits where they are faster."""
+"""Faster choices that change the result more, listed after the first that fits."""
 
 MADE_WHEN_NEEDED, WORKERS_BESIDE_GPU = ("image-classification", "sensor-classification"), 4
-"""Rows that are decoded and changed at random for each batch: beside a GPU other processes do that. On a CPU they would
-take the cores that train; rows of tokens lie ready."""
+"""Tasks whose rows are decoded and augmented for each batch: beside a GPU, worker processes do that. On a CPU they
+would take cores from training; tokens need none."""
 
 CLEARLY_FASTER = 0.9
-"""Share of the time of another choice: relative times are rough."""
+"""Share of another choice's time that counts as faster: relative times are rough."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,7 +150,7 @@ def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
 
 
 def _warn_of_missing_data(job: Job) -> None:
-    """Of text, which a plan does not read: a misspelled path would show only when training starts."""
+    """A plan does not read text, so a misspelled path would show only when training starts."""
     from scu_trainer.data.sources import require_there
 
     names = [*dataset_names(job.data.dataset), *dataset_names(job.data.eval_dataset)]
@@ -215,8 +215,8 @@ def _configuration(job: Job) -> Any:
 
 
 def considered(source: Source, job: Job, target: Target) -> list[Planned]:
-    """What is asked for; then what takes less and less, up to the first that fits, and after it only what fits and is
-    clearly faster than all before."""
+    """What was asked for; then choices that take less, up to the first that fits; then those that fit and are clearly
+    faster than all before."""
     from scu_trainer.hardware.estimate import OVERHEAD
     from scu_trainer.hardware.recommend import choices
     from scu_trainer.train.memory_estimate.plan import choice_of
@@ -247,7 +247,7 @@ def considered(source: Source, job: Job, target: Target) -> list[Planned]:
 def planned_choice(
     source: Source, choice: SettingChoice, asked: SettingChoice, job: Job, target: Target
 ) -> Optional[Planned]:
-    """None for a choice with which the model's code fails. Raises ModelError where it fails as it was asked for."""
+    """None for a choice with which the model's code fails. Raises ModelError if it fails for what was asked."""
     from scu_trainer.train.memory_estimate.plan import planned
     from scu_trainer.train.step.recovery.memory import is_out_of_memory
 
@@ -267,12 +267,12 @@ def planned_choice(
 
 
 def _stored(choice: SettingChoice) -> tuple:
-    """What decides how many bytes stay whatever a micro-batch holds."""
+    """What decides the bytes that do not depend on the micro-batch."""
     return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
 
 
 def fits_as_asked(asked: Planned, job: Job) -> bool:
-    """Memory control cuts micro-batches until they fit; without it they stay as they are."""
+    """Memory control cuts micro-batches until they fit; without it they keep their size."""
     return asked.fits and (job.memory.memory_control or asked.step == asked.whole)
 
 
