@@ -11,8 +11,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from scu_trainer.hardware.optimizer_bytes import needs_of, uncounted
-from scu_trainer.hardware.optimizers import OPTIMIZERS, Needs
+from scu_trainer.hardware.optimizer_bytes import memory_of, uncounted
+from scu_trainer.hardware.optimizers import OPTIMIZERS, OptimizerNeeds
 from scu_trainer.train.job.optimizer_checks import taken_by
 from scu_trainer.train.step.recovery.optimizer_state import FROM_THE_FIRST_GRADIENT, ONE_BY_ONE
 
@@ -27,13 +27,13 @@ FLOAT32_BYTES = 4
 
 def table() -> str:
     names = [one.value for one in OptimizerNames]
-    rows = [_row(name, OPTIMIZERS.get(name, Needs()), _step_module(name), _options(name)) for name in names]
-    rows.append(_row("muon", Needs(), MUON_STEP, "")[1:])
+    rows = [_row(name, OPTIMIZERS.get(name, OptimizerNeeds()), _step_module(name), _options(name)) for name in names]
+    rows.append(_row("muon", OptimizerNeeds(), MUON_STEP, "")[1:])
     rows[-1] = ("`use_muon: true`", *rows[-1])
     return markdown(HEADS, rows)
 
 
-def _row(name: str, needs: Needs, module: Optional[str], options: str) -> tuple[str, ...]:
+def _row(name: str, needs: OptimizerNeeds, module: Optional[str], options: str) -> tuple[str, ...]:
     devices = "any" if needs.devices is None else ", ".join(sorted(needs.devices))
     packages = ", ".join(needs.packages) or "-"
     recovery, ahead = _guarded(name, needs, module)
@@ -48,7 +48,7 @@ def _state(name: str) -> str:
     """Bytes per float32 weight."""
     if "paged" in name:
         return "moves"
-    needs = needs_of(name)
+    needs = memory_of(name)
     if uncounted(name) or "lomo" in name:
         return "by its rank" if "galore" in name or "apollo" in name else "not known"
     count = needs.copies * FLOAT32_BYTES + needs.bytes_per_weight
@@ -57,7 +57,7 @@ def _state(name: str) -> str:
     return f"{count:g} ({2 * count:g} outside of matrices)" if name == "muon" else f"{count:g}"
 
 
-def _guarded(name: str, needs: Needs, module: Optional[str]) -> tuple[str, str]:
+def _guarded(name: str, needs: OptimizerNeeds, module: Optional[str]) -> tuple[str, str]:
     if needs.in_backward:
         return "memory control is refused: it updates in backward", "no"
     if module is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Optional
 
-from scu_trainer.hardware.optimizer_bytes import needs_of, state_bytes
+from scu_trainer.hardware.optimizer_bytes import memory_of, state_bytes
 
 MARGIN = 0.15
 """Share of a prediction that must be free beside it before it is said to fit: see docs/plan.md for how far predictions
@@ -140,7 +140,7 @@ def estimate_memory(
         traced = {**traced, "logits": LOGITS_WITH_TEACHER * traced["logits"]}
     passing = ("gradients", "activations", "logits")
     at_pass = sum(traced[part] for part in passing)
-    stepping = int(needs_of(held.optim).step_copies * trained.largest_bytes)
+    stepping = int(memory_of(held.optim).step_copies * trained.largest_bytes)
     moment = {part: traced[part] for part in passing}
     if trained.size_bytes + stepping > at_pass:
         moment = {"gradients": trained.size_bytes, "activations": stepping, "logits": 0}

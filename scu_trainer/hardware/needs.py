@@ -32,7 +32,7 @@ FLASH = "flash_attention"
 
 
 @dataclass(frozen=True)
-class Needs:
+class RecipeNeeds:
     """Each name goes with the setting that asks for it, as a person would write it ("tuning: qlora").
 
     Fields:
@@ -51,10 +51,10 @@ class Needs:
     optim: Optional[str] = None
 
 
-def needs_of(values: Mapping[str, Any]) -> Needs:
+def needs_of(values: Mapping[str, Any]) -> RecipeNeeds:
     """``values``: of the fields of the command line, by name; what is absent asks for nothing."""
     found = dict(_packages(values))
-    return Needs(
+    return RecipeNeeds(
         extras={EXTRA_OF.get(name, name): why for name, why in found.items() if _is_extra(name)},
         packages={name: why for name, why in found.items() if not _is_extra(name)},
         cuda=tuple(_cuda(values)),

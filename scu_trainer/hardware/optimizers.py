@@ -21,7 +21,7 @@ OLDEST_TRITON_CAPABILITY = (7, 0)
 
 
 @dataclass(frozen=True)
-class Needs:
+class OptimizerNeeds:
     """What an optimizer needs, and what to use instead.
 
     devices: torch device types that it runs on; None: all. packages: distributions that must be installed.
@@ -40,30 +40,30 @@ LAST_RESORT = ("adamw_torch_fused", "adamw_torch")
 _FUSED = frozenset({"cpu", "cuda", "xpu", "mps", "hpu"})
 _CUDA = frozenset({"cuda"})
 
-_TORCH = Needs()
+_TORCH = OptimizerNeeds()
 # Kernels of bitsandbytes' optimizers; its mps and hpu parts have those of 4-bit weights alone.
-_BNB = Needs(frozenset({"cpu", "cuda", "xpu"}), ("bitsandbytes",))
+_BNB = OptimizerNeeds(frozenset({"cpu", "cuda", "xpu"}), ("bitsandbytes",))
 # Paged state is CUDA's (and SYCL's) unified memory. On a CPU bitsandbytes warns and does not page.
-_PAGED = Needs(frozenset({"cuda", "xpu"}), ("bitsandbytes",))
-_TORCHAO = Needs(frozenset({"cpu", "cuda", "xpu", "mps"}), ("torchao",), compiles=True)
-_GALORE = Needs(packages=("galore-torch",))
-_APOLLO = Needs(packages=("apollo-torch",))
-_SCHEDULE_FREE = Needs(packages=("schedulefree",))
+_PAGED = OptimizerNeeds(frozenset({"cuda", "xpu"}), ("bitsandbytes",))
+_TORCHAO = OptimizerNeeds(frozenset({"cpu", "cuda", "xpu", "mps"}), ("torchao",), compiles=True)
+_GALORE = OptimizerNeeds(packages=("galore-torch",))
+_APOLLO = OptimizerNeeds(packages=("apollo-torch",))
+_SCHEDULE_FREE = OptimizerNeeds(packages=("schedulefree",))
 
 _SMALL_ADAMW = ("adamw_bnb_8bit", "adamw_torch_8bit", "adafactor")
 _LOW_RANK = ("galore_adamw", "apollo_adamw", *_SMALL_ADAMW)
 
 
-def _like(needs: Needs, *instead: str, **changes) -> Needs:
+def _like(needs: OptimizerNeeds, *instead: str, **changes) -> OptimizerNeeds:
     return replace(needs, instead=instead, **changes)
 
 
-OPTIMIZERS: dict[str, Needs] = {
+OPTIMIZERS: dict[str, OptimizerNeeds] = {
     "adamw_torch": _TORCH,
-    "adamw_torch_fused": Needs(_FUSED, instead=("adamw_torch",)),
-    "adamw_torch_xla": Needs(frozenset({"xla"}), ("torch_xla",)),
-    "adamw_torch_npu_fused": Needs(frozenset({"npu"}), ("torch_npu",)),
-    "adamw_anyprecision": Needs(packages=("torchdistx",), instead=("adamw_torch_8bit", "adamw_bnb_8bit")),
+    "adamw_torch_fused": OptimizerNeeds(_FUSED, instead=("adamw_torch",)),
+    "adamw_torch_xla": OptimizerNeeds(frozenset({"xla"}), ("torch_xla",)),
+    "adamw_torch_npu_fused": OptimizerNeeds(frozenset({"npu"}), ("torch_npu",)),
+    "adamw_anyprecision": OptimizerNeeds(packages=("torchdistx",), instead=("adamw_torch_8bit", "adamw_bnb_8bit")),
     "adamw_torch_8bit": _like(_TORCHAO, "adamw_bnb_8bit", "adafactor"),
     "adamw_torch_4bit": _like(_TORCHAO, *_SMALL_ADAMW),
     "adamw_bnb_8bit": _like(_BNB, "adamw_torch_8bit", "adafactor"),
@@ -87,19 +87,19 @@ OPTIMIZERS: dict[str, Needs] = {
     "paged_lion_8bit": _like(_PAGED, "lion_8bit", *_SMALL_ADAMW),
     "galore_adamw": _like(_GALORE, "apollo_adamw", *_SMALL_ADAMW),
     # its projections are made by bitsandbytes' older calls, which ask for CUDA
-    "galore_adamw_8bit": Needs(_CUDA, ("galore-torch", "bitsandbytes"), instead=_LOW_RANK),
+    "galore_adamw_8bit": OptimizerNeeds(_CUDA, ("galore-torch", "bitsandbytes"), instead=_LOW_RANK),
     "galore_adafactor": _like(_GALORE, "adafactor"),
     "galore_adamw_layerwise": _like(_GALORE, *_LOW_RANK, in_backward=True),
-    "galore_adamw_8bit_layerwise": Needs(
+    "galore_adamw_8bit_layerwise": OptimizerNeeds(
         _CUDA, ("galore-torch", "bitsandbytes"), in_backward=True, instead=("galore_adamw_layerwise", *_LOW_RANK)
     ),
     "galore_adafactor_layerwise": _like(_GALORE, "galore_adafactor", "adafactor", in_backward=True),
     "apollo_adamw": _like(_APOLLO, "galore_adamw", *_SMALL_ADAMW),
     "apollo_adamw_layerwise": _like(_APOLLO, "apollo_adamw", *_LOW_RANK, in_backward=True),
-    "lomo": Needs(packages=("lomo-optim",), in_backward=True, instead=("sgd",)),
-    "adalomo": Needs(_CUDA, ("lomo-optim",), in_backward=True, instead=("adafactor",)),
-    "grokadamw": Needs(packages=("grokadamw",)),
-    "stable_adamw": Needs(packages=("torch-optimi",)),
+    "lomo": OptimizerNeeds(packages=("lomo-optim",), in_backward=True, instead=("sgd",)),
+    "adalomo": OptimizerNeeds(_CUDA, ("lomo-optim",), in_backward=True, instead=("adafactor",)),
+    "grokadamw": OptimizerNeeds(packages=("grokadamw",)),
+    "stable_adamw": OptimizerNeeds(packages=("torch-optimi",)),
     "schedule_free_radam": _SCHEDULE_FREE,
     "schedule_free_adamw": _SCHEDULE_FREE,
     "schedule_free_sgd": _like(_SCHEDULE_FREE, "sgd"),
@@ -160,7 +160,7 @@ def keeps_small_steps(optim: str, optim_args: Optional[str]) -> bool:
     return optim in ("adamw_torch_8bit", "adamw_torch_4bit") and rounds_by_chance
 
 
-def _obstacles(needs: Needs, place: _Place) -> Iterator[str]:
+def _obstacles(needs: OptimizerNeeds, place: _Place) -> Iterator[str]:
     """What stands in the way; what cannot be installed away comes first."""
     if needs.devices is not None and place.device not in needs.devices:
         yield f"does not run on {place.device}, only on {', '.join(sorted(needs.devices))}"
@@ -180,7 +180,7 @@ def _how_to_install(packages: list[str]) -> str:
     return f"pip install {' '.join(packages)}"
 
 
-def _nearest(needs: Needs, place: _Place) -> str:
+def _nearest(needs: OptimizerNeeds, place: _Place) -> str:
     """``adamw_torch`` needs nothing, so there is always one."""
     candidates = (*needs.instead, *LAST_RESORT)
     return next(name for name in candidates if next(_obstacles(OPTIMIZERS[name], place), None) is None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.errors import RequirementError, StorageError, nearest
-from scu_trainer.hardware.needs import Needs
+from scu_trainer.hardware.needs import RecipeNeeds
 from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import Accelerator, Machine, installed_version, probe
 from scu_trainer.run_files import require_writable
@@ -48,7 +48,7 @@ class RequirementStatus:
 def check(
     output_dir: Path,
     cache_dir: Path,
-    needs: Optional[Needs] = None,
+    needs: Optional[RecipeNeeds] = None,
     machine: Optional[Machine] = None,
     declared: Optional[Sequence[str]] = None,
 ) -> list[RequirementStatus]:
@@ -62,7 +62,7 @@ def check(
 
     Raises RequirementError for an unknown extra.
     """
-    needs = needs or Needs()
+    needs = needs or RecipeNeeds()
     _require_known(needs.extras)
     missing_tools = [name for name in _OWN_TOOLS if importlib.util.find_spec(name) is None]
     if missing_tools:
@@ -88,7 +88,7 @@ def check(
     ]
 
 
-def _of_recipe(needs: Needs, machine: Machine) -> Iterator[RequirementStatus]:
+def _of_recipe(needs: RecipeNeeds, machine: Machine) -> Iterator[RequirementStatus]:
     for setting, path in needs.folders.items():
         yield _disk(f"{setting} disk", setting, path, machine)
         yield _writable(setting, path)
@@ -197,7 +197,7 @@ def _extra(name: str, group: list[Requirement], machine: Machine, needed_by: Opt
     )
 
 
-def _device(accelerators: Sequence[Accelerator], needs: Needs) -> RequirementStatus:
+def _device(accelerators: Sequence[Accelerator], needs: RecipeNeeds) -> RequirementStatus:
     usable = () if needs.use_cpu else accelerators
     lacking = [*needs.cuda] if not any(item.kind == "cuda" for item in usable) else []
     lacking += [] if usable else needs.gpu
@@ -221,7 +221,7 @@ def _devices(accelerators: Sequence[Accelerator]) -> str:
     )
 
 
-def _optimizer(optim: str, needs: Needs, machine: Machine) -> RequirementStatus:
+def _optimizer(optim: str, needs: RecipeNeeds, machine: Machine) -> RequirementStatus:
     device = "cpu" if needs.use_cpu or not machine.accelerators else machine.accelerators[0].kind
     try:
         check_optimizer(optim, device)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scu_trainer.hardware.estimate import MARGIN, OVERHEAD, PARTS, Held, Trained, estimate_memory
-from scu_trainer.hardware.optimizer_bytes import needs_of, state_bytes
+from scu_trainer.hardware.optimizer_bytes import memory_of, state_bytes
 
 TRAINED = Trained(size_bytes=1000, weights=250, largest_bytes=400)
 ADAMW = Held("adamw_torch_fused", holds_start=True, holds_averages=True)
@@ -79,4 +79,4 @@ def test_states_of_optimizers(optim, size_bytes):
 
 
 def test_what_a_step_needs_for_a_moment():
-    assert needs_of("adamw_torch_fused").step_copies == 0 < needs_of("adamw_torch").step_copies
+    assert memory_of("adamw_torch_fused").step_copies == 0 < memory_of("adamw_torch").step_copies

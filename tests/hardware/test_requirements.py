@@ -9,7 +9,7 @@ import pytest
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware import requirements
-from scu_trainer.hardware.needs import Needs, needs_of
+from scu_trainer.hardware.needs import RecipeNeeds, needs_of
 from scu_trainer.hardware.probe import Accelerator, Machine
 from scu_trainer.hardware.requirements import all_required_met, check, render
 
@@ -62,14 +62,14 @@ def test_a_good_machine_can_start_though_an_optional_part_is_missing(good, paths
 
 
 def test_an_extra_that_the_job_needs_is_required(good, paths):
-    unmet, can_start = failed(good, paths, Needs(extras={"deepspeed": "deepspeed", "qlora": "tuning: qlora"}))
+    unmet, can_start = failed(good, paths, RecipeNeeds(extras={"deepspeed": "deepspeed", "qlora": "tuning: qlora"}))
     assert list(unmet) == ["[deepspeed]"] and not can_start
     assert unmet["[deepspeed]"].wanted == "needed by deepspeed"
 
 
 def test_an_unknown_extra_names_the_nearest(good, paths):
     with pytest.raises(RequirementError, match="did you mean 'qlora'"):
-        failed(good, paths, Needs(extras={"qlora4": "tuning"}))
+        failed(good, paths, RecipeNeeds(extras={"qlora4": "tuning"}))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ APPLE = Accelerator("mps", 0, "Apple", 16 * GIB, 9 * GIB)
 @pytest.mark.parametrize(
     ("values", "needs"),
     [
-        ({}, Needs()),
-        ({"tuning": "lora", "report_to": ["tensorboard"], "fp16": False, "attn_implementation": "sdpa"}, Needs()),
-        ({"tuning": "qlora"}, Needs(extras={"qlora": "tuning: qlora"})),
+        ({}, RecipeNeeds()),
+        ({"tuning": "lora", "report_to": ["tensorboard"], "fp16": False, "attn_implementation": "sdpa"}, RecipeNeeds()),
+        ({"tuning": "qlora"}, RecipeNeeds(extras={"qlora": "tuning: qlora"})),
         ({"optim": "adamw_torch_4bit"}, {"extras": {"optimizers": "optim: adamw_torch_4bit"}}),
         ({"optim": "adamw_bnb_8bit"}, {"extras": {"qlora": "optim: adamw_bnb_8bit"}}),
         ({"optim": "apollo_adamw"}, {"extras": {}, "packages": {"apollo-torch": "optim: apollo_adamw"}}),
@@ -168,18 +168,18 @@ APPLE = Accelerator("mps", 0, "Apple", 16 * GIB, 9 * GIB)
 )
 def test_what_settings_ask_for(values, needs):
     found = needs_of(values)
-    assert found == needs if isinstance(needs, Needs) else {name: getattr(found, name) for name in needs} == needs
+    assert found == needs if isinstance(needs, RecipeNeeds) else {name: getattr(found, name) for name in needs} == needs
 
 
 @pytest.mark.parametrize(
     ("needs", "devices", "met"),
     [
-        (Needs(gpu=("fp16: true",)), (), False),
-        (Needs(gpu=("fp16: true",)), (APPLE,), True),
-        (Needs(gpu=("fp16: true",), use_cpu=True), (GPU,), False),
-        (Needs(cuda=("tf32: true",)), (APPLE,), False),
-        (Needs(cuda=("tf32: true",)), (GPU,), True),
-        (Needs(use_cpu=True), (), True),
+        (RecipeNeeds(gpu=("fp16: true",)), (), False),
+        (RecipeNeeds(gpu=("fp16: true",)), (APPLE,), True),
+        (RecipeNeeds(gpu=("fp16: true",), use_cpu=True), (GPU,), False),
+        (RecipeNeeds(cuda=("tf32: true",)), (APPLE,), False),
+        (RecipeNeeds(cuda=("tf32: true",)), (GPU,), True),
+        (RecipeNeeds(use_cpu=True), (), True),
     ],
     ids=str,
 )
@@ -192,7 +192,9 @@ def test_a_gpu_is_required_where_a_setting_needs_one(good, paths, needs, devices
 
 def test_folders_packages_and_optimizer_of_a_recipe(good, paths, tmp_path):
     folder = tmp_path / "offload"
-    needs = Needs(packages={"wandb": "report_to: wandb"}, folders={"offload_folder": folder}, optim="paged_adamw_8bit")
+    needs = RecipeNeeds(
+        packages={"wandb": "report_to: wandb"}, folders={"offload_folder": folder}, optim="paged_adamw_8bit"
+    )
     machine = replace(good, disk_free_bytes={**good.disk_free_bytes, folder: GIB})
     unmet, can_start = failed(machine, paths, needs)
     assert not can_start and {"wandb", "offload_folder disk", "optim"} <= set(unmet)
