@@ -10,11 +10,14 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer import __version__
 from scu_trainer.errors import UserError, nearest
 from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INTERRUPTED = 130
 """Exit code of a program ended by Ctrl-C, as in a shell."""
@@ -127,6 +130,13 @@ def _say(text: str) -> None:
     """On stderr, if it is still there."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
+
+
+def plain_console(**options: Any) -> Console:
+    """rich's, which prints brackets in a name as they are."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, **options)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.main import guarded, plain_console, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.report.words import duration
@@ -93,9 +93,7 @@ def in_fresh_process(mode: str, words: Sequence[str]) -> Measured:
 
 def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bool) -> int:
     """Measure each mode and print the figures. Returns 2 if one of them cannot run here."""
-    from rich.console import Console
-
-    console, found = Console(highlight=False, markup=False), []
+    console, found = plain_console(), []
     for mode in modes:
         if as_json:
             found.append(measure(mode))

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, nearest
 from scu_trainer.run_files import write_json
@@ -53,10 +53,8 @@ def _parser() -> argparse.ArgumentParser:
 
 @guarded
 def main(argv: list[str]) -> int:
-    from rich.console import Console
-
     options = _parser().parse_args(argv)
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     chosen = _chosen(options)
     has_gpu = _has_gpu()
     if options.list:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from scu_trainer.cli.main import plain_console
 from scu_trainer.figures import bits_of
 from scu_trainer.runs import words
 from scu_trainer.runs.monitor import View
@@ -17,17 +18,11 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def _console():
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False)
-
-
 def show_table(reports: Sequence[Report], root: Path) -> None:
     if not reports:
         say(f"no runs in {root} yet; scu-trainer runs start --config FILE starts one")
         return
-    console = _console()
+    console = plain_console()
     console.print(_table(reports))
     for report in reports:
         if report.state.detail and (report.state.cause or report.state.is_alive):
@@ -57,7 +52,7 @@ def _table(reports: Sequence[Report]):
 
 
 def show_facts(report: Report) -> None:
-    _console().print(_facts(report))
+    plain_console().print(_facts(report))
 
 
 def _facts(report: Report):
@@ -76,7 +71,7 @@ def show_views(views: Iterable[View]) -> None:
     """Until the run ends or Ctrl-C; on a terminal one screen that changes, else a line for each look."""
     from rich.live import Live
 
-    console = _console()
+    console = plain_console()
     last = None
     try:
         if not console.is_terminal:

@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any, Optional
 
-from rich.console import Console
 from rich.table import Table
 
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code
+from scu_trainer.cli.main import plain_console
 from scu_trainer.report.comparison.statistics import FEW_SEEDS, t_interval, t_quantile
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
@@ -32,7 +32,7 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
     folder, command = Path(settings["output_dir"]), f"scu-trainer train {typed}"
     plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
     plan, devices = shared_out(plan, 1)
-    return Seeds(plan, JOB.name, devices, Console(highlight=False, markup=False), comparison.Hands()).run()
+    return Seeds(plan, JOB.name, devices, plain_console(), comparison.Hands()).run()
 
 
 class Seeds(Start):

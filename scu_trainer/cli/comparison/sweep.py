@@ -16,7 +16,7 @@ from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import Start
 from scu_trainer.cli.comparison.sweep_plan import SweepPlan, shown, table_of
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
@@ -96,13 +96,11 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
         raise SettingsError(f"{moved[0]} is both set and searched; drop one of them")
     check_early(options.config, flags)
     _optuna()
-    from rich.console import Console
-
     settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
     refuse_push(settings.get("push_to_hub"), "trial")
     typed = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
-    return Sweep(plan, options, Console(highlight=False, markup=False), hands or comparison.Hands()).run()
+    return Sweep(plan, options, plain_console(), hands or comparison.Hands()).run()
 
 
 def _optuna() -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser, require_new_file
 from scu_trainer.errors import DataError, SettingsError
 from scu_trainer.imports import without_collector
@@ -52,8 +52,6 @@ def main(argv: list[str]) -> int:
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise SettingsError(f"--html {page} is a folder, or is in one that does not exist; give the name of a file")
     with without_collector(freeze=True):
-        from rich.console import Console
-
         from scu_trainer.cli import configuration
         from scu_trainer.settings.stock import seed_of_data
         from scu_trainer.train.run_directory.logs import run_log
@@ -65,7 +63,7 @@ def main(argv: list[str]) -> int:
             f"scu-trainer data checks texts, but this job is {task}; scu-trainer train --preflight_only checks its "
             "samples"
         )
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     looks = [
         _look(console, options, model, part, limit)
         for part in ([data.of_source(source) for source in data.sources] or [data])

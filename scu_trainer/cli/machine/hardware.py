@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.cli.machine.screens import gib, plain, profile_table, screen
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
@@ -96,9 +96,7 @@ def _profile(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        from rich.console import Console
-
-        Console(highlight=False, markup=False).print(profile_table(found))
+        plain_console().print(profile_table(found))
     return 0
 
 
@@ -141,7 +139,6 @@ def _abilities(item: Accelerator) -> str:
 
 
 def _monitor(options: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.live import Live
 
     from scu_trainer.hardware.watching.readings_csv import CsvLog
@@ -149,7 +146,7 @@ def _monitor(options: argparse.Namespace) -> int:
     if options.interval <= 0 or (options.duration is not None and options.duration <= 0):
         raise SettingsError("interval and duration are seconds above 0, for instance --interval 1 --duration 60")
     only_rows = options.csv == "-"
-    console = Console(highlight=False, markup=False, stderr=only_rows)
+    console = plain_console(stderr=only_rows)
     target = None if options.run is None else find_target(options.run)
     log = None if options.csv is None else CsvLog(options.csv)
     last: Optional[MonitorReading] = None

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from scu_trainer.cli.main import plain_console
 from scu_trainer.cli.names.translation import without
 from scu_trainer.hardware.recommend import CHANGES
 from scu_trainer.run_files import readable
@@ -60,9 +61,7 @@ def screen(report: dict[str, Any], words: Sequence[str]) -> str:
 
 def rendered(*parts: Any) -> str:
     """What rich makes of each, as text of 80 columns."""
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=COLUMNS, color_system=None, highlight=False, markup=False)
+    console = plain_console(file=io.StringIO(), width=COLUMNS, color_system=None)
     for part in parts:
         console.print(part)
     return console.file.getvalue().rstrip("\n")
