@@ -7,6 +7,7 @@ A message says what was found, what is allowed, and what to type instead.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 from typing import Optional
 
@@ -86,3 +87,12 @@ def nearest(name: str, allowed: Iterable[str], cutoff: float = NEAR) -> str:
     for a far one sends people the wrong way."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def require_packages(purpose: str, extra: str, modules: Iterable[str]) -> None:
+    """Raise RequirementError, with the extra of ours that installs them, where one of ``modules`` is missing."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    if absent:
+        raise RequirementError(
+            f"{purpose} needs {' and '.join(absent)}, not installed here; pip install 'scu-trainer[{extra}]'"
+        )

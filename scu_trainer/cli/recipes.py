@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scu_trainer import shipped
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, require_new_file
 from scu_trainer.errors import SettingsError
 
 DESCRIPTION = """\
@@ -52,8 +52,5 @@ def _listed() -> str:
 def _copied(path: Path, target: Path) -> Path:
     """Raises SettingsError where a file is there already."""
     target = target / path.name if target.is_dir() else target
-    if target.exists():
-        raise SettingsError(f"{target} already exists and is kept; give another name")
-    if not target.parent.is_dir():
-        raise SettingsError(f"there is no folder {target.parent}; create it, or give another name")
+    require_new_file(target, "--copy")
     return Path(shutil.copyfile(path, target))

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from scu_trainer.errors import RequirementError
 from scu_trainer.report.drawing import DASHES, INK, MUTED, Panel, Plot, ValueRange, thinned
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ AS_IT_STANDS = {"text.parse_math": False}
 
 
 def svg(plot: Plot, width_in: float) -> str:
-    """The drawing as an ``<svg>`` element whose colours are CSS variables (``var(--c0)``). Raises RequirementError."""
+    """The drawing as an ``<svg>`` element whose colours are CSS variables (``var(--c0)``)."""
     import matplotlib
 
     options = {"svg.fonttype": "none", "svg.hashsalt": plot.key, "font.size": FONT_PT[width_in], **AS_IT_STANDS}
@@ -106,13 +105,6 @@ def boxed_letters(plots: Sequence[Plot]) -> str:
     panels = [panel for plot in plots for panel in plot.panels]
     text = "".join(item.label for panel in panels for item in [*panel.lines, *panel.levels, *panel.intervals])
     return "".join(letter for letter in dict.fromkeys(text) if not font.get_char_index(ord(letter)))
-
-
-def require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise RequirementError("a report needs matplotlib; pip install 'scu-trainer[report]'") from error
 
 
 def _own_fonts(text: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scu_trainer.cli.main import main
-from scu_trainer.models.exports import gguf, packages
+from scu_trainer.models.exports import gguf
 from scu_trainer.models.exports.llama_cpp import in_llama_cpp
 from tests import processes
 from tests.hub.runs import train
@@ -168,7 +168,7 @@ def test_refusals(folder, tmp_path, capsys, monkeypatch, converter_forks):
     assert "is of task: sensor-classification" in refused(capsys, stranger, "--to", "onnx")
     (stranger / "config.json").write_text(json.dumps({"architectures": ["ViTForImageClassification"]}))
     assert "GGUF holds language models. Try --to onnx" in refused(capsys, stranger, "--to", "ollama")
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'scu-trainer[gguf]'" in refused(capsys, run, "--to", "gguf")
     assert "ONNX needs onnx and onnxscript and onnxruntime, not installed here" in refused(capsys, run, "--to", "onnx")
     assert "out" not in names(tmp_path)

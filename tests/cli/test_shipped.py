@@ -111,7 +111,7 @@ def test_one_is_printed_copied_or_named(elsewhere, capsys):
         (["resnett"], "did you mean 'resnet'?"),
         (["--copy", "x.yaml"], "--copy and --path need a name"),
         (["resnet", "--copy", "there.yaml"], "there.yaml already exists"),
-        (["resnet", "--copy", "no/folder/x.yaml"], "there is no folder no/folder"),
+        (["resnet", "--copy", "no/folder/x.yaml"], "the folder of no/folder/x.yaml does not exist"),
         (["resnet", "--copy", "x.yaml", "--path"], "not allowed with"),
     ],
 )

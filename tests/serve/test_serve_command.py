@@ -55,7 +55,7 @@ def with_vllm(monkeypatch) -> None:
 def test_packages_that_are_missing(folder, capsys, monkeypatch):
     without(monkeypatch, "fastapi", "openai")
     said = refused(capsys, folder, "--engine", "transformers")
-    assert "the server needs fastapi, openai; pip install 'scu-trainer[serve]'" in said
+    assert "the server needs fastapi and openai, not installed here; pip install 'scu-trainer[serve]'" in said
 
 
 def test_a_port_that_is_taken(folder, capsys):

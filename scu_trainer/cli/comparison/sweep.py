@@ -20,7 +20,7 @@ from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.errors import RequirementError, SettingsError, Stopped
+from scu_trainer.errors import SettingsError, Stopped, require_packages
 from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
 from scu_trainer.runs.launch import command, environment
 from scu_trainer.runs.queue import Line, wait_for_turn
@@ -95,7 +95,7 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     if moved:
         raise SettingsError(f"{moved[0]} is both set and searched; drop one of them")
     check_early(options.config, flags)
-    _optuna()
+    require_packages("sweep", "sweep", ("optuna",))
     settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
     refuse_push(settings.get("push_to_hub"), "trial")
     typed = "scu-trainer sweep " + shlex.join(argv)
@@ -104,12 +104,8 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise RequirementError(
-            "sweep needs optuna, which is not installed; pip install 'scu-trainer[sweep]'"
-        ) from error
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -13,7 +13,7 @@ from scu_trainer import shipped
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.streaming import stream_answer
-from scu_trainer.errors import RequirementError, SettingsError
+from scu_trainer.errors import SettingsError, require_packages
 from scu_trainer.listening import HOST, bound, check_address, in_address, is_every_address, is_loopback, own_names
 from scu_trainer.runs.control import Hands
 from scu_trainer.runs.store import ROOT
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] = None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
-    _require_packages()
+    require_packages("the board", "board", ("jinja2", "matplotlib", "starlette", "uvicorn"))
     from scu_trainer.board.access import Guard
     from scu_trainer.board.acts import Acts
     from scu_trainer.board.app import Board
@@ -74,16 +74,6 @@ def _check(options: argparse.Namespace) -> None:
     if not is_loopback(options.host) and not options.allow_network:
         raise SettingsError(f"--host {options.host} can be reached from other machines; add --allow_network, or "
         f"better keep {HOST} and connect with ssh -L {options.port}:{HOST}:{options.port}")  # fmt: skip
-
-
-def _require_packages() -> None:
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise RequirementError(f"the board needs {error.name}; pip install 'scu-trainer[board]'") from error
 
 
 def _serve(app: Any, listening: socket.socket) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing import report_subjects as subjects
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, nearest, require_packages
 from scu_trainer.report.page import Drawing, drawing, html
 from scu_trainer.report.pages import page_of, plots_of
-from scu_trainer.report.render import THEMES, boxed_letters, in_theme, png, require_matplotlib
+from scu_trainer.report.render import THEMES, boxed_letters, in_theme, png
 from scu_trainer.report.settings_table import repeat_yaml
 from scu_trainer.report.write import PAGE, check_folder, forget_old, plot_files, repeat_file, write_files
 from scu_trainer.run_files import readable
@@ -40,7 +40,7 @@ def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
     options, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise SettingsError(f"unknown option {unknown[0]}{nearest(unknown[0], FLAGS)}; options: {', '.join(FLAGS)}")
-    require_matplotlib()
+    require_packages("a report", "report", ("matplotlib",))
     wanted = subjects.find(options.runs, options.root, waits=options.watch is not None)
     folder = options.output or _default_folder(wanted)
     if options.watch is not None:

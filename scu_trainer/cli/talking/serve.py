@@ -16,7 +16,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import MERGE_FILE, MergeOptions, adapter_hash, default_output, merge
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
-from scu_trainer.errors import RequirementError, SettingsError, StorageError
+from scu_trainer.errors import RequirementError, SettingsError, StorageError, require_packages
 from scu_trainer.listening import HOST, bound, check_address, in_address, is_loopback, own_names
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.run_files import read_json
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     if engine == "vllm":
         _check_vllm(options, key)
     else:
-        _require_packages()
+        require_packages("the server", "serve", PACKAGES)
     who = subject(options.run, options)
     name = options.served_model_name or default_name(who)
     with bound(options.host, options.port) as listening:
@@ -116,12 +116,6 @@ def _stored_key(file: Optional[Path]) -> tuple[Optional[str], str]:
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
-
-
-def _require_packages() -> None:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RequirementError(f"the server needs {', '.join(missing)}; pip install 'scu-trainer[serve]'")
 
 
 def _with_transformers(

@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.errors import ModelError, RequirementError
-from scu_trainer.models.exports.packages import require_packages
+from scu_trainer.errors import ModelError, RequirementError, require_packages
 
 OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 """Of the converter. auto: 16 bits, bfloat16 where the weights are."""

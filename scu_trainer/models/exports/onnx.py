@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scu_trainer.errors import ModelError
-from scu_trainer.models.exports.packages import require_packages
+from scu_trainer.errors import ModelError, require_packages
 
 if TYPE_CHECKING:
     import torch
