@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import sys
 
-from scu_trainer.models.loading.names import as_model_error, base_of, check_source
+from scu_trainer.models.loading.load import config_of
 from scu_trainer.models.quantize import quantizable_layers, skeleton_of
+from scu_trainer.settings import ModelSettings
 
 
 def weight_counts(name_or_path: str) -> dict[str, float]:
     """``weights`` of all, ``linear_weights`` of the layers that quantization packs, ``stored_bytes`` of a weight in its
     file by what the config says, 2 where it says nothing. Raises ModelError."""
     import torch
-    from transformers import AutoConfig
 
-    check_source(name_or_path)
-    name = base_of(name_or_path)
-    with as_model_error(name, "configuration", asked_for=name_or_path):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config = config_of(ModelSettings(model_name_or_path=name_or_path))
     model, dtype = skeleton_of(config), config.dtype or torch.float16
     return {
         "stored_bytes": float(dtype.itemsize),
