@@ -1,4 +1,4 @@
-"""The files of one run, read as far as they can be read: what is missing or torn is named, never a crash."""
+"""The files of one run, read as far as possible: missing or torn files are named, and never crash."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ BEGUN = (CONFIG_FILE, LOG_FILE, CONTROL_FILE, MEMORY_FILE, CURRICULUM_FILE, STOC
 
 @dataclass(frozen=True)
 class RunFiles:
-    """``state``: what the run is doing, in a word; ``detail``: the same in words. ``faults``: files that could not be
-    read, each with the reason. ``has_torn_logs``: there are none because log_history.json is torn, or something else.
-    Rows are as in the files; an absent file gives none."""
+    """``state``: what the run is doing, in a word; ``detail``: in more words. ``faults``: files that could not be read,
+    each with the reason. ``has_torn_logs``: there are no logs because log_history.json is torn or no log. Rows are as
+    in the files; an absent file has none."""
 
     name: str
     folder: Path
@@ -75,8 +75,8 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", is_alive: bool = False) -> RunFiles:
-    """Everything of a run. ``name``: what plots and tables call it. ``state``, ``detail``, ``is_alive``: of the caller,
-    who can ask for its process."""
+    """Everything of a run. ``name``: in plots and tables. ``state``, ``detail``, ``is_alive``: from the caller, who can
+    look for its process."""
     reader = _Reader(folder)
     return RunFiles(
         name=name,
@@ -132,7 +132,7 @@ class _Reader:
         return [row for row in self._read(name, read_rows, []) if isinstance(row, dict)]
 
     def logs(self) -> Sequence[Row]:
-        """Where there is no file of ours, or a torn one, the rows of the stock Trainer."""
+        """Our rows; without them, or with a torn file, those of the stock Trainer."""
         known = len(self.faults)
         rows = self.rows(LOG_FILE)
         is_torn = not rows and _is_torn(self.folder / LOG_FILE)
@@ -169,7 +169,7 @@ class _Reader:
 
 
 def points(rows: Sequence[Row], name: str, x: str = "step", factor: float = 1.0) -> tuple[list[float], list[float]]:
-    """(x, y) of the rows that have a number under ``name``; rows without one leave no trace in either."""
+    """(x, y) of the rows that have a number under ``name``."""
     found = [(row[x], row[name] * factor) for row in rows if _is_number(row.get(x)) and _is_number(row.get(name))]
     return [at for at, _ in found], [value for _, value in found]
 

@@ -1,5 +1,5 @@
-"""The plots of one run or of several over each other, from their files. A run that lacks the rows of a plot is named
-with the reason; a plot that no run has rows for is that reason alone."""
+"""The plots of one run, or of several overlaid, from their files. A run without rows for a plot is named with the
+reason; a plot without any rows is only that reason."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ GIB = 2**30
 SAME_SCORE = 0.002
 """Share by which an evaluation in batches and the scoring of documents differ in rounding and means."""
 FAR_LIMIT = 2.5
-"""A limit that is this many times the peak is reported in words: drawn, it would press everything else to the
-ground."""
+"""A limit this many times the peak is reported in words: drawn, it would flatten everything else."""
 
 Draw = Callable[[Sequence[RunFiles]], list[Panel]]
 
@@ -83,7 +82,7 @@ def number(value: Optional[float]) -> str:
 
 
 class Style:
-    """How lines are distinguished: by what they show where there is one run, by the run where there are several."""
+    """How lines differ: by what they show for one run, by run for several."""
 
     def __init__(self, runs: Sequence[RunFiles]) -> None:
         self.is_alone = len(runs) == 1
@@ -145,7 +144,7 @@ def _held_out_lines(runs: Sequence[RunFiles], style: Style, is_bits: bool) -> It
 
 
 def _with_final(run: RunFiles, x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The score of the model that was kept, where it is no evaluation on the way: at the last step."""
+    """Add the score of the model that was kept, at the last step, unless it is the last evaluation."""
     after, step = (run.metrics.get("held_out_bpt_after") or {}).get("value"), run.metrics.get("steps")
     if after is None or step is None or (x and x[-1] >= step and math.isclose(y[-1], after, rel_tol=SAME_SCORE)):
         return [*x], [*y]
@@ -246,7 +245,7 @@ def _size_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
 
 
 def _held(xy: tuple[list[float], list[float]], run: RunFiles) -> tuple[list[float], list[float]]:
-    """The points of a value that holds until it is changed, to the newest step of the run."""
+    """Extend a value that holds until it is changed to the newest step of the run."""
     x, y = xy
     newest_step = newest(run.logs, "step")
     return ([*x, newest_step], [*y, y[-1]]) if x and newest_step and newest_step > x[-1] else xy

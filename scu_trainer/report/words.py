@@ -60,7 +60,7 @@ def _steps(run: RunFiles) -> str:
 
 
 def _held_out(run: RunFiles) -> list[tuple[str, str]]:
-    """Of a run that has ended its figures after training; the table beside has those before, and the change."""
+    """Figures after training if the run has ended; the table beside has those before, and the change."""
     found = [(row.what.strip(), row.after) for row in before_and_after(run.metrics)]
     if not found:
         newest_bpt = newest(run.logs, "eval_bpt")

@@ -14,17 +14,18 @@ from typing import Any, Literal, NamedTuple, Optional, Union, get_args, get_orig
 from scu_trainer.errors import SettingsError, nearest
 
 MOST_COUNT = 2**31 - 1
-"""No field counts further: what libraries keep in 32 bits would overflow in silence."""
+"""Largest whole number: what libraries keep in 32 bits would overflow silently."""
 
 MOST_NUMBER = 1e15
 """Numbers beyond are slips, and their squares are not finite in float32."""
 
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
-"""What file systems take (NAME_MAX, PATH_MAX with its final zero)."""
+"""Limits of file systems (NAME_MAX, PATH_MAX without its final zero)."""
 
 
 class Allowed(NamedTuple):
-    """Numbers that a field takes. ``least`` None: 0, or the default where that lies below. ``most`` None: as above."""
+    """Limits of a number. Without ``least`` or ``above``: 0, or the default if that is below 0. Without ``most``:
+    MOST_COUNT or MOST_NUMBER."""
 
     least: Optional[float] = None
     most: Optional[float] = None
@@ -35,7 +36,7 @@ class Allowed(NamedTuple):
 NO_LIMITS: Mapping[str, Allowed] = types.MappingProxyType({})
 
 NOT_GIVEN = {"max_steps": "it must be 1 or more, or -1 to train for num_train_epochs"}
-"""What fields take whose default lies below 0, a word for "not given"."""
+"""Messages for fields whose default is below 0 and means "not given"."""
 
 
 def option(default, help: str):
@@ -45,7 +46,7 @@ def option(default, help: str):
 
 @functools.cache
 def hints_of(kind: type) -> Mapping[str, Any]:
-    """Types of the fields of a dataclass. Kept, because Python compiles every annotation again for whoever asks."""
+    """Types of the fields of a dataclass. Cached, because Python compiles the annotations on every call."""
     return types.MappingProxyType(get_type_hints(kind))
 
 
@@ -55,8 +56,8 @@ def changed(settings) -> list[str]:
 
 
 def check_fields(settings, allowed: Mapping[str, Allowed] = NO_LIMITS, prefix: str = "") -> None:
-    """Reject what no field of its kind can mean: an unknown choice, a value of another type, a number that is negative
-    or not finite, a text that is no name. ``allowed``: narrower limits of single fields."""
+    """Reject an unknown choice, a value of the wrong type, a number that is negative or not finite, a text that cannot
+    be a name. ``allowed``: narrower limits of single fields."""
     _check_choices(settings)
     _check_kinds(settings, prefix)
     check_values(type(settings), vars(settings), allowed, prefix)
@@ -87,11 +88,11 @@ KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
     float: (_is_number, "a number"),
     list: (lambda value: isinstance(value, (list, tuple)), "a list, such as [a, b]"),
 }
-"""What a field that is declared as a key takes, and how a message says so."""
+"""Type of a field -> (whether a value fits, the words for it in a message)."""
 
 
 def _check_kinds(settings, prefix: str = "") -> None:
-    """Reject a text where a number or a switch is asked for: Python takes "false" for true."""
+    """Reject text for a number or a switch: to Python "false" is true."""
     hints = hints_of(settings.__class__)
     for item in fields(settings):
         value, parts = getattr(settings, item.name), {get_origin(part) or part for part in _parts(hints[item.name])}
@@ -105,8 +106,8 @@ def _check_kinds(settings, prefix: str = "") -> None:
 def check_values(
     kind: type, values: Mapping[str, Any], allowed: Mapping[str, Allowed] = NO_LIMITS, prefix: str = ""
 ) -> None:
-    """Reject numbers and texts among ``values`` that no field of the dataclass ``kind`` can mean, by what the fields
-    declare; ``allowed`` narrows single ones. ``prefix``: of the names on the command line. Raises SettingsError."""
+    """Reject numbers and texts among ``values`` that do not fit the fields of the dataclass ``kind``; ``allowed``
+    narrows single fields. ``prefix``: of their names on the command line. Raises SettingsError."""
     hints = hints_of(kind)
     for item in fields(kind):
         if item.name not in values:
@@ -120,7 +121,7 @@ def check_values(
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """Types of a Union; a Literal is what its choices are."""
+    """The types of a Union, or the type itself."""
     if get_origin(hint) in (Union, types.UnionType):
         for part in get_args(hint):
             yield from _parts(part)
@@ -153,7 +154,7 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
 
 
 def short(value: Any) -> str:
-    """As it is shown in a message, however long it is."""
+    """For a message: not longer than a line."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"a number of {int(math.log10(abs(value))) + 1} digits"
     text = str(value) if isinstance(value, Real) else repr(value)
@@ -167,7 +168,7 @@ def plain(value: Any) -> str:
 
 
 def check_text(name: str, text: str, *, is_name: bool) -> None:
-    """Reject a text that holds what neither files nor libraries take; ``is_name``: also one too long for a path."""
+    """Reject text that neither files nor libraries accept; ``is_name``: also one too long for a path."""
     require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which names cannot contain; take it out")
     require(
         _is_unicode(text),

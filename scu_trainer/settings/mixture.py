@@ -1,4 +1,4 @@
-"""A list in the place of one dataset: which sources are mixed, under what names, with what weights."""
+"""A list of datasets instead of one: which sources are mixed, under what names, with what weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def dataset_of(value: Union[str, list]) -> Union[str, list]:
 
 
 def dataset_names(value: Any) -> list[str]:
-    """Datasets that a value of ``dataset`` names, in their order; [] for none. Takes what old files hold as well."""
+    """Names of the datasets in a value of ``dataset``, in order, also of old files; [] for none."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     names = [entry.get("dataset") if isinstance(entry, Mapping) else entry for entry in entries]
     return [str(name) for name in names if name]

@@ -105,8 +105,8 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
 
 
 def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Fields that early stopping needs as well, where nobody has ``given`` them: evaluations, and at each of them a
-    checkpoint. Raises SettingsError where what was given leaves no way. ``values``: of all fields, by name."""
+    """Values of the fields that early stopping needs as well and that were not ``given``: evaluations, each with a
+    checkpoint. Raises SettingsError if the given ones rule that out. ``values``: of all fields, by name."""
     evaluates, saves = _strategies(values, given)
     every = _steps_between(values, given)
     chosen = {"load_best_model_at_end": True, "eval_strategy": evaluates, "save_strategy": saves}
@@ -119,7 +119,7 @@ def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> 
 
 
 def _strategies(values: Mapping[str, Any], given: Collection[str]) -> tuple[str, str]:
-    """Of evaluations and of checkpoints: each follows the other one where only that was given."""
+    """Strategy of evaluations and of checkpoints; if only one is given, the other follows it."""
     evaluates, saves = plain(values["eval_strategy"]), plain(values["save_strategy"])
     if "eval_strategy" not in given:
         follows = "save_strategy" in given and saves in ("steps", "epoch")
@@ -130,7 +130,7 @@ def _strategies(values: Mapping[str, Any], given: Collection[str]) -> tuple[str,
 
 
 def _steps_between(values: Mapping[str, Any], given: Collection[str]) -> float:
-    """Evaluations: as often as was said of them or of checkpoints, else 20 in a run of so many steps."""
+    """Steps between evaluations: as given for them or for checkpoints, else 20 evaluations in max_steps."""
     for name in ("eval_steps", "save_steps"):
         if name in given and values[name]:
             return values[name]
@@ -140,8 +140,8 @@ def _steps_between(values: Mapping[str, Any], given: Collection[str]) -> float:
 def _require_checkpoint_of_best(
     evaluates: str, saves: str, eval_steps: Optional[float], save_steps: Optional[float]
 ) -> None:
-    """The best model can be kept only where each evaluation has its checkpoint: the stock Trainer forgets a best one
-    that lies between two, and leaves another model without a word."""
+    """Require a checkpoint at each evaluation: the stock Trainer forgets a best model between two checkpoints, and
+    silently leaves another one."""
     require(
         evaluates != "no",
         "early_stopping_patience needs evaluations, and eval_strategy is no; set eval_strategy: steps or epoch, or "

@@ -1,4 +1,4 @@
-"""Numbers of ``transformers.TrainingArguments``: those that it takes without a look and cannot train with; seeds."""
+"""Numbers that ``transformers.TrainingArguments`` accepts unchecked and cannot train with; seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEFT_TO_PREFLIGHT = {
     "adam_beta2": Allowed(below=1),
     "label_smoothing_factor": Allowed(most=1),
 }
-"""Preflight says what is wrong with these in words of its own; they hold where it does not stop the run."""
+"""Preflight has its own messages for these; they apply where it does not stop the run."""
 
 ALLOWED = {
     **dict.fromkeys(LEFT_TO_PREFLIGHT, Allowed(least=-MOST_NUMBER)),
@@ -37,7 +37,7 @@ ALLOWED = {
     "ddp_bucket_cap_mb": Allowed(least=1),
     "ddp_timeout": Allowed(least=1),
 }
-"""Narrower than a number from 0 on, which is what every other field of it must be; see ``settings/base.py``."""
+"""Limits other than "0 or more", which all other numbers have; see ``settings/base.py``."""
 
 
 def seed_of_data(args: Any) -> int:

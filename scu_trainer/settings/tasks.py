@@ -1,7 +1,7 @@
 """What kind of model is trained, and the named groups of values that go with it.
 
-Each task has settings of its own (``images.py``, ``words.py``, ``sensors.py``), defaults that differ from everybody's,
-and groups of values: a preset fits a job to a machine, a mode says how large the job is.
+Each task has settings of its own (``images.py``, ``words.py``, ``sensors.py``), other defaults, and named groups of
+values: a preset fits a job to a machine, a mode sets the size of the job.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ class TaskSettings:
 
     @property
     def mode_values(self) -> Mapping[str, Any]:
-        """Fields that the mode names, None for one that keeps everybody's default; empty without a mode."""
+        """Values of the mode by field, None for the general default; empty without a mode."""
         return self._group("mode")
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Values of fields, of whatever dataclass, that stand in for everybody's defaults."""
+        """Values that replace the general defaults, of fields of any dataclass."""
         return {**self.kind.defaults, **self._group("preset"), **self.mode_values}
 
     def check_typed(self, names: Collection[str]) -> None:
