@@ -95,15 +95,15 @@ def _plan(options: argparse.Namespace, scratch: Path) -> VariantPlan:
 
 
 def _reference_model() -> Path:
-    return Path(_child("scu_trainer.train.fixtures.reference_model").splitlines()[-1])
+    return Path(_child("scu_trainer.train.fixtures.reference_model"))
 
 
 def _child(module: str, *arguments: str) -> str:
-    """What a module prints, run in a process of its own: its memory and imports must not be this process's."""
+    """The last line that a module prints, in a process with memory and imports of its own."""
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ModelError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{module} failed")
-    return done.stdout.strip()
+    return done.stdout.strip().splitlines()[-1]
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def _nothing_fits(attempts: Sequence[Attempt], limit_gb: float) -> str:
 
 def _sizes(options: argparse.Namespace, plan: VariantPlan) -> Sizes:
     name = options.model_name_or_path or plan.model or _model_in(plan.config)
-    sizes = json.loads(_child("scu_trainer.models.loading.sizes", str(name)).splitlines()[-1])
+    sizes = json.loads(_child("scu_trainer.models.loading.sizes", str(name)))
     dtype = None if plan.config is None else _entry(plan.config, "dtype")
     if dtype in BYTES_OF:
         sizes |= {"stored_bytes": BYTES_OF[dtype], "trained_bytes": BYTES_OF[dtype]}
