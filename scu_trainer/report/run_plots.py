@@ -201,7 +201,7 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     if not found:
         return []
     used, sizes = _drawn(_memory_lines(found, style)), _drawn(_size_lines(found, style))
-    limits = _limits(found, used)
+    limits = _limits(found)
     far = " and ".join(f"{limit / GIB:.1f} GiB" for limit in limits if not _is_near(limit, used))
     levels = [Level(limit / GIB, f"limit {limit / GIB:.1f} GiB") for limit in limits if _is_near(limit, used)]
     title = f"Memory in use (limit {far}, far above)" if far else "Memory in use"
@@ -213,7 +213,7 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     ]
 
 
-def _limits(runs: Sequence[RunFiles], used: Sequence[Line]) -> list[float]:
+def _limits(runs: Sequence[RunFiles]) -> list[float]:
     found = {newest(run.logs, "memory/limit_bytes") or newest(run.memory, "limit_bytes") for run in runs}
     limits: list[float] = []
     for limit in sorted(limit for limit in found if limit):

@@ -138,7 +138,7 @@ def _evaluate(
     has_documents = request.settings is not None
     return {
         "task": request.task.name,
-        **(held_out_report(request, subjects, results) if has_documents else {"documents": None}),
+        **(held_out_report(request, results[0].scores) if has_documents else {"documents": None}),
         "mixed_precision": request.precision,
         "resamples": options.resamples,
         "seed": options.seed,

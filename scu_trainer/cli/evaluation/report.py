@@ -45,11 +45,9 @@ def verdict(difference: BootstrapInterval, count: int, item: str = "document") -
 # -- held-out documents ------------------------------------------------------------------------------------------------
 
 
-def held_out_report(
-    request: EvaluationRequest, subjects: list[Subject], answers: list[EvaluationResult]
-) -> dict[str, Any]:
-    """What was scored, and how."""
-    settings, scores = request.settings, answers[0].scores
+def held_out_report(request: EvaluationRequest, scores: DocumentScores) -> dict[str, Any]:
+    """What was scored, and how. ``scores``: of one of the models."""
+    settings = request.settings
     return {
         "item": request.task.item,
         "unit": request.task.unit,

@@ -36,7 +36,7 @@ def train_on_a_path(config: Optional[str], flags: Sequence[str], job: Job, train
             "tuning_path: auto works for one process; run scu-trainer plan, and give its settings to the launcher"
         )
     failure: Optional[str] = None
-    for settings, why in _ways(config, flags, job):
+    for settings, why in _ways(job):
         chosen = _chosen(config, flags, settings, why if failure is None else f"{failure}; now {why}")
         if failure is not None and not (job.training.resume_from_checkpoint or job.training.save_only_model):
             chosen.training.resume_from_checkpoint = AUTO  # into the folder of the one before, which holds no step
@@ -55,7 +55,7 @@ def train_on_a_path(config: Optional[str], flags: Sequence[str], job: Job, train
     )
 
 
-def _ways(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tuple[dict[str, Any], str]]:
+def _ways(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
     """(settings, why), each taking less than the one before."""
     begun = _begun(job)
     if begun is not None:
