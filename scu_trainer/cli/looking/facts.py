@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,13 +65,12 @@ def facts_of(documents: Sequence[Document], texts: Sequence[str]) -> Facts:
 
 def histogram(lengths: numpy.ndarray) -> list[tuple[int, int, int]]:
     """(tokens from, tokens below, documents): widths double, from the shortest to the longest."""
-    bins, start = [], 8
-    bins.append((0, start, int((lengths < start).sum())))
-    while start <= lengths.max():
-        bins.append((start, 2 * start, int(((lengths >= start) & (lengths < 2 * start)).sum())))
-        start *= 2
-    filled = [number for number, one in enumerate(bins) if one[2]]
-    return bins[filled[0] : filled[-1] + 1]
+    edges = [0, 8]
+    while edges[-1] <= lengths.max():
+        edges.append(2 * edges[-1])
+    counts = numpy.histogram(lengths, edges)[0].tolist()
+    filled = numpy.flatnonzero(counts)
+    return list(zip(edges, edges[1:], counts, strict=False))[filled[0] : filled[-1] + 1]
 
 
 def bar(count: int, most: int, width: int) -> str:
@@ -81,13 +79,10 @@ def bar(count: int, most: int, width: int) -> str:
 
 
 def _repeated(documents: Sequence[Document]) -> list[list[int]]:
-    digests = [document.digest for document in documents]
-    often = {digest for digest, count in Counter(digests).items() if count > 1}
     places: dict[int, list[int]] = {}
-    for number, digest in enumerate(digests):
-        if digest in often:
-            places.setdefault(digest, []).append(number)
-    return sorted(places.values(), key=len, reverse=True)
+    for number, document in enumerate(documents):
+        places.setdefault(document.digest, []).append(number)
+    return sorted((found for found in places.values() if len(found) > 1), key=len, reverse=True)
 
 
 def _strange(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str]) -> list[Strange]:
