@@ -101,11 +101,12 @@ def _difference(what: str, before: Mapping[str, Any], after: Mapping[str, Any], 
 def _perplexity(metrics: Mapping[str, Any]) -> Change:
     """2 to the power of the bits. Bits that differ are perplexities with a ratio, so that is what has the interval."""
     found = [metrics.get(f"held_out_bpt_{when}") or {"value": None} for when in ("before", "after", "change")]
-    before, after = (_interval({"value": _power(interval["value"])}, ",.1f") for interval in found[:2])
-    ratios = {name: _power(found[2].get(name)) for name in ("value", "low", "high")}
+    before, after = (_interval({"value": perplexity(interval["value"])}, ",.1f") for interval in found[:2])
+    ratios = {name: perplexity(found[2].get(name)) for name in ("value", "low", "high")}
     percent = {name: None if ratio is None else ratio - 1.0 for name, ratio in ratios.items()}
     return Change("held-out perplexity", before, after, _interval(percent, "+.1%"))
 
 
-def _power(bits: Optional[float]) -> Optional[float]:
+def perplexity(bits: Optional[float]) -> Optional[float]:
+    """None without bits, and where no float holds it."""
     return None if bits is None or not bits < LARGEST_BITS else 2.0**bits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest, EvaluationResult
 from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
-from scu_trainer.figures import counted
+from scu_trainer.figures import counted, perplexity
 
 if TYPE_CHECKING:
     from scu_trainer.train.evaluation.harness import TaskFigure
@@ -99,7 +98,7 @@ def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions
             row["report_bpt"] = bootstrap_bpt(scores.reports, **options.how).over(scores.reports)
         return row
     bits = row["bpt"]
-    powers = {name: _perplexity(bits[name]) for name in ("value", "low", "high")}
+    powers = {name: perplexity(bits[name]) for name in ("value", "low", "high")}
     sources = _by_source(scores, options, data)
     return {**row, "perplexity": {**powers, "confidence": options.confidence}, **sources}
 
@@ -118,11 +117,6 @@ def _by_source(scores: DocumentScores, options: EvalOptions, data: Any) -> dict[
         for name, part in scores_by_source(scores, data).items()
     }
     return {"sources": found} if found else {}
-
-
-def _perplexity(bits: Optional[float]) -> Optional[float]:
-    """None where there are no bits, or so many that no float holds it."""
-    return None if bits is None or bits >= sys.float_info.max_exp else 2.0**bits
 
 
 def _difference(other: DocumentScores, model: DocumentScores, options: EvalOptions) -> dict[str, Any]:
