@@ -305,6 +305,15 @@ KEEPING = {
     "an array": (lambda net, owner: torch.tensor(net.array), lambda net, p, o: net.array.__iadd__(1)),
     "a table of lists": (lambda net, owner: torch.tensor(net.table_of["a"]), lambda n, p, o: n.table_of["a"].append(1)),
     "a name that is new": (lambda net, owner: torch.tensor(hasattr(net, "new")), lambda n, p, o: setattr(n, "new", 1)),
+    "a frozen weight": (lambda net, owner: net.teacher.weight, lambda net, p, o: net.teacher.weight.data.mul_(0.5)),
+    "a frozen weight with other data": (
+        lambda net, owner: net.teacher.weight,
+        lambda net, p, o: setattr(net.teacher.weight, "data", net.teacher.weight / 2),
+    ),
+    "several frozen weights": (
+        lambda net, owner: net.teacher.bias,
+        lambda net, p, o: torch._foreach_mul_(list(net.teacher.parameters()), 0.5),
+    ),
     "a loss that the trainer holds": (lambda net, owner: owner.own.center, lambda net, p, o: net.of_owner(o)),
 }
 
@@ -320,7 +329,7 @@ def test_asking_puts_back_what_a_loss_keeps(what):
     model, owner = Net(loss), types.SimpleNamespace(own=Center())
     model.kept, model.queue, model.array = torch.zeros(8), deque([torch.zeros(8)], maxlen=9), np.zeros(2)
     model.table_of = defaultdict(list, a=[1])
-    model.of_owner = lambda logits: owner.own(logits)
+    model.of_owner, model.teacher = lambda logits: owner.own(logits), nn.Linear(2, 2).requires_grad_(False)
     before, tensor, queue = kept(model, owner).clone(), model.kept, model.queue
     assert ask(loss, classes(), model=model, owner=owner) is not None
     assert torch.equal(kept(model, owner), before) and model.kept is tensor and model.queue is queue

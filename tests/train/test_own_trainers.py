@@ -399,6 +399,50 @@ def test_a_step_that_is_the_stock_one_is_cut_from_the_second_on(tmp_path, step, 
     assert "training_step" not in caplog.text
 
 
+class Taught(Trainer):
+    """With a teacher that follows the model as a moving average, once per batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher = tiny.llama().requires_grad_(False)
+
+    def follow(self) -> None:
+        for old, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            old.data.mul_(0.5).add_(new.data, alpha=0.5)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        with torch.no_grad():
+            taught = self.teacher(**inputs).logits
+        learned = inputs["labels"] != -100
+        distance = (outputs.logits - taught).square().mean(-1)[learned].sum() / num_items_in_batch
+        return outputs.loss * 0.0 + distance + outputs.logits[learned].square().sum() / num_items_in_batch
+
+
+class FollowsInStep(Taught):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.follow()
+        return loss
+
+
+class FollowsInLoss(Taught):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.follow()
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "who"), [(FollowsInStep, "training_step of FollowsInStep"), (FollowsInLoss, "the model or its loss")]
+)
+def test_a_teacher_follows_once_per_batch(tmp_path, kind, who, caplog):
+    expected, found = run(kind, tmp_path / "stock"), run(with_loops(kind), tmp_path / "ours", memory=CUT)
+    assert f"{who} writes to weights that the optimizer does not train" in caplog.text
+    assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
+    followed = zip(found.teacher.parameters(), expected.teacher.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in followed)
+
+
 def test_a_step_that_begins_to_do_more_ends_cutting_with_a_word(tmp_path):
     def later(trainer, model, inputs, num_items_in_batch=None):
         step = goes_back_twice if trainer.state.global_step >= 3 else counts

@@ -6,6 +6,7 @@ trials.py       every other loss: a few rows together and alone, in training mod
 measuring.py    what is compared: the loss of some rows and its gradient, and how wholes follow from parts
 audit.py        while training: a real batch as a whole against the sum over its micro-batches
 no_trace.py     what asking changes is put back
+frozen_weights.py  weights that no optimizer moves: who writes to them, and what they were before
 analysis.py     one trainer's: when to ask again, when to audit, what to say
 """
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scu_trainer.data.random_states import put_back
+from scu_trainer.train.loss.analysis.frozen_weights import WrittenWeights, frozen_weights
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
 from scu_trainer.train.step.recovery.snapshot import (
     OF_DATA,
@@ -35,10 +36,10 @@ MOST_BYTES = 64 * 2**20
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[None]:
-    """Afterwards these are as before: modes of modules, buffers, attributes and the contents of those that are tensors
-    or containers, RNG of torch on every device, of Python and of numpy. Of ``model``, of its ``owner``, and of the
-    losses that either holds.
+def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[Optional[WrittenWeights]]:
+    """Afterwards these are as before: modes of modules, buffers, frozen weights, attributes and the contents of those
+    that are tensors or containers, RNG of torch on every device, of Python and of numpy. Of ``model``, of its
+    ``owner``, and of the losses that either holds. Gives what knows whether frozen weights are written to, if they may.
 
     Inside modules are in evaluation mode; with ``training`` in the mode that they have.
     """
@@ -49,11 +50,16 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
     # A hook may read what a loss has set on its trainer before; a counter that began inside goes.
     attributes = [_attributes(holder, keeps_new=holder is owner) for holder in holders]
     random_states = generators({str(p.device) for p in model.parameters()})
+    frozen = frozen_weights(model, owner)
+    written = WrittenWeights(frozen) if frozen else None
     if not training:
         model.eval()
     try:
-        yield
+        with written or contextlib.nullcontext():
+            yield written
     finally:
+        if written is not None:
+            written.put_back()
         for module, was_training in modes:
             module.training = was_training
         _put_back(buffers)

@@ -14,6 +14,7 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.exchange import exchange_in
+from scu_trainer.train.loss.analysis.frozen_weights import WRITES, WrittenWeights, frozen_weights
 from scu_trainer.train.loss.rows.model_loss import Measured, has_sharded_weights, own_between
 from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 
@@ -51,13 +52,15 @@ class OwnStep:
             yield
             return
         trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer, thorough=not self.is_seen)
+        written = WrittenWeights(frozen_weights(trainer.model, trainer))
         with (
+            contextlib.nullcontext() if self.is_seen else written,
             replaced(trainer, "_prepare_inputs", watch.preparing(trainer._prepare_inputs)),
             replaced(trainer, "compute_loss", watch.asking(trainer.compute_loss)),
             replaced(trainer.accelerator, "backward", watch.going_back(trainer.accelerator.backward)),
         ):
             yield
-        self.is_seen, self.deviation = True, watch.deviation()
+        self.is_seen, self.deviation = True, watch.deviation() or (WRITES if written.are_written else None)
 
 
 class _Watch:
@@ -136,7 +139,7 @@ class _Watch:
         if type(node).__name__ != "DivBackward0" or node.next_functions[0][0] is not loss:
             return False
         divisor = node._saved_other
-        return divisor.device.type == "cpu" and float(divisor) == self._trainer.current_gradient_accumulation_steps
+        return divisor.device.type == "cpu" and divisor.tolist() == self._trainer.current_gradient_accumulation_steps
 
 
 def _seen(inputs: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from scu_trainer.train.loss.analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
+from scu_trainer.train.loss.analysis.frozen_weights import WRITES
 from scu_trainer.train.loss.analysis.measuring import (
     FEW_ITEMS,
     LossOf,
@@ -69,13 +70,15 @@ def analyze(
         return None
     mixing = mixing_modules(model) if training else None
     precision = tolerance(model, low_precision)
-    with untouched(model, owner, training), measured_weights(model) as weights:
+    with untouched(model, owner, training) as written, measured_weights(model) as weights:
         if mixing:  # what else the loss does shows where the modules that are known to mix rows do not
             for module in filter(is_batch_norm, model.modules()):
                 module.eval()
         meter = Meter(loss_of, num_items, model, weights)
         trial = _Trial(meter, precision, batches, rows, pad_token_id, shifts, is_public)
         reduction = _try_beginnings(trial) or _try_rows(trial)
+        if reduction and written is not None and written.are_written:
+            return replace(reduction, mixes=f"the model or its loss {WRITES}")
     return replace(reduction, mixes=f"rows affect each other through {mixing}") if mixing and reduction else reduction
 
 

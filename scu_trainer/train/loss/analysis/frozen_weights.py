@@ -1,0 +1,81 @@
+"""Weights that no optimizer moves, but code of somebody's own may: a teacher that is an average of the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, has_sharded_weights
+
+WRITES = "writes to weights that the optimizer does not train (a teacher?), which must happen once per batch"
+
+
+class WrittenWeights(TorchDispatchMode):
+    """Inside, of ``weights`` that are written to their values of before are kept: copies of all would not fit beside a
+    large model with adapters. Operations are looked at and not versions, as ``.data`` writes without counting."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._weights = [(weight, weight.detach(), weight._version) for weight in weights]
+        self._places: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for _, values, _ in self._weights:
+            self._places[values.untyped_storage().data_ptr()].append(values)
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in _written(func, args, kwargs or {}):
+            place = tensor.untyped_storage().data_ptr()
+            if place in self._places and place not in self._kept:
+                self._kept[place] = [values.clone() for values in self._places[place]]
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def are_written(self) -> bool:
+        """Also outside of this mode, where that shows."""
+        moved = any(w._version != version or w.data_ptr() != values.data_ptr() for w, values, version in self._weights)
+        return moved or bool(self._kept)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """What was kept. By ``data``: a backward may still need these weights, with the values of before."""
+        for weight, values, _ in self._weights:
+            if weight.data_ptr() != values.data_ptr():
+                weight.data = values
+        for place, copies in self._kept.items():
+            for values, copy in zip(self._places[place], copies, strict=True):
+                values.data.copy_(copy)
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    schema = getattr(func, "_schema", None)  # what higher operators run comes here by itself
+    if schema is None or not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                    yield tensor
+
+
+def frozen_weights(model: nn.Module, owner: Any = None) -> list[torch.Tensor]:
+    """Of ``model`` and of modules that its trainer ``owner`` holds beside it. None where all code is public."""
+    kinds = {type(module) for module in model.modules()}.union(() if owner is None else type(owner).__mro__)
+    own_loss = getattr(owner, "compute_loss_func", None) is not None
+    if has_sharded_weights(model) or not (own_loss or any(not comes_from(kind, *PUBLIC) for kind in kinds)):
+        return []
+    beside = [one for one in vars(owner).values() if isinstance(one, nn.Module)] if owner is not None else []
+    trained = {p for p in model.parameters() if p.requires_grad}
+    found = dict.fromkeys(p for one in (model, *beside) for p in one.parameters() if p not in trained)
+    return [p for p in found if type(p) is nn.Parameter and p.is_floating_point() and _has_values(p)]
+
+
+def _has_values(weight: torch.Tensor) -> bool:
+    return not weight.is_meta and weight.layout is torch.strided and not weight.is_inference()
