@@ -342,6 +342,11 @@ def opened(output_dir: str, name: str, step: int) -> History:
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     history = History(Path(output_dir) / name)
     dropped = history.truncate_after(step)
-    if dropped:
+    if dropped and step == 0:
+        logger.warning(
+            "removed the %d rows of %s in %s, which are of an earlier training: this one writes its own. To keep both, "
+            "give each an output_dir of its own", dropped, name, output_dir,
+        )  # fmt: skip
+    elif dropped:
         logger.info("removed %d rows of %s after step %d: this run writes its own", dropped, name, step)
     return history

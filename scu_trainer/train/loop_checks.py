@@ -110,6 +110,15 @@ def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
             )  # fmt: skip
 
 
+def tell_of_no_step(trainer: Any) -> None:
+    """Of a run that is resumed where it ended: whoever resumes it expects steps, and the stock Trainer may add one."""
+    state, ended = trainer.state, next((loop for loop in trainer.loops if loop.is_over), None)
+    why = "which was its last; to train on, raise max_steps or num_train_epochs"
+    if state.global_step < state.max_steps and ended is not None:
+        why = f"where {called(ended)} had ended it; to train on, resume without that loop"
+    logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
+
+
 def _saves_nothing(loop: Loop) -> bool:
     return loop.state_file is None and type(loop).save_state is Loop.save_state
 

@@ -45,6 +45,7 @@ from scu_trainer.train.loop_checks import (
     require_settings,
     row_of,
     tell_of_left_out,
+    tell_of_no_step,
     tell_of_unused,
 )
 from scu_trainer.train.loops import difficulty_of, make_loops
@@ -301,6 +302,8 @@ class SCUTrainer(Trainer):
         for loop in self.loops if resume_from_checkpoint is not None else ():
             found = loop.resume_position(resume_from_checkpoint, position)
             position = returned(loop, "resume_position", found)
+        if resume_from_checkpoint is not None and not self.is_stock and self.is_over and self.is_world_process_zero():
+            tell_of_no_step(self)
         return position
 
     @property

@@ -162,9 +162,10 @@ def counted(trainer) -> tuple[float, ...]:
     return loop.statistics.windows, curriculum.rows_trained, regularizer.progress.tokens_seen
 
 
-def test_the_second_training_has_its_own_statistics(tmp_path):
+def test_the_second_training_has_its_own_statistics(tmp_path, caplog):
     trainer = made(tmp_path, **LOOPS)
     trainer.train()
+    assert "of an earlier training" not in caplog.text
     start = weights_of(llama())
     firsts = counted(trainer)
     trainer.train()
@@ -172,6 +173,8 @@ def test_the_second_training_has_its_own_statistics(tmp_path):
         "lambda decays weights toward where the first training began"
     )
     assert counted(trainer) == firsts
+    said = f"removed the 6 rows of scu_history.json in {tmp_path}, which are of an earlier training"
+    assert any(said in row.getMessage() for row in caplog.records if row.levelname == "WARNING")
     rows = read_rows(tmp_path / "scu_history.json")
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert rows[-1]["tokens"] == firsts[2]
@@ -262,3 +265,15 @@ def test_resumed_in_the_process_that_trained_it_is_resumed_in_a_fresh_one(tmp_pa
     for part, expected in everything(fresh).items():
         assert everything(first)[part] == expected, part
     assert everything(first)["weights"] == uninterrupted["weights"]
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 6}, {"max_steps": -1, "num_train_epochs": 1}])
+def test_a_resume_where_the_run_ended_says_that_no_step_is_trained(tmp_path, length, caplog):
+    length |= {"save_strategy": "steps", "save_steps": 1, "memory": MemorySettings()}
+    whole = made(tmp_path, **length)
+    last = whole.train().global_step
+    assert "no step is trained" not in caplog.text
+    again = made(tmp_path, model=llama(seed=5), **length)
+    assert again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{last}")).global_step == last
+    assert f"no step is trained: the run resumes from step {last}, which was its last; to train on" in caplog.text
+    assert same(weights_of(again.model), weights_of(whole.model))
