@@ -277,3 +277,18 @@ def test_a_resume_where_the_run_ended_says_that_no_step_is_trained(tmp_path, len
     assert again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{last}")).global_step == last
     assert f"no step is trained: the run resumes from step {last}, which was its last; to train on" in caplog.text
     assert same(weights_of(again.model), weights_of(whole.model))
+
+
+@pytest.mark.parametrize("loops", [{}, {"memory": MemorySettings()}], ids=["off", "memory"])
+def test_a_resume_with_other_batches_says_what_that_means_for_the_epoch(tmp_path, loops, caplog):
+    common = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, **loops}
+    made(tmp_path, **common).train()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    made(tmp_path, **common).train(resume_from_checkpoint=checkpoint)
+    assert "changed since" not in caplog.text
+    made(tmp_path, **common | {"gradient_accumulation_steps": 1}).train(resume_from_checkpoint=checkpoint)
+    said = [row.getMessage() for row in caplog.records if "changed since" in row.getMessage()]
+    assert said == [
+        "changed since checkpoint-2: gradient_accumulation_steps was 2, now 1: the rows of this epoch come in another "
+        "order, so some are seen twice or not at all"
+    ]

@@ -8,14 +8,19 @@ says the consequence.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from transformers import TrainingArguments
+
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.checkpoints.selection import content_of
+
+logger = logging.getLogger("scu_trainer")
 
 HARMLESS = frozenset(
     "output_dir run_name resume resume_from_checkpoint weights_only allow_pickle preflight grace_period_s divergence "
@@ -81,6 +86,18 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
         return manifest
     description = checkpoint.parent / "training_config.json"
     return sound(content_of(description)) or manifest
+
+
+def order_of(arguments: TrainingArguments) -> dict[str, Any]:
+    """What decides which rows a step gets: the part of a description that a trainer without a command can give."""
+    names = sorted(ORDER)
+    return {"configuration": {name: getattr(arguments, name) for name in names}, "world_size": arguments.world_size}
+
+
+def tell_of_other_order(checkpoint: Path, arguments: TrainingArguments) -> None:
+    """The stock Trainer counts the position in an epoch in steps, whatever a step was made of."""
+    for change in changes(facts_of(checkpoint), {**order_of(arguments), "data": {}}):
+        logger.warning("changed since %s: %s", checkpoint.name, change.line)
 
 
 def sound(facts: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from scu_trainer.errors import StorageError
 from scu_trainer.run_files import free_bytes, readable
 from scu_trainer.safe_paths import remove_inside
 from scu_trainer.train.checkpoints import format as files
+from scu_trainer.train.checkpoints.compatibility import order_of
 
 logger = logging.getLogger("scu_trainer")
 
@@ -31,8 +32,8 @@ ROOM = 1.05
 class CheckpointWriter:
     """Writes the checkpoints of one trainer.
 
-    facts: what every manifest says of its run beside the step. before: called before anything is written.
-    notices: one line per checkpoint that could not be written.
+    facts: what every manifest says of its run beside the step; empty where no command has started it. before: called
+    before anything is written. notices: one line per checkpoint that could not be written.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -135,7 +136,8 @@ class CheckpointWriter:
 
     def _publish(self, staged: Path, final: Path) -> None:
         states = {loop.state_file: type(loop).__name__ for loop in self.trainer.loops if loop.state_file is not None}
-        files.seal(staged, {"step": self.trainer.state.global_step, "loops": states, **self.facts})
+        facts = self.facts or order_of(self.trainer.args)
+        files.seal(staged, {"step": self.trainer.state.global_step, "loops": states, **facts})
         files.publish(staged, final)
 
     def _name_best(self, final: Path, staged: Path) -> None:
