@@ -443,6 +443,27 @@ def test_a_teacher_follows_once_per_batch(tmp_path, kind, who, caplog):
     assert all(torch.equal(one, other) for one, other in followed)
 
 
+class Grows(Trainer):
+    """A term whose weight grows with the calls."""
+
+    calls = tokens = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.calls, self.tokens = self.calls + 1, self.tokens + inputs["input_ids"].numel()
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = outputs.loss * (1 + max(0, self.calls - 100))
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("rows", [tiny.UnevenRows(32), tiny.Rows(32)])
+def test_a_counter_of_calls_is_named_where_batches_are_cut(tmp_path, rows, caplog):
+    memory = CUT if isinstance(rows, tiny.UnevenRows) else MemorySettings()
+    run(with_loops(Grows), tmp_path, rows={"train_dataset": rows, "data_collator": tiny.pad}, memory=memory)
+    said = [row.getMessage() for row in caplog.records if "counts micro-batches" in row.getMessage()]
+    assert len(said) == isinstance(rows, tiny.UnevenRows)
+    assert all(text.startswith("calls of Grows counts micro-batches (") for text in said)
+
+
 def test_a_step_that_begins_to_do_more_ends_cutting_with_a_word(tmp_path):
     def later(trainer, model, inputs, num_items_in_batch=None):
         step = goes_back_twice if trainer.state.global_step >= 3 else counts

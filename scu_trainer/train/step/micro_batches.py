@@ -23,6 +23,7 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
+from scu_trainer.train.loss.analysis.own_step import CallCounters
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, counting_owner, learns_prompts, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
@@ -103,6 +104,7 @@ class MicroBatchStep:
             self.ranks.drop_gradients,
             (counting, counting_owner(self.trainer)),
         )
+        self._counters = CallCounters([*counting, self.trainer])
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         self._wants_few_sizes = wants_few_sizes(self.trainer)
         self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, self._wants_few_sizes)
@@ -213,7 +215,9 @@ class MicroBatchStep:
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
                 window, micro_batches = self._audited(window, self._begin(window), num_items)
+                before = self._counters.counts()
                 done = self._work_off(micro_batches, model, window, num_items)
+                self._counters.tell(before, len(done), len(raw))
             except OutOfMemory as error:
                 if self.analysis.own_step.exchange is not None:  # the others wait inside the loss, and not here
                     raise

@@ -7,7 +7,8 @@ loss that is added. It is watched instead, the first time on whole batches, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -15,8 +16,15 @@ from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.frozen_weights import WRITES, WrittenWeights, frozen_weights
-from scu_trainer.train.loss.rows.model_loss import Measured, has_sharded_weights, own_between
+from scu_trainer.train.loss.rows.model_loss import PUBLIC, Measured, comes_from, has_sharded_weights, own_between
 from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
+
+logger = logging.getLogger("scu_trainer")
+
+LOOKS = 3
+"""Windows with cut batches in which counters are looked for: to walk through attributes takes time in small steps."""
+
+Counts = dict[tuple[str, str], int]
 
 
 class OwnStep:
@@ -140,6 +148,47 @@ class _Watch:
             return False
         divisor = node._saved_other
         return divisor.device.type == "cpu" and divisor.tolist() == self._trainer.current_gradient_accumulation_steps
+
+
+class CallCounters:
+    """What goes up by one per call, of which cut batches make others than the stock loop. ``holders``: modules and
+    trainers, of which those with code of somebody's own may count."""
+
+    def __init__(self, holders: Collection[Any]) -> None:
+        self._holders = [one for one in holders if _own_name(one)]
+        self._left = LOOKS
+
+    def counts(self) -> Counts:
+        """As they are now; none where nobody looks any more."""
+        if not self._left:
+            return {}
+        return {
+            (_own_name(one), name): value
+            for one in self._holders
+            for name, value in vars(one).items()
+            if type(value) is int
+        }
+
+    def tell(self, before: Counts, micro_batches: int, batches: int) -> None:
+        """Of what has counted ``micro_batches`` since ``before``, where the stock loop runs ``batches``."""
+        if not before or micro_batches == batches:
+            return
+        now = self.counts()
+        self._left -= 1
+        found = [key for key, count in before.items() if now.get(key) == count + micro_batches]
+        if found:
+            self._left = 0
+            logger.warning(
+                "%s counts micro-batches (%d in a step), where the stock loop counts batches (%d): a loss that depends "
+                "on it, such as one with a weight that grows, changes at other steps; use the trainer's "
+                "state.global_step",
+                ", ".join(f"{name} of {owner}" for owner, name in found), micro_batches, batches,
+            )  # fmt: skip
+
+
+def _own_name(one: Any) -> str:
+    """Of the class that is somebody's own; empty where there is none."""
+    return next((kind.__name__ for kind in type(one).__mro__ if not comes_from(kind, *PUBLIC)), "")
 
 
 def _seen(inputs: Any) -> Any:
