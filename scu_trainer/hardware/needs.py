@@ -86,6 +86,8 @@ def _packages(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "images", "task: image-classification"
     if str(values.get("attn_implementation")) == f"{FLASH}_2":
         yield "flash-attn", f"attn_implementation: {FLASH}_2"
+    if values.get("use_liger_kernel"):
+        yield "liger-kernel", "use_liger_kernel: true"
     reporters = values.get("report_to") or ()
     for name in [reporters] if isinstance(reporters, str) else reporters:
         if name in REPORTERS:
@@ -106,5 +108,7 @@ def _gpu(values: Mapping[str, Any]) -> Iterator[str]:
         yield "fp16: true"
     if values.get("mixed_precision") == "fp16":
         yield "mixed_precision: fp16"
+    if values.get("use_liger_kernel"):
+        yield "use_liger_kernel: true"
     if values.get("preset") == "gpu":
         yield "preset: gpu"

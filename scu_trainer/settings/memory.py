@@ -131,6 +131,16 @@ class MemorySettings:
         """False with memory control and splitting off; None: where the model can do it."""
         return self.padding_free if self.acts else False
 
+    def most_logical_rows(self, nominal_rows: int) -> int:
+        """With ``batch_mode: logical``, of a device whose batch has ``nominal_rows``."""
+        rows = self.max_batch_size or nominal_rows
+        require(
+            rows <= nominal_rows,
+            f"max_batch_size {rows} exceeds per_device_train_batch_size {nominal_rows}, which batch_mode: logical "
+            "starts from and never exceeds; raise per_device_train_batch_size",
+        )
+        return rows
+
     @property
     def headroom_share(self) -> Optional[float]:
         """Share of the limit that stays free; None where it is given in GiB."""

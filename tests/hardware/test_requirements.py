@@ -160,6 +160,10 @@ APPLE = Accelerator("mps", 0, "Apple", 16 * GIB, 9 * GIB)
                 "cuda": ("attn_implementation: flash_attention_2",),
             },
         ),
+        (
+            {"use_liger_kernel": True},
+            {"packages": {"liger-kernel": "use_liger_kernel: true"}, "gpu": ("use_liger_kernel: true",)},
+        ),
         ({"tf32": True, "max_gpu_mem": "4GB"}, {"cuda": ("tf32: true", "max_gpu_mem: 4GB"), "gpu": ()}),
         ({"fp16": True, "preset": "gpu"}, {"gpu": ("fp16: true", "preset: gpu"), "cuda": ()}),
         ({"mixed_precision": "fp16", "use_cpu": True}, {"gpu": ("mixed_precision: fp16",), "use_cpu": True}),

@@ -345,8 +345,16 @@ MISTAKES = (
         "finds-batch-size",
         "sentence-transformers#3145",
         "auto_find_batch_size, which starts the steps over",
-        lambda b: {"auto_find_batch_size": "true"},
+        lambda b: {"auto_find_batch_size": "true", "memory_control": "false"},
         "restarts-on-out-of-memory",
+    ),
+    Mistake(
+        "finds-batch-size-twice",
+        "common",
+        "the same beside memory control",
+        lambda b: {"auto_find_batch_size": "true"},
+        "memory control fits the requested batch into memory",
+        refused=True,
     ),
     Mistake(
         "grouped-by-length",

@@ -14,7 +14,9 @@ import torch
 from scu_trainer.cli import configuration
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
 from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.errors import RequirementError, UserError
 from scu_trainer.models.loading.dispatch import Free
+from scu_trainer.train.job import checks
 from scu_trainer.train.preflight import (
     CHECKS,
     before_training,
@@ -81,6 +83,28 @@ def token_rows(*documents: list[int], learned=None) -> datasets.Dataset:
 def test_every_check_is_tried():
     plans = {"plan-of-steps", "plan-of-rows"}
     assert {mistake.expected for mistake in MISTAKES if not mistake.refused} | DIRECTLY | plans == set(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--auto_find_batch_size", "true"], "set auto_find_batch_size: false"),
+        (["--optim", "galore_adamw_layerwise", "--optim_target_modules", "all-linear"], "during backward"),
+        (["--batch_mode", "logical", "--max_batch_size", "64"], "64 exceeds per_device_train_batch_size 8"),
+        (["--spike_guard", "skip", "--deepspeed", "zero2"], "spike_guard: off, or drop DeepSpeed"),
+        (["--use_liger_kernel", "true"], "use_liger_kernel has kernels for GPUs only"),
+    ],
+    ids=lambda value: value[0].strip("-") if isinstance(value, list) else "",
+)
+def test_what_training_refuses_by_its_settings_is_refused_before_anything_is_loaded(words, text):
+    with pytest.raises(UserError, match=text):
+        job_of(*words).check()
+
+
+def test_without_its_package_liger_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(checks, "installed_version", lambda name: None)
+    with pytest.raises(RequirementError, match="pip install liger-kernel"):
+        checks._check_liger(SimpleNamespace(use_liger_kernel=True), "cuda")
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

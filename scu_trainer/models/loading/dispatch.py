@@ -125,7 +125,7 @@ def check_limits(settings: ModelSettings, memory: MemorySettings, gpus: int) -> 
     given = [name for name in LIMITS if getattr(memory, name) is not None]
     require(
         settings.device_map is not None or not given,
-        f"{', '.join(given)} limit what device_map may use, and it is not set; add device_map: auto",
+        f"{', '.join(given)}: limits of what device_map may use, and it is not set; add device_map: auto",
     )
     if memory.max_gpu_mem is not None and gpus == 0:
         raise RequirementError(

@@ -8,8 +8,9 @@ import torch
 from transformers import TrainingArguments
 
 from scu_trainer.data.sources import require_there
-from scu_trainer.errors import nearest
+from scu_trainer.errors import RequirementError, nearest
 from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC, check_optimizer, keeps_small_steps
+from scu_trainer.hardware.probe import installed_version
 from scu_trainer.models.loading.names import check_source
 from scu_trainer.settings import (
     CurriculumSettings,
@@ -24,6 +25,7 @@ from scu_trainer.settings.mixture import is_same_dataset
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule
 from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed, zero_stage
+from scu_trainer.train.step.distributed.launchers import refuse_fields
 
 
 def check_evaluation(
@@ -93,6 +95,7 @@ def _check_pairs(training: TrainingArguments) -> None:
 def check_training_optimizer(training: TrainingArguments, model: ModelSettings) -> None:
     """On the device that training uses, and for the type of the weights."""
     optim, device = plain(training.optim), training.device
+    _check_liger(training, device.type)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     zero = getattr(training, "hf_deepspeed_config", None)
     _check_loraplus(optim, training, model)
@@ -110,6 +113,15 @@ def check_training_optimizer(training: TrainingArguments, model: ModelSettings) 
     )
 
 
+def _check_liger(training: TrainingArguments, device_type: str) -> None:
+    """The stock Trainer asks for the package when training begins."""
+    if not training.use_liger_kernel:
+        return
+    require(device_type != "cpu", "use_liger_kernel has kernels for GPUs only, and this run is on a CPU; drop it")
+    if installed_version("liger-kernel") is None:
+        raise RequirementError("use_liger_kernel needs liger-kernel, not installed here (pip install liger-kernel)")
+
+
 def _check_loraplus(optim: str, training: TrainingArguments, model: ModelSettings) -> None:
     """Two learning rates are made before anything shards the model, and need an optimizer that only groups."""
     if model.loraplus_lr_ratio is None:
@@ -123,7 +135,11 @@ def _check_loraplus(optim: str, training: TrainingArguments, model: ModelSetting
 
 
 def check_memory(training: TrainingArguments, memory: MemorySettings) -> None:
-    """Bounds of a micro-batch against the rows that there are."""
+    """What micro-batches cannot go with, and their bounds against the rows that there are."""
+    if memory.acts:
+        refuse_fields(training)
+    if memory.batch_mode == "logical":
+        memory.most_logical_rows(training.per_device_train_batch_size)
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
     lowest = memory.min_batch_size
     require(

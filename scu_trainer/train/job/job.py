@@ -43,6 +43,7 @@ from scu_trainer.train.job.checks import (
 )
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.source import Source
+from scu_trainer.train.loops.guard.spikes import check_spike_guard
 from scu_trainer.train.loops.weight_average import check_schedule_free
 from scu_trainer.train.run_directory.resume import check_resumable
 from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed
@@ -156,6 +157,8 @@ class Job:
         check_efficiency(self.efficiency, training)
         check_schedule_free(training, self.regularization, self.efficiency)
         check_safety(self.safety, training)
+        if self.safety.spike_guard != "off":
+            check_spike_guard(uses_deepspeed(training))
         check_retention(self.retention, self.regularization, self.memory, self.curriculum)
         self.kind.check(self)
         if self.data.eval_dataset is not None:  # read last, after all of the training data, and so is the anchor

@@ -17,7 +17,7 @@ FINDS_BATCH_SIZE = Check(
     "warning",
     "auto_find_batch_size starts the steps over after an out-of-memory, with the weights trained so far: samples are "
     "repeated or never seen",
-    "drop it: memory_control recovers without",
+    "drop it: memory_control: true recovers without",
 )
 GROUPS_BY_LENGTH = Check(
     "batches-grouped-by-length",

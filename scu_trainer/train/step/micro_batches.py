@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Optional
 import torch
 from transformers import Trainer
 
-from scu_trainer.errors import ControlError, OutOfMemory, SettingsError
+from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.loss.analysis.own_step import CallCounters
@@ -65,14 +65,7 @@ class MicroBatchStep:
         self._guard: Optional[OptimizerGuard] = None
         self._logical_rows: Optional[int] = None
         if settings.batch_mode == "logical":
-            rows = settings.max_batch_size or trainer.args.per_device_train_batch_size
-            if rows > trainer.args.per_device_train_batch_size:
-                raise SettingsError(
-                    f"max_batch_size {rows} exceeds per_device_train_batch_size "
-                    f"{trainer.args.per_device_train_batch_size}, which batch_mode: logical starts from and never "
-                    "exceeds; raise per_device_train_batch_size"
-                )
-            self._logical_rows = rows
+            self._logical_rows = settings.most_logical_rows(trainer.args.per_device_train_batch_size)
         self.reset()
         self._prefetched: Sequence[Any] = ()
         self._losses: deque[torch.Tensor] = deque()

@@ -23,6 +23,14 @@ logger = logging.getLogger("scu_trainer")
 SAID = {"loss": "the loss", "gradient": "the gradient's norm"}
 
 
+def check_spike_guard(is_deepspeed: bool) -> None:
+    require(
+        not is_deepspeed,
+        "spike_guard: skip has to undo a step before the optimizer runs, but DeepSpeed's engine runs the optimizer "
+        "itself; set spike_guard: off, or drop DeepSpeed",
+    )
+
+
 class SpikeWatch:
     """Of one training. Raises SettingsError where a step could not be taken back.
 
@@ -30,11 +38,7 @@ class SpikeWatch:
     """
 
     def __init__(self, trainer: Trainer, settings: SafetySettings) -> None:
-        require(
-            not trainer.is_deepspeed_enabled,
-            "spike_guard: skip has to undo a step before the optimizer runs, but DeepSpeed's engine runs the "
-            "optimizer itself; set spike_guard: off, or drop DeepSpeed",
-        )
+        check_spike_guard(trainer.is_deepspeed_enabled)
         self.trainer, self._law = trainer, control.SpikeConfig(threshold=settings.spike_threshold)
         self.begin()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainingArguments
 
 from scu_trainer.errors import ControlError
 from scu_trainer.settings.base import plain
@@ -39,6 +40,18 @@ def ranks_for(trainer) -> Ranks:
 def refuse_arguments(trainer) -> None:
     """Raise ControlError for training arguments that memory control cannot work with; needs no wrapped model."""
     args = trainer.args
+    refuse_fields(args)
+    _refuse_split_models(trainer)
+    if is_fsdp(trainer) and args.gradient_accumulation_steps > 1:
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        raise ControlError(
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps} under FSDP; memory control cuts "
+            f"batches itself: set gradient_accumulation_steps: 1 and per_device_train_batch_size: {rows}, or {OFF}"
+        )
+
+
+def refuse_fields(args: TrainingArguments) -> None:
+    """Of these, what needs no trainer to be seen."""
     if args.n_gpu > 1:
         raise ControlError(
             f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts batches by itself; start one process per "
@@ -54,13 +67,6 @@ def refuse_arguments(trainer) -> None:
         raise ControlError(
             f"optim {optimizer} changes weights during backward, where no micro-batch can be undone; use an "
             f"optimizer with a separate step (adamw_torch, galore_adamw, apollo_adamw, ...), or {OFF}"
-        )
-    _refuse_split_models(trainer)
-    if is_fsdp(trainer) and args.gradient_accumulation_steps > 1:
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        raise ControlError(
-            f"gradient_accumulation_steps is {args.gradient_accumulation_steps} under FSDP; memory control cuts "
-            f"batches itself: set gradient_accumulation_steps: 1 and per_device_train_batch_size: {rows}, or {OFF}"
         )
 
 
