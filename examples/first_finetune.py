@@ -40,6 +40,7 @@ job = {
     "num_train_epochs": 30,
     "per_device_train_batch_size": 4,
     "learning_rate": 5e-3,
+    "save_steps": 50,  # what a kill costs at most
     "output_dir": "runs/animals",
 }
 if code := main(["train", *(f"--{name}={value}" for name, value in job.items()), *sys.argv[1:]]):

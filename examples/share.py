@@ -7,6 +7,8 @@ import sys
 
 from scu_trainer.cli.main import main
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 run, repository = sys.argv[1:3]
 sys.exit(
     main(["merge", run, "--output", f"{run}-merged"])

@@ -9,6 +9,8 @@ from scu_trainer.settings import ModelSettings
 from scu_trainer.talk.answers import AnswerSettings, stream
 from scu_trainer.talk.model import loaded
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 run, question = sys.argv[1], " ".join(sys.argv[2:]) or "What does the duck say?"
 talker = loaded(run, ModelSettings(model_name_or_path=run))
 prompt = talker.encoded([{"role": "user", "content": question}])

@@ -91,6 +91,13 @@ def test_an_example_runs(name, model, run, tmp_path, monkeypatch, capfd):
     assert said in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["talk", "share"])
+def test_an_example_without_the_run_that_it_needs_says_how_to_call_it(name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(SystemExit, match=f"python examples/{name}.py runs/animals"):
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def tutorials() -> dict:
     return runpy.run_path(str(FOLDER / "write_tutorials.py"))

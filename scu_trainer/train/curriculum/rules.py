@@ -89,7 +89,10 @@ def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading
             f"curriculum {settings.curriculum} weighs rows, and this model's loss is not the sum of its rows' losses "
             f"as far as its logits show (label smoothing and custom losses are not); {advice}"
         )
-    return "difficulty is each row's plain loss computed from its logits; the trained loss has other parts as well"
+    return (
+        "the difficulty of a row is its plain loss, from the logits; the trained loss has other parts as well (such as "
+        "label smoothing)"
+    )
 
 
 def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:

@@ -52,9 +52,7 @@ class Profile(Loop):
             )
             return
         if left < self.steps:
-            logger.warning(
-                "profile_steps is %d, but only %d steps follow the warm-up: profiling those", self.steps, left
-            )
+            logger.warning("profile_steps is %d, but steps after the warm-up: %d; profiling those", self.steps, left)
         self._folder, self._written, self._ended = Path(args.output_dir) / "logs" / "profile", False, 0
         plan = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=min(self.steps, left), repeat=1)
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
