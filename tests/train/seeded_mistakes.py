@@ -438,6 +438,27 @@ MISTAKES = (
         lambda b: {"eval_strategy": "no", "eval_steps": 5},
         "setting-without-effect",
     ),
+    Mistake(
+        "guards-never",
+        "common",
+        "noise_guard_max_fraction without curriculum: noise_guard",
+        lambda b: {"noise_guard_max_fraction": 0.2},
+        "setting-without-effect",
+    ),
+    Mistake(
+        "headroom-of-nothing",
+        "common",
+        "target_headroom_gb with memory_control: false",
+        lambda b: {"target_headroom_gb": 2, "memory_control": "false"},
+        "setting-without-effect",
+    ),
+    Mistake(
+        "rate-of-no-batch",
+        "common",
+        "batch_size_lr_rule without batch_mode: logical",
+        lambda b: {"batch_size_lr_rule": "linear"},
+        "setting-without-effect",
+    ),
     # -- surroundings --------------------------------------------------------------------------------------------------
     Mistake(
         "no-mlflow",

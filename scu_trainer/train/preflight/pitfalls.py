@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scu_trainer.settings.base import plain
+from scu_trainer.settings.base import changed, plain
+from scu_trainer.settings.curriculum import METHODS
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
@@ -38,6 +39,7 @@ WITHOUT_EFFECT = Check(
     "drop it, or change the other setting",
 )
 
+OF_MEMORY_CONTROL = ("target_headroom_gb", "gc_threshold_gb", "ram_threshold_gb", "pid_kp", "pid_ki", "pid_kd")
 OF_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 
 
@@ -52,6 +54,8 @@ def before_loading(job: Job) -> Iterator[Finding]:
     yield from _idle_adapters(job)
     yield from _idle_numbers(job)
     yield from _idle_clipping(job)
+    yield from _idle_memory(job)
+    yield from _idle_curriculum(job)
 
 
 def _idle_adapters(job: Job) -> Iterator[Finding]:
@@ -76,6 +80,27 @@ def _idle_numbers(job: Job) -> Iterator[Finding]:
     if training.save_total_limit is not None and training.save_total_limit <= 0:
         what = f"save_total_limit is {training.save_total_limit}, which limits nothing: every checkpoint is kept"
         yield WITHOUT_EFFECT.found(what, "save_total_limit", "give 1 or more, or save_strategy: no for no checkpoints")
+
+
+def _idle_memory(job: Job) -> Iterator[Finding]:
+    memory, given = job.memory, changed(job.memory)
+    if memory.batch_mode == "chunk" and "batch_size_lr_rule" in given:
+        what = "batch_size_lr_rule given, and batch_mode is chunk, which never changes the batch of the optimizer"
+        yield WITHOUT_EFFECT.found(what, "batch_size_lr_rule", "drop it, or set batch_mode: logical")
+    idle = [name for name in OF_MEMORY_CONTROL if name in given]
+    if idle and not memory.memory_control:
+        what = f"{', '.join(idle)} given, and memory_control is false"
+        yield WITHOUT_EFFECT.found(what, ", ".join(idle), "drop it, or set memory_control: true")
+
+
+def _idle_curriculum(job: Job) -> Iterator[Finding]:
+    """Fields that begin with the name of a method are of that method."""
+    curriculum = job.curriculum
+    for method in METHODS:
+        idle = [name for name in changed(curriculum) if name.startswith(f"{method}_")]
+        if idle and method not in curriculum.methods:
+            what = f"{', '.join(idle)} given, and curriculum is {curriculum.curriculum}"
+            yield WITHOUT_EFFECT.found(what, ", ".join(idle), f"drop it, or set curriculum: {method}")
 
 
 def _idle_clipping(job: Job) -> Iterator[Finding]:
