@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as evaluate
 from scu_trainer.cli.main import main
+from scu_trainer.cli.publishing import prune
 from scu_trainer.data import store
 from tests.cli.test_train import documents, flags, model_dir
 
@@ -62,8 +64,22 @@ def test_a_classifier_says_its_accuracy(tmp_path, capsys):
     capsys.readouterr()
     assert main(["prune", str(tmp_path / "run"), "--output", str(tmp_path / "small")]) == 0
     printed = capsys.readouterr().out
-    assert "channels 64 to 48 128 to 96 256 to 192 512 to 384" in printed and "held-out accuracy" in printed
+    assert "channels 64 to 48, 128 to 96, 256 to 192, 512 to 384" in printed and "held-out accuracy" in printed
     assert "bytes: 42.7 MiB before, 24.0 MiB after" in printed
+    following = shlex.split(printed.partition("next: scu-trainer train ")[2])
+    assert following[:2] == ["--config", str(tmp_path / "run" / "training_config.json")]
+    assert train.main([*following, "--max_steps", "2"]) == 0  # as classifier, on the images of the run
+
+
+def test_paths_are_said_as_they_are_typed_here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    figures = {"weights": 2, "size_bytes": 8, "bits": 1.0}
+    facts = {"output": str(tmp_path / "small"), "source": str(tmp_path / "run"), "unit": "token", "before": figures}
+    facts |= {"after": figures, "units": {}, "change": {"value": 0.0, "low": 0.0, "high": 0.0}}
+    said = prune.screen(facts, " --dataset my.jsonl")
+    assert said.startswith("pruned: small\n")
+    command = "--dataset my.jsonl --model_name_or_path small --tuning full --teacher run --output_dir small-trained"
+    assert said.endswith(f"next: scu-trainer train {command}")
 
 
 def test_what_cannot_be_pruned_is_refused(model_dir, documents, flags, tmp_path, capsys):

@@ -15,6 +15,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import default_output, require_new, shown, write_new
 from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.hub.facts import run_of
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.run_files import readable, write_json
 from scu_trainer.settings.tasks import TEXT
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
     require_new(output)
     of_data = {name: getattr(typed, name) for name in ("dataset", "block_size") if getattr(typed, name) is not None}
     facts = prune(subject, output, PruneOptions(typed.amount, tuple(typed.units)), of_data, typed.seed)
-    print(json.dumps(facts) if typed.json else screen(facts))
+    print(json.dumps(facts) if typed.json else screen(facts, _job_flags(subject, typed.dataset)))
     return 0
 
 
@@ -99,14 +100,24 @@ def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
         raise DataError(f"{subject.name} belongs to no run, so the data to score it on is unknown; add --dataset NAME")
 
 
-def screen(facts: dict[str, Any]) -> str:
+def _job_flags(subject: Subject, dataset: Optional[str]) -> str:
+    """With which ``train`` has the task and the data of the model."""
+    flags = "" if dataset is None else f" --dataset {shlex.quote(dataset)}"
+    if subject.run is None:
+        return flags if subject.task == TEXT else f" --task {subject.task}{flags}"
+    settings = shown(str(run_of(Path(subject.source)) / "training_config.json"))
+    return f" --config {shlex.quote(settings)}{flags}"
+
+
+def screen(facts: dict[str, Any], job_flags: str) -> str:
     before, after = facts["before"], facts["after"]
-    units = ", ".join(
-        f"{kind} {' '.join(f'{count} to {kept}' for count, kept in sizes)}" for kind, sizes in facts["units"].items()
+    output, source = shown(facts["output"]), shown(facts["source"])
+    units = "; ".join(
+        f"{kind} {', '.join(f'{count} to {kept}' for count, kept in sizes)}" for kind, sizes in facts["units"].items()
     )
     change = facts["change"]
     lines = [
-        f"pruned: {facts['output']}",
+        f"pruned: {output}",
         f"  {units}",
         f"  weights: {before['weights']:,} before, {after['weights']:,} after",
         f"  bytes: {readable(before['size_bytes'])} before, {readable(after['size_bytes'])} after",
@@ -118,8 +129,8 @@ def screen(facts: dict[str, Any]) -> str:
     return "\n".join(
         [
             *lines,
-            f"next: scu-trainer train --model_name_or_path {shlex.quote(facts['output'])} --tuning full --teacher "
-            f"{shlex.quote(facts['source'])}",
+            f"next: scu-trainer train{job_flags} --model_name_or_path {shlex.quote(output)} --tuning full --teacher "
+            f"{shlex.quote(source)} --output_dir {shlex.quote(output + '-trained')}",
         ]
     )
 
