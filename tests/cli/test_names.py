@@ -96,6 +96,8 @@ def test_it_is_said_and_so_it_is_for_a_file(tmp_path):
     assert job.training.num_train_epochs == 2 and job.training.learning_rate == 1e-3 and job.training.bf16
     said = " ".join(job.notes)
     assert "read: lr as learning_rate" in said
+    of_ours = read_job(None, ["--dataset", "cifar100", "--task", "image-classification", "--optim", "muon"]).notes
+    assert "read: dataset: cifar100 as dataset: uoft-cs/cifar100; optim: muon as use_muon: true" in of_ours
     assert f"read in {path}: epochs as num_train_epochs; use_bf16 as mixed_precision: bf16" in said
     assert typed_entries(str(path), ["--lr", "1e-3"]).keys() == {
         "num_train_epochs", "mixed_precision", "seed", "learning_rate",

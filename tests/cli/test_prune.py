@@ -71,7 +71,7 @@ def test_a_classifier_says_its_accuracy(tmp_path, capsys):
     assert train.main([*following, "--max_steps", "2"]) == 0  # as classifier, on the images of the run
 
 
-def test_paths_are_said_as_they_are_typed_here(monkeypatch, tmp_path):
+def test_paths_are_printed_as_one_types_them_here(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     figures = {"weights": 2, "size_bytes": 8, "bits": 1.0}
     facts = {"output": str(tmp_path / "small"), "source": str(tmp_path / "run"), "unit": "token", "before": figures}

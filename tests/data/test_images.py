@@ -9,12 +9,14 @@ import sys
 import zlib
 from pathlib import Path
 
+import datasets
 import numpy
 import PIL.Image
 import pytest
 import torch
 from transformers import ViTImageProcessorPil
 
+from scu_trainer.data.images import tables
 from scu_trainer.data.images.data import evenly_by_class, find_images, natural_size, prepare_images
 from scu_trainer.data.images.embedded import generated
 from scu_trainer.data.images.store import ImageRows, Kind, collate_images, pixel_statistics
@@ -692,3 +694,13 @@ def test_one_colour_has_a_deviation_that_divides(tmp_path):
 def test_natural_size_skips_what_cannot_be_read(pets, tmp_path):
     truncate(pets / "cat" / "0.png")
     assert natural_size(find_images(DataSettings(dataset=str(pets)), ImageSettings(), tmp_path)) == 10
+
+
+@pytest.mark.parametrize("name", ["cifar100", "uoft-cs/cifar100"])
+def test_a_known_dataset_that_cannot_be_reached_is_not_called_unknown(name, tmp_path, monkeypatch):
+    def unreachable(*given, **named):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=f"dataset '{name}' could not be loaded from the Hub: no connection"):
+        tables._load(name, "train", DataSettings(dataset=name), tmp_path)

@@ -440,6 +440,11 @@ def test_an_epoch_of_two_steps_is_enough():
     assert ids(length.before_training(job, iter(()))) == []
 
 
+def test_the_last_step_of_an_epoch_has_its_own_number_of_rows():
+    said, _ = plan._of_steps(6, 8, "8 x 1 accumulated", rows=20)
+    assert said == "6 steps of 8 rows (8 x 1 accumulated; the last step of an epoch has 4), 2.0 epochs of 20 rows"
+
+
 def test_findings_end_without_a_number_of_steps(tmp_path):
     assert before_training(job_of(gradient_accumulation_steps=0), SimpleNamespace(), tmp_path) == []
 

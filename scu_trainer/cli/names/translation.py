@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scu_trainer.cli.names.common import NEEDED
+from scu_trainer.cli.names.common import NEEDED, WORDS
 from scu_trainer.cli.names.meaning import Source
 from scu_trainer.cli.names.tools import ANYWHERE, Key, as_word, is_path, is_word, keys_of, together
 from scu_trainer.errors import SettingsError, nearest
@@ -133,5 +133,6 @@ def _note(key: Key) -> str:
     settings = _set(key)
     if not settings:
         return f"{key.name}: {key.meaning.said}"
+    written = f"{key.name}: {as_word(key.value)}" if key.name in WORDS else key.name  # of ours the value is another one
     said = [name if value == key.value else f"{name}: {as_word(value)}" for name, value in settings.items()]
-    return f"{key.name} as {', '.join(said)}" + (f" ({key.meaning.said})" if key.meaning.said else "")
+    return f"{written} as {', '.join(said)}" + (f" ({key.meaning.said})" if key.meaning.said else "")

@@ -68,10 +68,9 @@ def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
         return datasets.load_dataset(HUB_IDS.get(name, name), config, split=part, cache_dir=str(cache_dir / "datasets"))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         known = (*EMBEDDED_IMAGES, *HUB_IDS)
-        raise DataError(
-            f"dataset {name!r} is none of {', '.join(known)}{nearest(name, known)}, not a folder here, and "
-            f"could not be loaded from the Hub: {error}"
-        ) from error
+        is_known = name in (*HUB_IDS, *HUB_IDS.values())
+        other = "" if is_known else f" is none of {', '.join(known)}{nearest(name, known)}, not a folder here, and"
+        raise DataError(f"dataset {name!r}{other} could not be loaded from the Hub: {error}") from error
 
 
 def _of_table(name: str, table: datasets.Dataset, own: ImageSettings, classes: Sequence[str]) -> ImageSource:

@@ -61,7 +61,7 @@ def _of_steps(steps: int, per_step: int, how: str, rows: Optional[int]) -> tuple
     if per_epoch == 1 and last < per_step:
         what = f"{steps:,} steps of {rows:,} rows, which is all of them: {how} would take {per_step:,}"
     elif last < per_step:
-        what += f", the last of each epoch of {last:,}"
+        what = f"{steps:,} steps of {per_step:,} rows ({how}; the last step of an epoch has {last:,})"
     return f"{what}, {seen / rows:.1f} epochs of {rows:,} rows", seen / steps
 
 
