@@ -157,6 +157,7 @@ def test_refusals(folder, tmp_path, capsys, monkeypatch, converter_forks):
     run = folder / "full"
     assert "already exists" in refused(capsys, run, "--to", "onnx", "--output", folder)
     assert "--outtype is for GGUF files" in refused(capsys, run, "--to", "onnx", "--outtype", "f16")
+    assert "llama-quantize IN.gguf OUT.gguf Q4_K_M" in refused(capsys, run, "--to", "gguf", "--outtype", "q4_k_m")
     assert "has no convert_hf_to_gguf.py" in refused(capsys, run, "--to", "gguf", "--converter", tmp_path)
     stranger = tmp_path / "stranger"
     stranger.mkdir()

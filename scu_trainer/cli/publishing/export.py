@@ -28,7 +28,7 @@ from scu_trainer.cli.publishing.merge import (
 )
 from scu_trainer.cli.publishing.merge import screen as merged_screen
 from scu_trainer.cli.subjects import Subject, subject_of
-from scu_trainer.errors import ModelError, SettingsError
+from scu_trainer.errors import ModelError, SettingsError, nearest
 from scu_trainer.models.exports.gguf import OUTTYPES
 from scu_trainer.models.loading.load import causal_config
 from scu_trainer.models.loading.names import base_of, is_adapter
@@ -69,7 +69,10 @@ def _parser() -> Parser:
         "--dtype", choices=DTYPES, default="auto", help="type of the weights; auto: as in the base, float32 for onnx"
     )
     parser.add_argument(
-        "--outtype", choices=OUTTYPES, help="type of a GGUF file, as llama.cpp names it (default: auto, 16 bits)"
+        "--outtype",
+        type=_outtype,
+        metavar="{" + ",".join(OUTTYPES) + "}",
+        help="type of a GGUF file, as llama.cpp names it (default: auto, 16 bits)",
     )
     parser.add_argument("--max_shard_size", default="5GB", help="largest file of safetensors weights (default: 5GB)")
     parser.add_argument(
@@ -80,6 +83,16 @@ def _parser() -> Parser:
     add_consent(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
+
+
+def _outtype(word: str) -> str:
+    if word not in OUTTYPES:
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is none of {', '.join(OUTTYPES)}{nearest(word, OUTTYPES)}; smaller types are made of an f16 "
+            "file by llama.cpp (llama-quantize IN.gguf OUT.gguf Q4_K_M) or Ollama (ollama create NAME -q q4_K_M -f "
+            "Modelfile)"
+        )
+    return word
 
 
 @guarded
