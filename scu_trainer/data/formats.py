@@ -110,7 +110,7 @@ def _named(row: dict, columns: Columns) -> Optional[Read]:
             _present(row, name, setting)
         if _are_messages(row[prompt]) or _are_messages(row[response]):
             return _messages_pair(row, prompt, response)
-        return _question(row, prompt, response, columns.system)
+        return _question(row, prompt, response, columns.system, is_named=True)
     if columns.text != DEFAULT_TEXT_COLUMN:
         return _text(row, _present(row, columns.text, "text_column"))
     return None
@@ -187,24 +187,36 @@ def _no_pair(row: dict) -> None:
             _string(row, name)
 
 
-def _question(row: dict, prompt: str, answer: str, system_column: Optional[str]) -> Read:
+def _question(row: dict, prompt: str, answer: str, system_column: Optional[str], *, is_named: bool = False) -> Read:
+    """``is_named``: the settings say where question and answer stand; what is no text beside them is not read then."""
     context = _filled(row, [name for name in CONTEXTS if name not in (prompt, answer)])
-    system_column = system_column or _filled(row, SYSTEMS)
-    given, system = (None if _is_empty(row.get(name)) else row[name] for name in (context, system_column))
-    for name, value in ((context, given), (system_column, system)):
-        if isinstance(value, (int, float)):  # a table that guessed: the answer would be learned without it
-            _string(row, name)
-    extra = given if isinstance(given, str) and given.strip() else ""
+    context, given = _beside(row, context, (prompt, answer), is_named)
+    if system_column is None:
+        system, said = _beside(row, _filled(row, SYSTEMS), (prompt, answer), is_named)
+    else:
+        system, said = system_column, "" if _is_empty(row.get(system_column)) else _string(row, system_column)
     pair = Pair(
-        _string(row, prompt) + (f"\n{extra}" if extra else ""),
+        _string(row, prompt) + (f"\n{given}" if given.strip() else ""),
         _string(row, answer),
-        system if isinstance(system, str) else "",
+        said,
         _history(row.get("history")),
     )
     is_alpaca = prompt == "instruction" and answer == "output"
-    unread = [name for name, value in ((context, given), (system_column, system)) if not isinstance(value, str | None)]
-    used = [name for name in (prompt, context, answer, system_column, "history") if name not in unread]
+    used = [name for name in (prompt, context, answer, system, "history") if name is not None]
     return "Alpaca" if is_alpaca else "question and answer", pair, used
+
+
+def _beside(row: dict, name: Optional[str], pair: tuple[str, str], is_named: bool) -> tuple[Optional[str], str]:
+    """A column that belongs to the question of ``pair``, and its text; (None, "") where it is not read."""
+    value = None if name is None else row.get(name)
+    if _is_empty(value) or isinstance(value, str):
+        return name, value if isinstance(value, str) else ""
+    if is_named:
+        return None, ""
+    raise BadRow(  # a table that guessed, or several texts in one
+        f"column {name!r} holds {type(value).__name__}, not text, and the answer would be learned without it; write it "
+        f"as text, or leave it out: --prompt_column {pair[0]} --response_column {pair[1]}"
+    )
 
 
 def _filled(row: dict, names: Sequence[str]) -> Optional[str]:

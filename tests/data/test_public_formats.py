@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scu_trainer.data.formats import Columns, understand
+from scu_trainer.data.records import BadRow, Record
 from scu_trainer.data.text.encode import NOT_LEARNED
 from scu_trainer.errors import DataError
 
@@ -365,6 +367,10 @@ REFUSED = {
         "message 1 of 'messages' belongs to what its 'images' shows; only text",
     ),
     "a number beside a question": ({"instruction": "Double it.", "input": 21, "output": "42"}, "'input' holds int"),
+    "several texts beside a question": (
+        {"question": "Who?", "context": {"title": ["Tea"], "sentences": [["Basho wrote it."]]}, "answer": "Basho"},
+        "'context' holds dict, not text, .* leave it out: --prompt_column question --response_column answer",
+    ),
     "a number as a system prompt": ({"question": "Why?", "answer": "So.", "system": 3}, "'system' holds int"),
     "messages that Python wrote": (
         {"prompt": "[{'content': 'a', 'role': 'user'}]", "completion": "a"},
@@ -379,6 +385,18 @@ REFUSED = {
         "arguments of f in message 1 of 'messages' are not a JSON object",
     ),
 }
+
+
+def test_what_is_no_text_beside_named_columns_is_not_read(encoder):
+    named = encoder(prompt_column="question", response_column="answer")
+    nothing = {"question": "Why?", "answer": "So.", "context": float("nan"), "system": None}
+    rows = [{**nothing, "context": 5, "system": ["a"]}, nothing]
+    odd, plain = named.encode([Record(f"row {number}", row) for number, row in enumerate(rows)])
+    assert odd.read.not_used == ("context", "system") and odd.input_ids.tolist() == plain.input_ids.tolist()
+    with pytest.raises(BadRow, match="'context' holds int"):
+        understand({**rows[0], "system": None}, Columns(system="system"))
+    with pytest.raises(BadRow, match=r"'system' holds list, not text$"):
+        understand(rows[0], named.columns._replace(system="system"))
 
 
 @pytest.mark.parametrize("case", REFUSED)
