@@ -192,7 +192,7 @@ ALLOWED_SUFFIXES = f"{' '.join(SUFFIXES)}; all but the last three also with .gz 
 # Splits of a folder
 
 HELD_OUT_SPLITS = ("validation", "test")
-MOST_NAMES = 5  # in a line for a person
+MOST_NAMES, MOST_SPLITS = 5, 20  # in a line for a person
 
 _WORD = re.compile(r"(?<![^\W_])(training|train|validation|valid|val|dev|eval|testing|test)(?![^\W\d_])")
 _SPLITS = {
@@ -245,6 +245,19 @@ def split_among(splits: Iterable[str], wanted: Sequence[str]) -> Optional[str]:
         if same:
             return next((name for name in (word, named_split(word)) if name in same), same[0])
     return None
+
+
+def held_out_beside(
+    name: str, splits: Iterable[str], chosen: str, items: str, has_own: bool
+) -> tuple[Optional[str], tuple[str, ...]]:
+    """The held-out split beside ``chosen``, unless an ``eval_dataset`` is given, and lines for a person: where what is
+    held out comes from, and which splits are not read."""
+    others = [split for split in splits if split != chosen]
+    beside = None if has_own else split_among(others, HELD_OUT_SPLITS)
+    left = [split for split in others if split != beside]
+    said = (f"held-out {items} come from the split {beside!r} of {name}",) if beside is not None else ()
+    not_read = (f"splits of {name} that were not read: {', '.join(left[:MOST_SPLITS])}",) if left else ()
+    return beside, (*said, *not_read)
 
 
 def files_of_splits(files: Sequence[Path], folder: Path) -> FilesOfSplits:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
+
+import numpy
 
 from scu_trainer.data.statistics import Dropping
 
 MOST_NAMES = 10  # in a line for a person
+
+
+class Contents(NamedTuple):
+    """``digests``: equal for samples with the same content. ``places``: what a person calls each."""
+
+    digests: numpy.ndarray
+    labels: numpy.ndarray
+    places: Sequence[str]
 
 
 @dataclass
@@ -30,6 +40,20 @@ class SampleStatistics(Dropping):
     dropped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def compare(self, train: Contents, held_out: Contents) -> None:
+        """Count held-out samples that are trained on, and note those of which another one is of another class."""
+        self.heldout_duplicates = int(numpy.isin(held_out.digests, train.digests).sum())
+        digests = numpy.concatenate([train.digests, held_out.digests])
+        labels = numpy.concatenate([train.labels, held_out.labels])
+        _, first, group = numpy.unique(digests, return_index=True, return_inverse=True)
+        odd = numpy.flatnonzero(labels != labels[first[group]])
+        if len(odd):
+            places = [*train.places, *held_out.places]
+            self.notes.append(
+                f"{len(odd):,} {self.item}s have the same content as one of another class, so one of the two labels is "
+                f"wrong, first: {places[odd[0]]} and {places[first[group[odd[0]]]]}"
+            )
 
     @property
     def supervised_tokens(self) -> int:

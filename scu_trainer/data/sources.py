@@ -26,6 +26,7 @@ from scu_trainer.data.readers import (
     SUFFIXES,
     files_of_splits,
     has_several_sections,
+    held_out_beside,
     is_hidden,
     kind_of,
     read_file,
@@ -348,8 +349,8 @@ def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: 
             f"{nearest(wanted[-1], splits)}. Choose one with --dataset_split"
         )
     source = build(f"{name} ({chosen})", splits[chosen])
-    beside = split_among((split for split in splits if split != chosen), HELD_OUT_SPLITS)
-    if beside is None or settings.eval_dataset is not None:
+    if len(wanted) > 1:
         return source
-    note = f"held-out documents come from the split {beside!r} of {name}"
-    return replace(source, held_out=build(f"{name} ({beside})", splits[beside]), notes=(note,))
+    beside, notes = held_out_beside(name, splits, chosen, "documents", settings.eval_dataset is not None)
+    held_out = None if beside is None else build(f"{name} ({beside})", splits[beside])
+    return replace(source, held_out=held_out, notes=notes)

@@ -189,6 +189,22 @@ def test_folders_of_splits_are_known_as_those_of_texts_are(tmp_path, case):
     assert again.statistics.read == 2
 
 
+def test_a_second_held_out_split_is_named(tmp_path):
+    import datasets
+
+    for k, split in enumerate(("train", "valid", "test")):
+        for name in ("owl", "wren"):
+            picture(tmp_path / "birds" / split / name / f"{k}.png", seed=k)
+    assert f"{tmp_path / 'birds' / 'test'} was not read" in prepared(tmp_path / "birds", tmp_path).statistics.notes
+    saved = tmp_path / "saved"
+    rows = datasets.load_from_disk(str(table(tmp_path / "one", [0, 1] * 4)))
+    datasets.DatasetDict(train=rows, test=rows, unsupervised=rows).save_to_disk(saved)
+    notes = prepared(saved, tmp_path).statistics.notes
+    assert f"splits of {saved} that were not read: unsupervised" in notes
+    notes = prepared(saved, tmp_path, eval_dataset=str(saved)).statistics.notes
+    assert f"splits of {saved} that were not read: test, unsupervised" in notes
+
+
 def test_folders_beside_splits_are_named_and_splits_without_classes_refused(birds, tmp_path):
     (birds / "to_predict").mkdir()
     assert any("not read: to_predict" in note for note in prepared(birds, tmp_path).statistics.notes)
@@ -516,6 +532,29 @@ def test_numbers_are_in_order_in_a_table_and_as_other_libraries_sort_them_in_fol
     rows = [f"{name}/{number}.png,{name}" for name in ("0", "2", "10") for number in range(3)]
     (tmp_path / "folders" / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
     assert prepared(tmp_path / "folders", tmp_path).label_names == ("0", "2", "10")
+
+
+@pytest.mark.parametrize("missing", ["", "-1", "-1.0"])
+def test_numbers_of_a_table_with_gaps_are_classes_as_without(tmp_path, missing):
+    """pandas writes 10.0 for 10 where another row has nothing; others write -1 for nothing."""
+    folder = with_metadata(tmp_path / "pets")
+    labels = ["10.0", "2", "2.0", missing, *["0.0", "10.0", "2.0"] * 2]
+    rows = [f"{number}.png,{label}" for number, label in enumerate(labels)]
+    (folder / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
+    data = prepared(folder, tmp_path, skip_bad_rows=True)
+    assert data.label_names == ("0", "2", "10") and data.statistics.dropped == {"image without a usable label": 1}
+    (folder / "metadata.csv").write_text("\n".join(["file_name,label", *rows, "10.png,v1.0", "11.png,2.5"]) + "\n")
+    data = prepared(folder, tmp_path, skip_bad_rows=True)
+    assert {"10.0", "v1.0", "2.5"} < {*data.label_names} and "-1" not in data.label_names
+
+
+def test_an_image_in_two_classes_is_named(pets, tmp_path):
+    assert not [note for note in prepared(pets, tmp_path).statistics.notes if "same content" in note]
+    (pets / "dog" / "copy.png").write_bytes((pets / "cat" / "3.png").read_bytes())
+    for eval_dataset in (None, str(pets)):
+        data = prepared(pets, tmp_path, eval_dataset=eval_dataset)
+        (note,) = [note for note in data.statistics.notes if "same content" in note]
+        assert "cat/3.png" in note and "dog/copy.png" in note
 
 
 def test_classes_that_are_corrected_in_the_metadata_are_those_of_the_next_run(tmp_path):

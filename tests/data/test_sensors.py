@@ -144,6 +144,38 @@ def test_classes_may_have_names(folder, tmp_path):
     assert data.statistics.per_class == {"east": 3, "north": 3, "south": 3, "west": 3}
 
 
+def test_minus_one_is_no_class_beside_names_either(folder, tmp_path):
+    for number in range(16):
+        edit_manifest(folder, number + 1, label=["north", "south"][number % 2])
+    edit_manifest(folder, 3, label=-1)
+    with pytest.raises(DataError, match=r"line 3 .*: label -1 is none of the 2 classes: north, south; fix it"):
+        prepared(folder, tmp_path / "cache", own={"num_classes": None})
+    data = prepared(folder, tmp_path / "cache", own={"num_classes": None}, skip_bad_rows=True)
+    assert data.label_names == ["north", "south"] and data.statistics.dropped == {"label out of range": 1}
+
+
+def test_what_no_row_of_the_manifest_names_is_said(folder, tmp_path):
+    assert not prepared(folder, tmp_path / "cache").statistics.notes
+    (folder / "000003.npz").rename(folder / "spare.npz")
+    edit_manifest(folder, 4, file="./spare.npz")
+    (folder / "more").mkdir()
+    for name in ("more/1.npz", "__MACOSX.npz", "more/._1.npz"):
+        (folder / name).write_bytes((folder / "spare.npz").read_bytes())
+    (folder / CSV_MANIFEST).write_text("file,label\nmore/1.npz,0\n")
+    notes = [
+        f"{folder / CSV_MANIFEST} was not read, because {MANIFEST} is beside it",
+        f"2 .npz files of {folder} are not in {MANIFEST} and were not read: __MACOSX.npz, 1.npz",
+    ]
+    assert prepared(folder, tmp_path / "cache").statistics.notes == notes
+    assert prepared(folder_of(tmp_path / "own"), tmp_path / "cache", eval_dataset=str(folder)).statistics.notes == notes
+
+
+def test_a_recording_in_two_classes_is_named(folder, tmp_path):
+    (folder / "000001.npz").write_bytes((folder / "000000.npz").read_bytes())
+    (note,) = prepared(folder, tmp_path / "cache").statistics.notes
+    assert "1 recordings have the same content as one of another class" in note and "000001.npz" in note
+
+
 def test_a_trained_model_decides_the_order_of_the_classes(folder, tmp_path):
     data = prepared(folder, tmp_path / "cache", label_names=["3", "2", "1", "0"], validation_split_percentage=0)
     assert data.train.labels[:4].tolist() == [3, 2, 1, 0]

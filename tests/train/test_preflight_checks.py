@@ -460,6 +460,12 @@ def test_few_duplicates_and_few_drops_are_silent():
     assert ids(counts._samples(job_of(), statistics)) == ["many-dropped", "held-out-seen"]
 
 
+def test_a_class_folder_without_an_image_is_no_image_that_is_left_out():
+    reasons = {"class folder without an image": 2}
+    statistics = SampleStatistics(read=10, train=8, eval=2, dropped=reasons, examples={name: ["a"] for name in reasons})
+    assert ids(counts._samples(job_of(eval_strategy="no"), statistics)) == []
+
+
 def test_folders_of_datasets_and_names_of_the_hub_are_left_alone(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"prompt": "", "completion": f"a{i}"}) + "\n" for i in range(4)))

@@ -21,7 +21,7 @@ from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageSource
 from scu_trainer.data.images.store import Kind, StoredImages, stored_images
 from scu_trainer.data.images.tables import table_source
 from scu_trainer.data.readers import HELD_OUT_SPLITS
-from scu_trainer.data.samples import PreparedSamples, SampleStatistics
+from scu_trainer.data.samples import Contents, PreparedSamples, SampleStatistics
 from scu_trainer.data.sources import is_saved, notes_of, refuse_hub_settings
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError, nearest
@@ -216,4 +216,9 @@ def _count(
         statistics.notes.append(f"no training image of {len(absent)} classes: {', '.join(absent[:5])}")
     if source.held_out is None and not len(evaluated):
         statistics.notes.append("nothing is held out; raise validation_split_percentage or give an eval_dataset")
-    statistics.heldout_duplicates = int(numpy.isin(held_out.digests[evaluated], stored.digests[train]).sum())
+    statistics.compare(_contents(stored, train), _contents(held_out, evaluated))
+
+
+def _contents(stored: StoredImages, numbers: numpy.ndarray) -> Contents:
+    rows = stored.rows(numbers)
+    return Contents(stored.digests[numbers], rows.labels, rows.keys())

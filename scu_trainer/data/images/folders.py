@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
+from scu_trainer.data.images.records import EMPTY_CLASS, LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
 from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, shown_name, split_among, split_of
 from scu_trainer.data.records import Record
 from scu_trainer.data.sources import files_and_links, notes_of_links, refuse_hub_settings
@@ -85,11 +86,12 @@ def _only_folders(folder: Path, classes: Sequence[str]) -> tuple[Path, tuple[str
 def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool, labels: Sequence[str]) -> ImageSource:
     """From the first of ``folders`` that has folders of classes."""
     notes = [*source.notes]
-    for path in folders:
+    for number, path in enumerate(folders, start=1):
         folder, _ = _only_folders(path, source.label_names)
         found = _search(folder, labels)
         if any(name is not None for _, name in found.files):
             notes.append(f"held-out images come from {folder}")
+            notes += [f"{left} was not read" for left in folders[number:]]
             held_out = _of_classes(folder, found, skip_bad, source.label_names, labels)
             return replace(source, held_out=held_out, notes=tuple(notes))
         notes.append(f"{folder} has no folders of classes: {len(found.files):,} images there were not read")
@@ -167,7 +169,7 @@ def _of_classes(
         partial(_read, found.files, labels),
         notes=(*found.notes, *ignored),
         dropped=(
-            *(("class folder without an image", str(path)) for path in found.empty),
+            *((EMPTY_CLASS, str(path)) for path in found.empty),
             *(("file of the metadata that is not there", str(path)) for path in found.gone),
         ),
     )
@@ -218,6 +220,7 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
             raise DataError(f"{record.place}: {problem}; fix its {FILE_COLUMN}, or remove the row")
         path, given = folder / inside, record.value.get(label)
         value = "" if given is None or given != given else str(given).strip()  # NaN: tables write it for nothing
+        value = "" if re.fullmatch(r"-1(\.0)?", value) else value
         if isinstance(given, (list, dict)) or classes.setdefault(path, value) != value:
             problem = f"{label} is {short(given)}" + (
                 f", and {classes[path]!r} in another row" if path in classes else ""
@@ -225,6 +228,8 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
             raise DataError(
                 f"{record.place}: {problem}; an image has one class, so give one row with one name or number"
             )
+    if all(re.fullmatch(r"[0-9]+(\.0)?", value) for value in classes.values() if value):  # pandas: 1.0 beside a NaN
+        classes = {path: value.removesuffix(".0") for path, value in classes.items()}
     for path, value in classes.items():
         if path.is_file():
             found.files.append((path, value))

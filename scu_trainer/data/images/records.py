@@ -11,6 +11,7 @@ from typing import NamedTuple, Optional, Union
 import numpy
 
 NO_LABEL = -1
+EMPTY_CLASS = "class folder without an image"
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 
 Content = Union[bytes, Path, numpy.ndarray]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
-from scu_trainer.data.readers import HELD_OUT_SPLITS, split_among
+from scu_trainer.data.readers import held_out_beside, split_among
 from scu_trainer.data.sources import load_saved, refuse_hub_settings
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
@@ -49,11 +49,11 @@ def table_source(
             f"{nearest(wanted[0], loaded)}; choose one with dataset_split"
         )
     source = _of_table(f"{name} ({chosen})", loaded[chosen], own, classes)
-    beside = split_among((split for split in loaded if split != chosen), HELD_OUT_SPLITS)
-    if beside is None or data.eval_dataset is not None or classes:
+    if len(wanted) > 1:
         return source
-    held_out = _of_table(f"{name} ({beside})", loaded[beside], own, source.label_names)
-    return replace(source, held_out=held_out, notes=(f"held-out images come from the split {beside!r} of {name}",))
+    beside, notes = held_out_beside(name, loaded, chosen, "images", data.eval_dataset is not None)
+    held_out = None if beside is None else _of_table(f"{name} ({beside})", loaded[beside], own, source.label_names)
+    return replace(source, held_out=held_out, notes=notes)
 
 
 def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:

@@ -15,7 +15,7 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.readers import HELD_OUT_SPLITS, split_among
-from scu_trainer.data.samples import PreparedSamples
+from scu_trainer.data.samples import Contents, PreparedSamples
 from scu_trainer.data.sensors.manifest import HELD_OUT
 from scu_trainer.data.sensors.reports import UNKNOWN_NUMBER, encoded, learned_words
 from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source
@@ -163,6 +163,7 @@ def _of_its_own(source: SensorSource, data: DataSettings, own: SensorSettings, c
     )
     source.statistics.read += other.statistics.read
     source.statistics.add_dropped(other.statistics.dropped, other.statistics.examples)
+    source.statistics.notes += [note for note in other.statistics.notes if note not in source.statistics.notes]
     return other.recordings(_some(numpy.arange(len(other.offered.keys)), data.max_eval_documents, 0))
 
 
@@ -209,4 +210,4 @@ def _count(source: SensorSource, train: Recordings, held_out: Recordings) -> Non
     statistics, counts = source.statistics, numpy.bincount(train.labels, minlength=len(source.label_names)).tolist()
     statistics.train, statistics.eval = len(train), len(held_out)
     statistics.per_class = dict(zip(source.label_names, counts, strict=True))
-    statistics.heldout_duplicates = int(numpy.isin(held_out.digests, train.digests).sum())
+    statistics.compare(*(Contents(rows.digests, rows.labels, rows.keys()) for rows in (train, held_out)))

@@ -6,13 +6,13 @@ import csv
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.data.json_files import each_once
-from scu_trainer.data.readers import require_each_once
+from scu_trainer.data.readers import MOST_NAMES, is_hidden, require_each_once, shown_name
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST, BadRecording
 from scu_trainer.data.sensors.reports import MOST_LETTERS
@@ -64,8 +64,10 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
         )
     entries: list[Entry] = []
     by_file: dict[Path, Entry] = {}
+    named: set[str] = set()
     for line, row, problem in _rows(path):
         rejections.statistics.read += 1
+        named.add(os.path.normpath(str(row.get("file")) if isinstance(row, dict) else ""))
         place = f"{path.name} line {line}"
         try:
             entry = _entry(folder, place, row, problem)
@@ -80,7 +82,20 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
         raise DataError(
             f"{path} has no usable row: {rejections.statistics.read:,} read; it needs file and label in each"
         )
+    rejections.statistics.notes += _not_read(folder, path, named)
     return entries
+
+
+def _not_read(folder: Path, manifest: Path, named: Collection[str]) -> list[str]:
+    """Lines for a person about recordings that no row names, and about a second manifest."""
+    inside = {str(path.relative_to(folder)): path for path in folder.rglob("*.npz") if not is_hidden(path, folder)}
+    left = [shown_name(inside[name]) for name in sorted(inside.keys() - named)]
+    is_second = manifest.name == MANIFEST and (folder / CSV_MANIFEST).is_file()
+    notes = [f"{folder / CSV_MANIFEST} was not read, because {MANIFEST} is beside it"] if is_second else []
+    if left:
+        names = ", ".join(left[:MOST_NAMES])
+        notes.append(f"{len(left):,} .npz files of {folder} are not in {manifest.name} and were not read: {names}")
+    return notes
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
@@ -199,9 +214,9 @@ def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Opt
     found), or the names found, sorted. Raises DataError where names and ``num_classes`` disagree."""
     if known is not None:
         return list(known)
-    labels = {entry.label for entry in entries}
+    labels = {entry.label for entry in entries if isinstance(entry.label, str) or entry.label >= 0}
     if all(isinstance(label, int) for label in labels):
-        return [str(label) for label in range(num_classes or max(max(labels), 0) + 1)]
+        return [str(label) for label in range(num_classes or max(labels, default=0) + 1)]
     names = sorted(map(str, labels))
     if num_classes not in (None, len(names)):
         raise DataError(
@@ -220,5 +235,5 @@ def label_number(label: Any, names: Sequence[str]) -> int:
     raise BadRecording(
         "label out of range",
         f"label {label!r} is none of the {len(names)} classes: {', '.join(names[:10])}"
-        f"{', ...' if len(names) > 10 else ''}{nearest(str(label), names)}",
+        f"{', ...' if len(names) > 10 else ''}{nearest(label, names) if isinstance(label, str) else ''}",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from scu_trainer.data.images.records import EMPTY_CLASS
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.train.job.components import TrainingComponents
@@ -64,7 +65,7 @@ def before_training(job: Job, parts: TrainingComponents) -> Iterator[Finding]:
 
 
 def _samples(job: Job, statistics: SampleStatistics) -> Iterator[Finding]:
-    dropped = sum(statistics.dropped.values())
+    dropped = sum(count for reason, count in statistics.dropped.items() if reason != EMPTY_CLASS)
     yield from _dropped(dropped, max(statistics.read, dropped), f"{statistics.item}s", statistics.dropped_in_words())
     yield from _seen(statistics.heldout_duplicates, statistics.eval, f"held-out {statistics.item}s")
     if statistics.eval and job.training.eval_strategy != "no" and statistics.eval < FEWEST_SAMPLES:
