@@ -71,9 +71,17 @@ def test_streams_are_refused(tmp_path, data):
 def test_pruning_needs_epochs(tmp_path):
     with pytest.raises(SettingsError, match=r"infobatch over 3 epochs: .* raise num_train_epochs or use another"):
         curriculum_run(tmp_path, "infobatch", num_train_epochs=3)
-    with pytest.raises(SettingsError, match=r"infobatch over 3.67 epochs"):
+    with pytest.raises(SettingsError, match=r"infobatch over 3.67 epochs: .* raise max_steps to 12 or use another"):
         curriculum_run(tmp_path, "infobatch", max_steps=11)
     assert curriculum_run(tmp_path, "infobatch", max_steps=12).state.global_step == 12
+
+
+def test_a_warmup_that_cuts_nothing_says_so(tmp_path):
+    notices = curriculum_run(tmp_path, CurriculumSettings("length_warmup"), max_steps=1).curriculum.notices
+    (line,) = [line for line in notices if "length_warmup" in line]
+    assert "cuts nothing: the longest row has 16 tokens, and length_warmup_start is 64" in line
+    shorter = CurriculumSettings("length_warmup", length_warmup_start=8)
+    assert not curriculum_run(tmp_path, shorter, max_steps=1).curriculum.notices
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Optional
 
 from torch.utils.data import IterableDataset
@@ -115,10 +116,22 @@ def require_whole_steps(settings: CurriculumSettings, rows_per_step: int) -> Non
         )
 
 
-def require_enough_epochs(settings: CurriculumSettings, epochs: float) -> None:
-    """Raises SettingsError for infobatch in too short a run."""
+def require_enough_epochs(settings: CurriculumSettings, epochs: float, max_steps: int = 0) -> None:
+    """Raises SettingsError for infobatch in too short a run. ``max_steps``: what ends it, if above 0."""
     if "infobatch" in settings.methods and epochs < FEWEST_EPOCHS_TO_PRUNE:
+        enough = math.ceil(max_steps * FEWEST_EPOCHS_TO_PRUNE / epochs)
+        longer = f"max_steps to {enough}" if max_steps > 0 else "num_train_epochs"
         raise SettingsError(
             f"curriculum infobatch over {epochs:.3g} epochs: its first epoch learns what is easy and its last ones see "
-            f"all rows, so it needs {FEWEST_EPOCHS_TO_PRUNE} or more; raise num_train_epochs or use another curriculum"
+            f"all rows, so it needs {FEWEST_EPOCHS_TO_PRUNE} or more; raise {longer} or use another curriculum"
         )
+
+
+def never_cuts(settings: CurriculumSettings, longest: int) -> Optional[str]:
+    """What to say where length warm-up begins with rows as long as they are."""
+    if "length_warmup" not in settings.methods or longest > settings.length_warmup_start:
+        return None
+    return (
+        f"curriculum length_warmup cuts nothing: the longest row has {longest:,} tokens, and length_warmup_start is "
+        f"{settings.length_warmup_start:,}"
+    )

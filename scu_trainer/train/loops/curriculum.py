@@ -41,6 +41,7 @@ from scu_trainer.train.curriculum.deliveries import Deliveries, DeliveryCounts
 from scu_trainer.train.curriculum.rules import (
     check_loss_path,
     check_reading,
+    never_cuts,
     refuse,
     require_enough_epochs,
     require_whole_steps,
@@ -114,7 +115,7 @@ class CurriculumLoop(Loop):
         self.length = RunLength(args, self.sampler.nominal_batches)
         self.sampler.epochs = self.length.epochs
         self._tell_classes()
-        require_enough_epochs(self.settings, self.length.epochs)
+        require_enough_epochs(self.settings, self.length.epochs, args.max_steps)
         require_whole_steps(
             self.settings, self.sampler.world * args.gradient_accumulation_steps * self.sampler.law.rows_per_batch
         )
@@ -126,6 +127,7 @@ class CurriculumLoop(Loop):
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
         self._plan_weights()
         self._warmup, self._longest = self._warmup_law(), int(self.sampler.lengths.max())
+        self._say(list(filter(None, [never_cuts(self.settings, self._longest)])))
         return self._stock_loader(rows)
 
     def _stock_loader(self, rows: Any) -> torch.utils.data.DataLoader:
