@@ -76,7 +76,7 @@ class Understood(NamedTuple):
 def understand(row: dict, columns: Columns) -> Understood:
     """The content of one row. Raises BadRow with the reason if it has none that can be used."""
     read = _named(row, columns) if columns.are_named else None
-    usual = read or _chat(row, columns.system) or _completion(row) or _pair(row, columns.system)
+    usual = read or _chat(row, columns.system) or _completion(row, columns.system) or _pair(row, columns.system)
     name, content, used = usual or _text(row, columns.text)
     if not columns.are_named:
         _refuse_what_would_be_lost(row, content)
@@ -109,7 +109,7 @@ def _named(row: dict, columns: Columns) -> Optional[Read]:
         for name, setting in ((prompt, "prompt_column"), (response, "response_column")):
             _present(row, name, setting)
         if _are_messages(row[prompt]) or _are_messages(row[response]):
-            return _messages_pair(row, prompt, response)
+            return _messages_pair(row, prompt, response, columns.system)
         return _question(row, prompt, response, columns.system, is_named=True)
     if columns.text != DEFAULT_TEXT_COLUMN:
         return _text(row, _present(row, columns.text, "text_column"))
@@ -122,37 +122,41 @@ def _chat(row: dict, system_column: Optional[str]) -> Optional[Read]:
 
 
 def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
-    messages = messages_of(row[column], column)
+    messages, system = _under_system(row, messages_of(row[column], column), system_column)
     tools_column = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
-    system_column = system_column or next((name for name in SYSTEMS if not _is_empty(row.get(name))), SYSTEMS[0])
-    system = row.get(system_column)
-    takes_system = isinstance(system, str) and messages[0]["role"] != "system"
-    if takes_system and system.strip():
-        messages = [{"role": "system", "content": system}, *messages]
     is_sharegpt = isinstance(row[column], list) and isinstance(row[column][0], dict) and "from" in row[column][0]
     name = "ShareGPT conversations" if is_sharegpt else "messages"
-    used = (column, tools_column, *((system_column,) if takes_system else ()))
-    return name, Chat(messages, tools_of(row.get(tools_column))), used
+    return name, Chat(messages, tools_of(row.get(tools_column))), (column, tools_column, *system)
 
 
-def _completion(row: dict) -> Optional[Read]:
+def _under_system(row: dict, messages: list[dict], system_column: Optional[str]) -> tuple[list[dict], tuple[str, ...]]:
+    """``messages`` under the system prompt that stands beside them, unless they have one; the column that was read."""
+    column = system_column or next((name for name in SYSTEMS if not _is_empty(row.get(name))), SYSTEMS[0])
+    system = row.get(column)
+    if not isinstance(system, str) or messages[0]["role"] == "system":
+        return messages, ()
+    return [{"role": "system", "content": system}, *messages] if system.strip() else messages, (column,)
+
+
+def _completion(row: dict, system_column: Optional[str]) -> Optional[Read]:
     if "prompt" not in row or "completion" not in row:
         return None
     if _are_messages(row["prompt"]) or _are_messages(row["completion"]):
-        return _messages_pair(row, "prompt", "completion")
+        return _messages_pair(row, "prompt", "completion", system_column)
     content = Completion(_string(row, "prompt"), _string(row, "completion"))
     return "prompt and completion", content, ("prompt", "completion")
 
 
-def _messages_pair(row: dict, prompt: str, response: str) -> Read:
+def _messages_pair(row: dict, prompt: str, response: str, system_column: Optional[str]) -> Read:
     """A prompt and a completion made of messages; the prompt may be part of the answer's list already."""
     before = _as_messages(row[prompt], prompt, "user")
     after = _as_messages(row[response], response, "assistant")
     if after[: len(before)] == before:
         after = after[len(before) :]
+    before, system = _under_system(row, before, system_column)
     tools = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     content = Chat(before + after, tools_of(row.get(tools)), prompt_turns=len(before))
-    return "prompt and completion as messages", content, (prompt, response, tools)
+    return "prompt and completion as messages", content, (prompt, response, tools, *system)
 
 
 def _are_messages(value: Any) -> bool:

@@ -272,6 +272,21 @@ CASES = {
         ["Yes." + END],
         {},
     ),
+    "messages with a system prompt beside them": (
+        "a.jsonl",
+        json_lines,
+        [
+            {
+                "prompt": [{"role": "user", "content": "Tea?"}],
+                "completion": [{"role": "assistant", "content": "Yes."}],
+                "how": "Be brief.",
+            }
+        ],
+        {"system_column": "how"},
+        "prompt and completion as messages (prompt, completion, how)",
+        ["Yes." + END + "\n"],
+        {},
+    ),
     "messages that a table holds as text": (
         "a.csv",
         table,
