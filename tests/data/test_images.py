@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -546,6 +547,32 @@ def test_numbers_of_a_table_with_gaps_are_classes_as_without(tmp_path, missing):
     (folder / "metadata.csv").write_text("\n".join(["file_name,label", *rows, "10.png,v1.0", "11.png,2.5"]) + "\n")
     data = prepared(folder, tmp_path, skip_bad_rows=True)
     assert {"10.0", "v1.0", "2.5"} < {*data.label_names} and "-1" not in data.label_names
+
+
+def test_metadata_without_a_known_column_of_classes_are_named_beside_folders(tmp_path):
+    folder = with_metadata(tmp_path / "pets", "breed", inner="images/")
+    line = (
+        "metadata.csv has the columns file_name, breed, .*; if another column has the classes, give label_column_name"
+    )
+    with pytest.raises(DataError, match=f"one class, 'images'; .*{line}"):
+        prepared(folder, tmp_path)
+    picture(folder / "more" / "0.png", seed=5)
+    assert any(re.match(line, note) for note in prepared(folder, tmp_path).statistics.notes)
+
+
+def test_parquet_files_of_images_are_answered_with_how_to_save_them(tmp_path):
+    import datasets
+
+    rows = datasets.load_from_disk(str(table(tmp_path, [0, 1] * 4)))
+    for name in ("flat/train.parquet", "hub/plain/train-0.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        rows.to_parquet(tmp_path / name)
+    for given in ("flat", "hub", "flat/train.parquet"):
+        with pytest.raises(DataError, match=r'python -c ".*", then give ') as caught:
+            prepared(tmp_path / given, tmp_path)
+        command, saved = re.search(r'python -c "(.*)", then give (.*)', str(caught.value)).groups()
+        exec(command.replace("load_dataset(", f"load_dataset(cache_dir={str(tmp_path / 'hub_cache')!r}, path="))
+        assert prepared(saved, tmp_path).statistics.read == 8
 
 
 def test_an_image_in_two_classes_is_named(pets, tmp_path):

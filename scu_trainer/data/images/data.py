@@ -19,7 +19,7 @@ from scu_trainer.data.images.embedded import embedded_source
 from scu_trainer.data.images.folders import folder_source
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageSource, in_classes
 from scu_trainer.data.images.store import Kind, StoredImages, stored_images
-from scu_trainer.data.images.tables import table_source
+from scu_trainer.data.images.tables import how_to_save, table_source
 from scu_trainer.data.readers import HELD_OUT_SPLITS
 from scu_trainer.data.samples import Contents, PreparedSamples, SampleStatistics
 from scu_trainer.data.sources import is_saved, notes_of, refuse_hub_settings
@@ -64,7 +64,8 @@ def _require_two_classes(source: ImageSource) -> None:
     found = [source.label_names[number] for number in numpy.unique(source.labels[source.labels != NO_LABEL])]
     if len(found) < 2:
         what = f"one class, {found[0]!r}" if found else "no image with a usable label"
-        raise DataError(f"{source.name} has {what}; a classifier needs images of two classes or more")
+        said = "".join(f". {note}" for note in source.notes)
+        raise DataError(f"{source.name} has {what}; a classifier needs images of two classes or more{said}")
 
 
 def _find(
@@ -85,7 +86,8 @@ def _find(
     if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         found = "is a file" if path.is_file() else f"does not exist{nearest(path.name, beside)}"
-        raise DataError(f"{name} {found}; give a folder of images by class, one of save_to_disk, or a Hub id")
+        how = how_to_save(path) if path.is_file() and path.suffix.lower() == ".parquet" else ""
+        raise DataError(f"{name} {found}; give a folder of images by class, one of save_to_disk, or a Hub id{how}")
     return table_source(name, wanted, data, own, cache_dir, classes)
 
 

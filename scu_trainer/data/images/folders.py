@@ -15,6 +15,7 @@ from typing import Optional
 import numpy
 
 from scu_trainer.data.images.records import EMPTY_CLASS, LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
+from scu_trainer.data.images.tables import how_to_save
 from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, shown_name, split_among, split_of
 from scu_trainer.data.records import Record
 from scu_trainer.data.sources import files_and_links, notes_of_links, refuse_hub_settings
@@ -146,6 +147,8 @@ def _of_classes(
             f"the metadata of {folder} names {found.gone[0]}, which is not there; put it there, or set skip_bad_rows: "
             "true to leave such rows out, counted"
         )
+    if not found.files and any(path.suffix.lower() == ".parquet" for path in found.ignored):
+        raise DataError(f"{folder} has no image files{how_to_save(folder)}")
     if found.empty and not skip_bad and not classes:
         raise DataError(
             f"the class folder {found.empty[0]} holds no image ({' '.join(sorted(SUFFIXES))}); put images there, "
@@ -265,7 +268,8 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
             found.files.append((entry, None))
         else:
             found.ignored.append(entry)
-    found.notes = notes_of_links(links, folder)
+    advice = _advice_for_table(folder, labels)
+    found.notes = (*notes_of_links(links, folder), *([advice.removeprefix(". ")] if advice else []))
     return found
 
 

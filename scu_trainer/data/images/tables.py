@@ -56,6 +56,14 @@ def table_source(
     return replace(source, held_out=held_out, notes=notes)
 
 
+def how_to_save(parquet: Path) -> str:
+    """Advice for a parquet file, or a folder of them."""
+    given = f"'{parquet}'" if parquet.is_dir() else f"'parquet', data_files='{parquet}'"
+    saved = parquet.with_name(f"{parquet.stem}-saved")
+    command = f"import datasets; datasets.load_dataset({given}).save_to_disk('{saved}')"
+    return f'. Parquet files are read once they are saved as a dataset: python -c "{command}", then give {saved}'
+
+
 def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     import datasets
 
