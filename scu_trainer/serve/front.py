@@ -3,13 +3,15 @@ error is said in OpenAI's."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from threading import Event
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from scu_trainer.serve.errors import FAILED, BadRequest, error_body
-from scu_trainer.serve.questions import Asker
+from scu_trainer.serve.questions import ASKED, Asker, AskedPrompt
 
 MOST_BYTES = 4 << 20
 """Of a question."""
@@ -28,15 +30,20 @@ class Front:
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         try:
-            body = await self._body(Request(scope, receive))
+            body, question = await self._asked(Request(scope, receive))
         except BadRequest as refused:
             return await refused.response()(scope, receive, send)
         except ClientDisconnect:
             return None
-        await self.app(_with_length(scope, len(body)), _replayed(body, receive), _Answer(send))
+        ASKED.set(question)
+        watching = asyncio.create_task(_watch(receive, question.gone))
+        try:
+            await self.app(_with_length(scope, len(body)), _replayed(body, receive), _Answer(send))
+        finally:
+            watching.cancel()
 
-    async def _body(self, request: Request) -> bytes:
-        """As it goes on."""
+    async def _asked(self, request: Request) -> tuple[bytes, AskedPrompt]:
+        """The body as it goes on, and what it asks."""
         content = b""
         async for piece in request.stream():
             content += piece
@@ -44,9 +51,21 @@ class Front:
                 raise BadRequest(f"more than {MOST_BYTES:,} bytes were sent", status=413)
         try:
             asked = json.loads(content)
+            json.dumps(asked, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            message = "a text in the body holds half of a character (a lone surrogate such as \\ud83d)"
+            raise BadRequest(message) from error
         except (ValueError, RecursionError) as error:
             raise BadRequest("the body is not JSON") from error
-        return json.dumps(self.asker.forwarded(request.url.path, asked)).encode()
+        body, question = self.asker.forwarded(request.url.path, asked)
+        return json.dumps(body).encode(), question
+
+
+async def _watch(receive: Any, gone: Event) -> None:
+    """The server behind hears only where it streams that a client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone.set()
 
 
 def _with_length(scope: Any, length: int) -> Any:

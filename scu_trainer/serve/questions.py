@@ -4,8 +4,11 @@ a field that would have no effect is refused by its name, unless it asks for not
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import Any, Optional
 
 from transformers import GenerationConfig
@@ -39,6 +42,18 @@ NEUTRAL = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "tool_choi
 
 
 @dataclass(frozen=True)
+class AskedPrompt:
+    """``token_ids``: of the prompt. ``gone``: set once nobody waits for the answer any more."""
+
+    token_ids: list[int]
+    gone: Event = field(default_factory=Event)
+
+
+ASKED: ContextVar[AskedPrompt] = ContextVar("asked")
+"""The one that is being answered."""
+
+
+@dataclass(frozen=True)
 class Asker:
     """``name``: by which the model is asked for. ``settings``: what holds where a question does not say."""
 
@@ -46,8 +61,8 @@ class Asker:
     name: str
     settings: AnswerSettings
 
-    def forwarded(self, path: str, body: Any) -> dict[str, Any]:
-        """Raises BadRequest."""
+    def forwarded(self, path: str, body: Any) -> tuple[dict[str, Any], AskedPrompt]:
+        """What goes on, and what it asks. Raises BadRequest."""
         if not isinstance(body, dict):
             raise BadRequest("the body is not a JSON object")
         self.check_model(body.get("model"))
@@ -61,7 +76,8 @@ class Asker:
             token_ids = self.talker.tokenizer(asked["prompt"])["input_ids"]
         config = self._config(numbers, len(token_ids))
         stop = {} if not body.get("stop") else {"stop": _stop(body["stop"])}
-        return {"model": self.name, **asked, "stream": _switch(body), **stop, "generation_config": _said(config)}
+        asked |= {"model": self.name, "stream": _switch(body), **stop, "generation_config": _said(config)}
+        return asked, AskedPrompt(token_ids)
 
     def check_model(self, model: Any) -> None:
         """Raises BadRequest for another one."""
@@ -135,7 +151,9 @@ def _number(body: Mapping[str, Any], name: str, kind: type) -> Any:
         raise BadRequest(f"{name} is {value!r}; it must be {'a number' if kind is float else 'a whole number'}", name)
     if name == "seed" and not -(2**63) <= value < 2**63:
         raise BadRequest("seed has more than 64 bits", name)
-    return value
+    if kind is float and abs(value) > sys.float_info.max:
+        raise BadRequest(f"{name} is too large", name)
+    return kind(value)  # transformers takes no whole number for the temperature
 
 
 def _switch(body: Mapping[str, Any]) -> bool:
@@ -169,10 +187,13 @@ def _message(place: int, message: Any) -> Message:
     where = f"messages[{place}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest(f"{where} must be an object with role and content", where)
-    more = [name for name, value in message.items() if value and name not in ("role", "content", "name")]
+    reasoning = message.get("reasoning_content")
+    known = ("role", "content", "name", *(["reasoning_content"] if isinstance(reasoning, str) else []))
+    more = [name for name, value in message.items() if value and name not in known]
     if more:
         raise BadRequest(f"{where} has {', '.join(more)}; this server takes role and content", where)
-    return {"role": message["role"], "content": _text(where, message.get("content"))}
+    own = {"reasoning_content": reasoning} if reasoning else {}
+    return {"role": message["role"], "content": _text(where, message.get("content")), **own}
 
 
 def _text(where: str, content: Any) -> str:

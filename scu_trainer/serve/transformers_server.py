@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from threading import Event
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 from scu_trainer.serve.errors import BadRequest
 from scu_trainer.serve.front import Front
 from scu_trainer.serve.guard import MODELS
-from scu_trainer.serve.questions import Asker
+from scu_trainer.serve.questions import ASKED, Asker
 from scu_trainer.talk.model import Talker
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 
@@ -59,32 +60,27 @@ class OneModel(ModelManager):
     def __init__(self, asker: Asker, ends: Event) -> None:
         super().__init__()
         self.force_model, self._begun = asker.name, int(time.time())
-        self._model, self._tokenizer = Answering(asker.talker, ends), asker.talker.tokenizer
-        if not asker.talker.has_template:
-            self._tokenizer.apply_chat_template = _continued(asker.talker)
+        self._talker, self._ends = asker.talker, ends
 
     def process_model_name(self, model_id: str) -> str:
         return self.force_model  # without a revision: it stands in the answers
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        return self._model, self._tokenizer
+        """For one question, whose conversation is rendered already: what is said behind of a message is less."""
+        question, tokenizer = ASKED.get(), copy.copy(self._talker.tokenizer)
+        encoding = BatchEncoding({"input_ids": [question.token_ids]}, tensor_type="pt")
+        tokenizer.apply_chat_template = lambda *_, **__: encoding
+        return Answering(self._talker, self._ends, question.gone), tokenizer
 
     def get_gen_models(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": self._begun, "owned_by": "scu-trainer"}]
 
 
-def _continued(talker: Talker) -> Any:
-    def encode(messages: Any, **_: Any) -> BatchEncoding:
-        return BatchEncoding({"input_ids": [talker.encoded(messages)]}, tensor_type="pt")
-
-    return encode
-
-
 class Answering:
-    """The model as the server uses it, in the arithmetic of its run."""
+    """The model as the server uses it, in the arithmetic of its run. ``gone``: set where nobody waits any more."""
 
-    def __init__(self, talker: Talker, ends: Event) -> None:
-        self._talker, self._ends = talker, ends
+    def __init__(self, talker: Talker, ends: Event, gone: Event) -> None:
+        self._talker, self._ends, self._gone = talker, ends, gone
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._talker.model, name)
@@ -102,7 +98,8 @@ class Answering:
         **_: Any,
     ) -> torch.Tensor:
         """``input_ids`` (1, time); what a tokenizer gives beside them says nothing of one text alone. Raises
-        Unavailable where the answer does not fit in memory, or the server ends."""
+        Unavailable where the answer does not fit in memory, the server ends, or the client is gone."""
+        self._break_off()
         if (seed := generation_config.__dict__.pop("seed", None)) is not None:
             torch.manual_seed(seed)
         try:
@@ -123,6 +120,8 @@ class Answering:
     def _break_off(self, *_: Any, **__: Any) -> bool:
         if self._ends.is_set():
             raise Unavailable("the server ends")
+        if self._gone.is_set():
+            raise Unavailable("the client is gone")
         return False
 
 

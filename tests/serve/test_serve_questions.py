@@ -172,6 +172,8 @@ WRONG = {
     "no tokens": ({"max_tokens": 0}, 400, None, "max_tokens is 0; it must be 1 or more"),
     "below zero": ({"temperature": -1}, 400, None, "temperature is -1"),
     "no number": ({"temperature": float("nan")}, 400, None, "temperature is nan"),
+    "more than a number holds": ({"temperature": 10**400}, 400, "temperature", "too large"),
+    "half of a character": ({"prompt": "\ud83d"}, 400, None, "holds half of a character"),
     "a share above one": ({"top_p": 2}, 400, None, "top_p is 2"),
     "a seed too large": ({"seed": 2**64}, 400, "seed", "64 bits"),
     "a word for a switch": ({"stream": "yes"}, 400, "stream", "true or false"),
@@ -215,11 +217,26 @@ def test_what_asks_for_nothing_is_no_mistake(site):
     assert site.post(**neutral).json()["choices"] == site.post(messages=parts).json()["choices"]
 
 
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+def test_a_whole_number_is_a_number(site, field):
+    asked = [site.post(**{field: value}, seed=1).json() for value in (2, 2.0)]
+    assert asked[0]["choices"] == asked[1]["choices"]
+
+
+def test_the_reasoning_of_an_answer_may_be_sent_back_and_is_rendered(site, talker):
+    answered = [*HELLO, {"role": "assistant", "content": "yes", "reasoning_content": "they greet"}, *HELLO]
+    rendered = len(talker.encoded(answered))
+    assert site.post(messages=answered).json()["usage"]["prompt_tokens"] == rendered
+    answered[1].pop("reasoning_content")
+    assert len(talker.encoded(answered)) < rendered
+
+
 def test_a_temperature_draws_and_zero_does_not(talker):
     asker = Asker(talker, "tiny", AnswerSettings(max_new_tokens=8, temperature=0.9))
 
     def config(**body: Any) -> dict[str, Any]:
-        return json.loads(asker.forwarded(CHAT, {"model": "tiny", "messages": HELLO, **body})["generation_config"])
+        asked, _ = asker.forwarded(CHAT, {"model": "tiny", "messages": HELLO, **body})
+        return json.loads(asked["generation_config"])
 
     assert config()["do_sample"] and config()["temperature"] == 0.9 and config()["max_new_tokens"] == 8
     assert config(top_p=0.5)["top_p"] == 0.5
@@ -313,6 +330,23 @@ def test_a_server_that_ends_breaks_off_its_answers(site):
     site.ends.set()
     answer = site.post()
     assert answer.status_code == 503 and answer.json()["error"]["message"] == "the server ends"
+
+
+def test_an_answer_ends_when_its_client_is_gone(site):
+    """Which waits for the whole of it: a client whose time is up would ask again, behind its own first question."""
+    body = json.dumps({"model": "tiny", "messages": HELLO}).encode()
+    comes = [{"type": "http.disconnect"}, {"type": "http.request", "body": body}]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": [(b"host", HOST.encode())]}
+    sent = []
+
+    async def receive():
+        return comes.pop() if len(comes) > 1 else comes[0]
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(site.app(scope, receive, send))
+    assert sent[0]["status"] == 503 and b"the client is gone" in sent[1]["body"]
 
 
 def test_the_server_behind_hears_that_the_client_is_gone():
