@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from scu_trainer.serve.errors import FAILED, BadRequest, error_body
-from scu_trainer.serve.questions import ASKED, Asker, AskedPrompt
+from scu_trainer.serve.questions import ASKED, AskedPrompt, Asker
 
 MOST_BYTES = 4 << 20
 """Of a question."""
