@@ -607,7 +607,8 @@ def _is_word(value: Any) -> bool:
 def read_file(path: Path) -> dict[str, Any]:
     """Top-level entries of a YAML or JSON file. Raises SettingsError, also for a key that stands there twice."""
     check_text("config", str(path), is_name=True)
-    require(path.suffix.lower() not in DATA_SUFFIXES, f"{path} holds data and is no configuration{_as_data(path)}")
+    is_data = path.suffix.lower() in DATA_SUFFIXES
+    require(not is_data, f"{path} is named like data, not like a configuration{_as_data(path)}")
     try:
         content = read_regular(path, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -89,6 +89,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
         remember_environment()
         hide_in_tracebacks()
         _let_segments_grow(os.environ)
+        _open_closed_streams()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
         try:
@@ -124,6 +125,14 @@ def main(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
     return importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}").main(argv[1:])
+
+
+def _open_closed_streams() -> None:
+    """Of a program that was started without them (``<&-``, some schedulers). In this order each gets its own number
+    back, which the next file that is opened would get, and with it what libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _say(text: str) -> None:
@@ -164,6 +173,8 @@ def _in_words(error: OSError) -> Optional[str]:
         return f"the disk is full: {shown or 'a file'} cannot be written; free some space, and run the command again"
     if error.errno in OF_THE_PATH and name:
         return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
+    if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
+        return "the current folder was removed; change to one that exists (cd), and run the command again"
     return None
 
 

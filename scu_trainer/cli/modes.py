@@ -106,10 +106,11 @@ def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bo
         if any(item.figures for item in found):
             console.print(_table(found))
         for item in found:
-            if item.error is not None:
-                console.print(f"{item.mode}: {item.error}", soft_wrap=True)
-            elif "note" in item.figures:
+            if item.figures and "note" in item.figures:
                 console.print(item.figures["note"], soft_wrap=True)
+        for error in dict.fromkeys(item.error for item in found if item.error is not None):
+            names = ", ".join(item.mode for item in found if item.error == error)
+            console.print(f"{names}: {error}", soft_wrap=True)
     return 2 if any(item.error is not None for item in found) else 0
 
 

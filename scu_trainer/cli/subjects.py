@@ -142,12 +142,12 @@ def _refuse_comparison(path: Path) -> None:
 
 
 def _require_finished(run: Path) -> None:
-    status = read_json(run / STATUS_FILE) if (run / STATUS_FILE).is_file() else {"status": "finished"}
+    status = Run(run).status().get("status") if (run / STATUS_FILE).is_file() else "finished"
     has_model = is_adapter(run) or (run / "config.json").is_file()
-    if status["status"] == "finished" and has_model:
+    if status == "finished" and has_model:
         return
     state = report(Run(run, run.name), Machine()).state  # a killed run left "running" behind
-    reason = "its model files are gone" if status["status"] == "finished" else f"its status is {state.status}"
+    reason = "its model files are gone" if status == "finished" else f"its status is {state.status}"
     error = f" ({state.detail})" if state.detail else ""
     checkpoints = sorted(run.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     advice = f"name its newest checkpoint, {checkpoints[-1]}" if checkpoints else "train it to the end first"

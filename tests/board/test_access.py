@@ -234,6 +234,14 @@ def test_it_listens_on_loopback_with_a_new_token_each_time(tmp_path, capsys):
     assert places == ["127.0.0.1"] * 2 and addresses[0] != addresses[1] and min(map(len, addresses)) >= 40
 
 
+def test_a_directory_that_does_not_exist_is_named(tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    serve = lambda app, listening: listening.close()  # noqa: E731
+    assert command.main(["--runs_dir", str(tmp_path / "rnus"), "--port", "0"], serve=serve) == 0
+    said = capsys.readouterr().out
+    assert "rnus does not exist yet" in said and f"did you mean '{tmp_path / 'runs'}'" in said
+
+
 def test_a_file_is_no_directory_of_runs(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert "is a file" in refused(capsys, "--runs_dir", os.fspath(tmp_path / "file"))

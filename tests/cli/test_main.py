@@ -1,5 +1,8 @@
 """What every command does before its own work."""
 
+import subprocess
+import sys
+
 import pytest
 
 from scu_trainer.cli.main import ALLOCATOR, _let_segments_grow, main
@@ -21,3 +24,19 @@ def test_an_allocator_that_was_set_up_is_left_alone(name):
 def test_an_option_is_known_with_hyphens_too(capsys):
     assert main(["push", "nowhere", "--repo-id", "me/model", "--dry-run", "--max-shard-size=1GB"]) == 2
     assert "nowhere is not a folder here" in capsys.readouterr().err
+
+
+def test_a_program_may_be_started_without_its_input():
+    """As some schedulers do."""
+    program = [sys.executable, "-m", "scu_trainer.cli.main", "runs"]
+    words = ["sh", "-c", 'exec "$@" <&-', "sh", *program]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "without a terminal there is no menu" in done.stderr
+
+
+def test_a_current_folder_that_was_removed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["data", "--dataset", "rows.jsonl"]) == 2
+    assert "the current folder was removed" in capsys.readouterr().err

@@ -169,6 +169,11 @@ def test_a_mode_that_cannot_run_says_why_beside_the_others(capsys):
     assert "6 min 19 s" in printed and "extended: block_size 1024 is too long" in printed
 
 
+def test_what_no_mode_takes_is_said_once(capsys):
+    assert modes.report(["tiny", "standard"], lambda mode: Measured(mode, None, "no such file"), as_json=False) == 2
+    assert capsys.readouterr().out == "tiny, standard: no such file\n"
+
+
 def test_what_a_mode_replaced_in_the_file_stands_below_the_table(flags, tmp_path, capsys):
     (tmp_path / "job.yaml").write_text("block_size: 96\n")
     figures = measured_here("tiny", str(tmp_path / "job.yaml"), flags)

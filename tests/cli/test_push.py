@@ -68,6 +68,12 @@ def test_a_run_that_is_not_finished(run, capsys):
     assert main(["push", *map(str, words)]) == 0
 
 
+@pytest.mark.parametrize(("content", "said"), [({}, "its status is killed"), ([], "does not hold an object")])
+def test_a_run_whose_state_says_nothing(run, capsys, content, said):
+    write_json(run / "run.json", content)
+    assert said in refused(capsys, run, "--repo_id", "me/x", "--dry_run")
+
+
 def test_weights_that_are_cut_off_are_not_sent(run, capsys):
     weights = run / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

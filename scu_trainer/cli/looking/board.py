@@ -15,6 +15,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.errors import SettingsError, require_packages
 from scu_trainer.listening import HOST, bound, check_address, in_address, is_every_address, is_loopback, own_names
+from scu_trainer.models.loading.names import near_folder
 from scu_trainer.runs.control import Hands
 from scu_trainer.runs.store import ROOT
 from scu_trainer.secrets import remember
@@ -60,6 +61,9 @@ def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] 
     board = Board(options.runs_dir, acts, stream_answer)
     app = Guard(board.application(), token, own_names(options.host, port), f"scu_board_{port}")
     print(f"runs of {options.runs_dir}: http://{in_address(options.host)}:{port}/?token={token}")
+    if not options.runs_dir.exists():
+        near = near_folder(str(options.runs_dir))
+        print(f"{options.runs_dir} does not exist yet{near}; the first run that is started here creates it")
     print("anyone with this address can start programs here; Ctrl-C ends the board, runs continue", flush=True)
     (serve or _serve)(app, listening)
     return 0
