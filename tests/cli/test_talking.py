@@ -276,6 +276,12 @@ def test_a_folder_in_the_place_of_the_answers_is_named_before_there_are_some(tmp
             Written(tmp_path, {"rows": 1}, overwrite).begin()
 
 
+def test_the_folder_of_the_answers_is_made_and_temperature_0_is_greedy(folder, prompts, tmp_path):
+    assert run(*generate(folder, prompts, tmp_path / "greedy.jsonl", "--do_sample", "false")) == 0
+    assert run(*generate(folder, prompts, tmp_path / "new" / "folder" / "a.jsonl", "--temperature", "0")) == 0
+    assert (tmp_path / "new" / "folder" / "a.jsonl").read_bytes() == (tmp_path / "greedy.jsonl").read_bytes()
+
+
 def test_answers_do_not_take_the_place_of_their_prompts(folder, prompts, capsys):
     before = prompts.read_bytes()
     assert run(*generate(folder, prompts, prompts, "--overwrite")) == 2

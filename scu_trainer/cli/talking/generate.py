@@ -154,6 +154,7 @@ class Written:
             if self.path.exists() and not self.overwrite:
                 raise SettingsError(f"{self.path} was written by another command meanwhile; give another --output")
             self.path.unlink(missing_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.meta, self.asked)
             self.is_new = False
         try:

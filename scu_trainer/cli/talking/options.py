@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
         help=f"most tokens of an answer; default: {max_new_tokens}")  # fmt: skip
     add("--do_sample", type=_switch, nargs="?", const=True, help="sample tokens; default: as the "
     "model's generation_config says, or if one of the next three is given")  # fmt: skip
-    add("--temperature", type=float, help="sampling temperature")
+    add("--temperature", type=float, help="sampling temperature; 0: greedy")
     add("--top_p", type=float, help="sample from the likeliest tokens that together have this probability")
     add("--top_k", type=int, help="sample from this many of the likeliest tokens")
     add(
@@ -47,7 +47,10 @@ def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 def answer_settings(options: argparse.Namespace) -> AnswerSettings:
     from scu_trainer.talk.answers import AnswerSettings
 
-    return AnswerSettings(**{name: getattr(options, name) for name in AnswerSettings.__dataclass_fields__})
+    given = {name: getattr(options, name) for name in AnswerSettings.__dataclass_fields__}
+    if given["temperature"] == 0 and not given["do_sample"]:  # as other programs say it
+        given |= {"temperature": None, "do_sample": False}
+    return AnswerSettings(**given)
 
 
 def subject(name: str, options: argparse.Namespace, base_of: Optional[Subject] = None) -> Subject:
