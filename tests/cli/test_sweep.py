@@ -83,6 +83,14 @@ def test_no_axis_is_dropped_and_none_is_set_beside_its_search(job, capsys, monke
     assert message in capsys.readouterr().err
 
 
+def test_its_folder_under_the_name_of_other_commands(job, monkeypatch, tmp_path):  # noqa: F811
+    """As a field of the job it would be set by each trial, and dropped without a word."""
+    folders = []
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: folders.append(self.plan.folder) or 0)
+    words = ["--config", str(job), "--search", "lr=1e-5:1e-3"]
+    assert cli(["sweep", *words, "--output", str(tmp_path / "out")]) == 0 and folders == [tmp_path / "out"]
+
+
 def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # noqa: F811
     out = tmp_path / "out"
     words = ["sweep", "--config", str(job), "--search", "learning_rate=1e-4:1e-1:log", "--trials", "2"]

@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arm", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="an arm of your own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
-    parser.add_argument("--output_dir", default="runs/compare", help="default: runs/compare")
+    parser.add_argument(
+        "--output_dir", "--output", default="runs/compare", metavar="FOLDER", help="default: runs/compare"
+    )
     parser.add_argument("--jobs", type=int, help="runs at a time; default: as cores and memory allow, one per GPU")
     parser.add_argument(
         "--reference", default="none", metavar="ARM", help="arm that the others are compared with (none)"
