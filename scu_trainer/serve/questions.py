@@ -125,11 +125,13 @@ def _left(talker: Talker, prompt_tokens: int) -> Optional[int]:
 
 
 def _settings(before: AnswerSettings, numbers: Mapping[str, Any]) -> AnswerSettings:
-    """Temperature 0 is no temperature of draws, but OpenAI's word for none. Raises SettingsError."""
+    """Temperature 0 is no temperature of draws, but OpenAI's word for none. Raises SettingsError, BadRequest."""
     own = {name: numbers[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty") if name in numbers}
-    length = numbers.get("max_completion_tokens", numbers.get("max_tokens"))
-    if length is not None:
-        own["max_new_tokens"] = length
+    lengths = {numbers[name] for name in ("max_tokens", "max_completion_tokens") if name in numbers}
+    if len(lengths) > 1:
+        raise BadRequest("max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
+    if lengths:
+        own["max_new_tokens"] = lengths.pop()
     if own.get("temperature") == 0:
         own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     elif {"temperature", "top_p", "top_k"} & own.keys():

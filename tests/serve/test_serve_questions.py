@@ -169,6 +169,7 @@ WRONG = {
     "another template": ({"chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs", "not offered"),
     "a word for a number": ({"temperature": "hot"}, 400, "temperature", "must be a number"),
     "a switch for a number": ({"max_tokens": True}, 400, "max_tokens", "must be a whole number"),
+    "two lengths": ({"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "differ; send one"),
     "no tokens": ({"max_tokens": 0}, 400, None, "max_tokens is 0; it must be 1 or more"),
     "below zero": ({"temperature": -1}, 400, None, "temperature is -1"),
     "no number": ({"temperature": float("nan")}, 400, None, "temperature is nan"),
