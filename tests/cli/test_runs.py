@@ -241,6 +241,7 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
         (["start", "--config", "recipes/short.yaml", "--name", "a/b"], "cannot be the name of a run"),
         (["start", "--config", "recipes/short.yaml", "--nice", "-5"], "nice is -5; allowed: 0"),
         (["start", "--config", "recipes/short.yaml", "--root", "recipes/short.yaml"], "is a file where a directory"),
+        (["list", "--root", "recipes/short.yaml"], "recipes/short.yaml is a file; give the directory that holds"),
         (["status", "by_hnd"], "no run 'by_hnd' in runs (did you mean 'by_hand'?)"),
         (["status", "by_hand", "--lines", "3"], "unrecognized: --lines 3; see"),
         (["logs", "by_hand", "--line=3"], "unrecognized: --line=3 (did you mean '--lines'?); see"),

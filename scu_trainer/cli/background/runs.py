@@ -52,6 +52,8 @@ def _main(argv: list[str], hands: Hands) -> int:
         raise SettingsError(f"unrecognized: {' '.join(flags)}{near}; see scu-trainer runs {options.action} --help")
     if options.action == "start":
         return _start(options, flags, hands)
+    if options.root.is_file():
+        raise SettingsError(f"--root {options.root} is a file; give the directory that holds the runs")
     acts = {"list": _list, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}
     return acts[options.action](options, hands)
 
