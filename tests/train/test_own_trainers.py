@@ -604,6 +604,17 @@ class Halved(Trainer):
         return (loss / 2, outputs) if return_outputs else loss / 2
 
 
+class Detached(Trainer):
+    """As TRL's SFTTrainer, which makes the outputs that it returns once more."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        logits, targets = outputs.logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+        outputs.logits = outputs.logits.detach()
+        return (loss, outputs) if return_outputs else loss
+
+
 class NoOutputs(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs).square()
@@ -619,6 +630,10 @@ def test_weights_of_rows_must_reach_the_loss_that_is_trained(tmp_path):
     with pytest.raises(ControlError, match="compute_loss of NoOutputs returns a Tensor when return_outputs is True"):
         run(with_loops(NoOutputs), tmp_path / "none", **weighs)
     assert run(with_loops(Halved), tmp_path / "halved", **weighs).loss_path.reading.exact
+    with pytest.raises(ControlError, match="compute_loss of SCUDetached returns outputs that have no gradient"):
+        run(with_loops(Detached), tmp_path / "detached", **weighs)
+    guarded = run(with_loops(Detached), tmp_path / "guarded", curriculum=CurriculumSettings("noise_guard"))
+    assert guarded.loss_path.reading.exact and guarded.difficulty.observations.any()
 
 
 class Generates(Trainer):

@@ -73,7 +73,7 @@ def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
         )
 
 
-def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading]) -> Optional[str]:
+def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading], trainer_name: str) -> Optional[str]:
     """What to say of how the losses of rows are read. Raises ControlError where the curriculum cannot act on it."""
     methods = settings.methods
     by_loss = [name for name in BY_LOSS if name in methods]
@@ -82,9 +82,14 @@ def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading
         if by_loss:
             raise ControlError(f"curriculum {by_loss[0]} needs the loss of each row: {NOTHING_TO_READ}; {advice}")
         return f"the losses of single rows cannot be read, so difficulties stay unknown: {NOTHING_TO_READ}; {advice}"
+    weighs = "infobatch" in methods or ("token_budget" in methods and reading.counts_rows)
+    if weighs and not reading.has_gradient:
+        raise ControlError(
+            f"curriculum {settings.curriculum} weighs rows, and compute_loss of {trainer_name} returns outputs that "
+            "have no gradient, so their losses cannot be weighed; use one that does not weigh rows (noise_guard, acmds)"
+        )
     if reading.exact:
         return None
-    weighs = "infobatch" in methods or ("token_budget" in methods and reading.counts_rows)
     if weighs:
         raise ControlError(
             f"curriculum {settings.curriculum} weighs rows, and this model's loss is not the sum of its rows' losses "

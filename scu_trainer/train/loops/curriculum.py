@@ -281,7 +281,7 @@ class CurriculumLoop(Loop):
 
     def found(self, reading: Optional[RowLossReading]) -> None:
         """How the losses of rows are read, known from the first batch on."""
-        notice = check_reading(self.settings, reading)
+        notice = check_reading(self.settings, reading, type(self.trainer).__name__)
         if notice is not None:
             self._say([notice])
         if reading is not None and reading.classes is not None and reading.classes > 1:

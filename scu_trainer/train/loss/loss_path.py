@@ -258,6 +258,8 @@ class LossPath:
             if bool(torch.isfinite(loss)):  # else this batch tells nothing, but which of its rows are to be set aside
                 if not seen.calls and not self._fits_other_labels(inputs, outputs, num_items, stock):
                     self.reading = replace(self.reading, exact=False)
+                if self.reading is not None and loss.requires_grad:
+                    self.reading = self.reading.seen_in(outputs)
                 self._has_reading = True
                 self.rows.found(self.reading)
         if self.reading is None:

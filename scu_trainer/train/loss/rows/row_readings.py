@@ -7,7 +7,7 @@ divided by one of the numbers that losses are divided by. Where none is, the lik
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -78,12 +78,14 @@ class RowLossReading:
     returns ``losses``, shape (rows,)), "log_probs" (of the labels, (rows, time), beside ``label_mask``: TRL's fused
     head). ``exact``: the returned loss follows from it. ``classes``: for "classes".
     ``divides_by``: "items" (num_items_in_batch), "counts" (tokens or rows of the batch), "rows", "nothing".
+    ``has_gradient``: whether the outputs have one, so that rows can be weighed.
     """
 
     kind: str
     exact: bool
     classes: Optional[int] = None
     divides_by: str = "items"
+    has_gradient: bool = True
 
     @property
     def counts_rows(self) -> bool:
@@ -97,6 +99,12 @@ class RowLossReading:
             if self.kind != "classes":
                 return RowLosses(sums, counts)
             return RowLosses(sums, counts, labels.reshape(-1), logits_of(outputs).argmax(dim=-1).reshape(-1))
+
+    def seen_in(self, outputs: Any) -> RowLossReading:
+        """This reading, of outputs of which it is known whether they have a gradient."""
+        name = {"own": "losses", "log_probs": "log_probs"}.get(self.kind)
+        tensor = logits_of(outputs) if name is None else outputs[name]
+        return replace(self, has_gradient=tensor is None or tensor.requires_grad)
 
     def sums_with_gradient(self, outputs: Any, labels: Any) -> torch.Tensor:
         """The sums alone, differentiable. Of logits all rows are float32 at once, as in the stock loss."""
