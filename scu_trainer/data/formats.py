@@ -317,6 +317,13 @@ def _part_of_something(row: dict) -> Optional[str]:
     chat = next((name for name in CHAT_COLUMNS if name in row), None)
     if chat is not None:
         return f"column {chat!r} is empty instead of holding a conversation"
+    usual = ((*PROMPTS, *ALONE), ANSWERS)
+    prompt, answer = (next((name for name in row if str(name).lower() in names), None) for names in usual)
+    if prompt is not None and answer is not None:  # in capitals: Question, Answer
+        return (
+            f"has its question and answer in {prompt} and {answer}, and such names are known in small letters only; "
+            f"name them: --prompt_column {prompt} --response_column {answer}"
+        )
     question = next((name for name in (*PROMPTS, *ALONE) if not _is_empty(row.get(name))), None)
     if question is not None and not any(name in row for name in ANSWERS):
         return (

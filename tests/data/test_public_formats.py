@@ -382,6 +382,10 @@ REFUSED = {
         "message 1 of 'messages' belongs to what its 'images' shows; only text",
     ),
     "a number beside a question": ({"instruction": "Double it.", "input": 21, "output": "42"}, "'input' holds int"),
+    "names in capitals": (
+        {"Question": "Why?", "Answer": "So."},
+        "small letters only; name them: --prompt_column Question --response_column Answer",
+    ),
     "several texts beside a question": (
         {"question": "Who?", "context": {"title": ["Tea"], "sentences": [["Basho wrote it."]]}, "answer": "Basho"},
         "'context' holds dict, not text, .* leave it out: --prompt_column question --response_column answer",
