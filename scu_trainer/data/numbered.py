@@ -64,7 +64,8 @@ class NumberedCollator:
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> Any:
         indices, rows = zip(*numbered, strict=True)
         batch = self.collator(list(rows))
-        name = type(self.collator).__name__
+        theirs = getattr(self.collator, "data_collator", self.collator)  # inside of transformers' RemoveColumnsCollator
+        name = getattr(theirs, "__name__", type(theirs).__name__)
         if not isinstance(batch, Mapping):
             raise DataError(f"{name} returns a {type(batch).__name__}; a curriculum needs a mapping of tensors")
         first = next((value for value in batch.values() if torch.is_tensor(value) and value.dim() > 0), None)
@@ -72,8 +73,9 @@ class NumberedCollator:
             found = "no tensor with rows" if first is None else f"{first.size(0)} rows"
             raise DataError(
                 f"{name} makes {found} of {len(rows)} samples; a curriculum needs one row per sample: use a collator "
-                "that pads, or pack the data beforehand (packing: true). Samples that are pairs of rows (DPO, reward "
-                "models) cannot be distinguished: leave the curriculum out"
+                "that pads (in TRL padding_free=False, and packing_strategy='wrapped' where it packs), or pack the "
+                "data beforehand (packing: true). Samples that are pairs of rows (DPO, reward models) cannot be "
+                "distinguished: leave the curriculum out"
             )
         batch[SAMPLE_INDEX] = torch.tensor(indices, dtype=torch.int64)
         return batch

@@ -8,6 +8,7 @@ import datasets
 import numpy
 import pytest
 import torch
+from transformers.trainer_utils import RemoveColumnsCollator
 
 from scu_trainer.data.numbered import SAMPLE_INDEX, Numbered, NumberedCollator, content_crc32, lengths_of
 from scu_trainer.data.random_states import states_kept
@@ -97,6 +98,12 @@ def test_batches_without_a_row_per_sample_are_refused(collator, expected):
     rows = Rows(4)
     with pytest.raises(DataError, match=expected):
         NumberedCollator(collator)([(number, rows[number]) for number in (0, 1, 2)])
+
+
+def test_the_collator_that_is_named_is_the_users_own():
+    rows, wrapped = Rows(4), RemoveColumnsCollator(merged, ["input_ids"])
+    with pytest.raises(DataError, match=r"^merged makes 1 rows of 2 samples; .*padding_free=False"):
+        NumberedCollator(wrapped)([(number, rows[number]) for number in (0, 1)])
 
 
 @pytest.mark.parametrize("columns", [{"input_ids": TOKENS}, {"input_ids": TOKENS, "length": [3, 1, 0, 2]}])
