@@ -76,10 +76,12 @@ def _find(
     split, config = (data.dataset_split, data.dataset_config_name) if is_training else (None, None)
     if name in EMBEDDED_IMAGES:
         refuse_hub_settings(name, split, config)
+        _refuse_columns(name, data, own, "image_column_name", "label_column_name")
         return embedded_source(name, data.dataset_size)
     if path.is_dir():
         refuse_hub_settings(name, None, config)
     if path.is_dir() and not is_saved(path):
+        _refuse_columns(name, data, own, "image_column_name")
         takes_held_out = is_training and data.eval_dataset is None
         labels = LABEL_COLUMNS if own.label_column_name is None else (own.label_column_name,)
         return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out, labels=labels)
@@ -89,6 +91,13 @@ def _find(
         how = how_to_save(path) if path.is_file() and path.suffix.lower() == ".parquet" else ""
         raise DataError(f"{name} {found}; give a folder of images by class, one of save_to_disk, or a Hub id{how}")
     return table_source(name, wanted, data, own, cache_dir, classes)
+
+
+def _refuse_columns(name: str, data: DataSettings, own: ImageSettings, *fields: str) -> None:
+    """Of a source whose images are in no column; an ``eval_dataset`` beside it may have them in one."""
+    given = next((field for field in fields if getattr(own, field) is not None), None)
+    if given is not None and data.eval_dataset is None:
+        raise DataError(f"{given} names a column of a table, and the images of {name} are in none; drop {given}")
 
 
 def natural_size(source: ImageSource) -> int:

@@ -67,7 +67,9 @@ class Samples(Loop):
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         if not self._answered:
             return []
-        return [("samples", f"{len(self.prompts)} held-out prompts answered: {SAMPLES_FILE}, and in the report")]
+        count = len(self.prompts)
+        prompts = f"{count} held-out prompt{'' if count == 1 else 's'}"
+        return [("samples", f"{prompts} answered: {SAMPLES_FILE}, and in the report")]
 
     def _answer_all(self, step: int) -> None:
         """Every rank is there, for what a loop does around an evaluation; the first one answers."""
