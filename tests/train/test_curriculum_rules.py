@@ -150,7 +150,7 @@ def test_losses_are_tracked_without_being_asked():
         ["--train_sampling_strategy", "group_by_length"],
         ["--streaming", "--max_steps", "5"],
         ["--batch_mode", "logical"],
-        ["--auto_find_batch_size"],
+        ["--auto_find_batch_size", "--memory_control", "false"],
     ],
 )
 def test_none_steps_aside_and_methods_are_refused(flags):
