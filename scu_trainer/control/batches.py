@@ -39,11 +39,15 @@ class Batches:
         return np.diff(self.ends, prepend=0)
 
 
-def uniform(ids_in_order: np.ndarray, rows_per_batch: int) -> Batches:
-    """The order as given, ``rows_per_batch`` at a time; the last may be short. Raises ValueError if there is no row."""
+def uniform(ids_in_order: np.ndarray, rows_per_batch: int, fewest_rows: int = 1) -> Batches:
+    """The order as given, ``rows_per_batch`` at a time; the last may be short, but the one before gives it rows where
+    it would have less than ``fewest_rows``. Raises ValueError if there is no row."""
     order = _some_rows(ids_in_order)
     ends = np.arange(rows_per_batch, order.size + rows_per_batch, rows_per_batch, dtype=np.int64)
-    return Batches(order, np.minimum(ends, order.size))
+    ends = np.minimum(ends, order.size)
+    if ends.size > 1 and rows_per_batch > fewest_rows:
+        ends[-2] = min(ends[-2], order.size - fewest_rows)
+    return Batches(order, ends)
 
 
 def token_budget(

@@ -244,7 +244,7 @@ def _then(earlier: Selection, later: Selection) -> Selection:
 
 def _cut(law: CurriculumConfig, ids: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> Batches:
     if "token_budget" not in law.methods:
-        return cutting.uniform(ids, law.rows_per_batch)
+        return cutting.uniform(ids, law.rows_per_batch, law.fewest_rows)
     rows = law.rows_per_batch
     return cutting.token_budget(ids, lengths, law.token_budget, rows, POOL_BATCHES * rows, rng)
 

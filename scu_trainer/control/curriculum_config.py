@@ -15,6 +15,8 @@ class CurriculumConfig:
     rows_per_batch: int
     token_budget: Optional[int] = None
     """Padded tokens per micro-batch. None: what makes as many micro-batches as ``rows_per_batch`` rows each would."""
+    fewest_rows: int = 1
+    """Of a uniform micro-batch, if there are more in the epoch."""
     window_epochs: int = 3
     """acmds: every sample is seen at least once in this many epochs in a row."""
     classes: Optional[int] = None

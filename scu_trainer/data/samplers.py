@@ -53,6 +53,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         rank: int = 0,
         world: int = 1,
         content: Optional[int] = None,
+        fewest_rows: int = 1,
     ) -> None:
         self.lengths = numpy.asarray(lengths, dtype=numpy.int32)
         if not len(self.lengths):
@@ -61,7 +62,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             )
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
         self.content = content
-        self.law = law_of(settings, rows_per_batch)
+        self.law = replace(law_of(settings, rows_per_batch), fewest_rows=fewest_rows)
         self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_stale_epochs)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None

@@ -45,6 +45,13 @@ def test_uniform_cuts_the_order_as_it_is():
     assert lists(uniform(np.array([4, 2]), 5)) == [[4, 2]]
 
 
+def test_the_last_batch_gets_rows_where_it_would_have_too_few():
+    assert lists(uniform(np.arange(7), 3, fewest_rows=2)) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert lists(uniform(np.arange(8), 3, fewest_rows=2)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert lists(uniform(np.arange(1), 3, fewest_rows=2)) == [[0]]
+    assert lists(uniform(np.arange(3), 2, fewest_rows=2)) == [[0, 1], [2]]
+
+
 def test_no_rows_are_refused_with_a_plain_sentence():
     nothing = np.array([], dtype=np.int64)
     for cut in (

@@ -606,3 +606,10 @@ def test_batch_norm_can_be_trained_by_the_losses_of_rows(tmp_path):
     model = wrap(nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Linear(8, CLASSES)), nn.CrossEntropyLoss())
     trainer, _ = fit(model, tmp_path, curriculum=CurriculumSettings("noise_guard"))
     assert trainer.loss_path.reading.exact and norm.num_batches_tracked == SGD["max_steps"]
+
+
+def test_no_batch_of_one_row_is_left_for_batch_norm(tmp_path):
+    model = wrap(nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)), nn.CrossEntropyLoss())
+    rows = (PAIRS * 2)[:25]  # four batches of six, and one row
+    trainer, _ = fit(model, tmp_path, rows, curriculum=CurriculumSettings("noise_guard"), max_steps=10)
+    assert trainer.curriculum.figures()["curriculum"]["rows"] == 50

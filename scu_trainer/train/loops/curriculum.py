@@ -39,6 +39,7 @@ from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.curriculum.deliveries import Deliveries, DeliveryCounts
 from scu_trainer.train.curriculum.rules import (
+    BY_LOSS,
     check_loss_path,
     check_reading,
     never_cuts,
@@ -50,6 +51,7 @@ from scu_trainer.train.curriculum.run_length import RunLength
 from scu_trainer.train.curriculum.seen_losses import Losses, SeenLosses
 from scu_trainer.train.curriculum.suspects import SUSPECTS_FILE, write_suspects
 from scu_trainer.train.loop import Loop
+from scu_trainer.train.loss.analysis.trials import is_batch_norm
 from scu_trainer.train.loss.rows.row_readings import RowLosses, RowLossReading
 from scu_trainer.train.loss.rows.row_weights import RowWeights
 from scu_trainer.train.step.micro_batches import MicroBatchStep
@@ -103,6 +105,8 @@ class CurriculumLoop(Loop):
         if self.trainer.train_dataset is None:
             return None
         trainer, args, rows = self.trainer, self.trainer.args, self.trainer.train_dataset
+        leaves_out = not set(BY_LOSS).isdisjoint(self.settings.methods)  # and one row may remain for the last batch
+        needs_two = leaves_out and any(map(is_batch_norm, trainer.model.modules()))
         self.sampler = CurriculumSampler(
             lengths_of(rows, args.length_column_name),
             self.settings,
@@ -111,6 +115,7 @@ class CurriculumLoop(Loop):
             rank=args.process_index,
             world=args.world_size,
             content=content_crc32(rows),
+            fewest_rows=2 if needs_two else 1,
         )
         self.length = RunLength(args, self.sampler.nominal_batches)
         self.sampler.epochs = self.length.epochs
