@@ -91,7 +91,6 @@ def test_every_check_is_tried():
         (["--auto_find_batch_size", "true"], "set auto_find_batch_size: false"),
         (["--optim", "galore_adamw_layerwise", "--optim_target_modules", "all-linear"], "during backward"),
         (["--batch_mode", "logical", "--max_batch_size", "64"], "64 exceeds per_device_train_batch_size 8"),
-        (["--spike_guard", "skip", "--deepspeed", "zero2"], "spike_guard: off, or drop DeepSpeed"),
         (["--use_liger_kernel", "true"], "use_liger_kernel has kernels for GPUs only"),
     ],
     ids=lambda value: value[0].strip("-") if isinstance(value, list) else "",
@@ -99,6 +98,13 @@ def test_every_check_is_tried():
 def test_what_training_refuses_by_its_settings_is_refused_before_anything_is_loaded(words, text):
     with pytest.raises(UserError, match=text):
         job_of(*words).check()
+
+
+def test_a_guard_that_deepspeed_leaves_no_place_for_is_refused_then_too(monkeypatch):
+    """By its words alone: to ask for DeepSpeed starts a process group."""
+    monkeypatch.setattr("scu_trainer.train.job.job.uses_deepspeed", lambda training: True)
+    with pytest.raises(UserError, match="spike_guard: off, or drop DeepSpeed"):
+        job_of("--spike_guard", "skip").check()
 
 
 def test_without_its_package_liger_is_refused_in_one_line(monkeypatch):
