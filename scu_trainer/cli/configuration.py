@@ -252,8 +252,8 @@ def check_values_early(entries: Mapping[str, Any], flags: Sequence[str] = ()) ->
     """Values of our own fields, by name and in ``flags``. Raises SettingsError."""
     parser = our_parser()
     names = field_names(parser)
-    own = {name: value for name, value in entries.items() if name in names}
-    typed, _ = parser.parse_known_args([*as_flags(own), *flags])
+    words = as_flags({name: value for name, value in entries.items() if name in names})
+    typed = parser.parse_known_args([*words, *flags])[0] if flags else parser.parse_args(words)
     _check_typed(parser, vars(typed))
 
 
@@ -468,7 +468,7 @@ def check_given_once(flags: Sequence[str]) -> None:
         if name == "dataset":
             both = json.dumps([{name: redact(first)}, {name: redact(second)}])
             raise SettingsError(f"--{name} is given twice; give it once, or both as a list: --{name} '{both}'")
-    for name, value in flags_of(flags):
+    for name, value in flags_of(translated(flags, known_names())[0]):
         if name in ("dataset", "eval_dataset") and isinstance(value, list):
             several = json.dumps([redact(one) for one in value[:2]])[:-1] + (", ...]" if len(value) > 2 else "]")
             listed = f", or several as a list: --dataset '{several}'" if name == "dataset" else ""

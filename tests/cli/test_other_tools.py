@@ -195,6 +195,11 @@ def test_no_file_is_overwritten(here, capsys):
     assert (here / "job.yaml").read_text() == "mine" and "already exists" in capsys.readouterr().err
 
 
+def test_several_values_for_one_are_refused_before_anything_is_written(here, capsys):
+    assert cli.main(["import", str(FOLDER / "trl/sft.yaml"), "--lora_r", "8", "16"]) == 2
+    assert "unrecognized arguments: 16" in capsys.readouterr().err and not (here / "sft.scu.yaml").exists()
+
+
 def test_a_file_of_another_program_trains_as_it_is_where_nothing_is_lost(here):
     job = read_job(str(FOLDER / "axolotl/lora.yml"), ["--dataset", "data/alpaca.json"])
     assert job.model.lora_r == 16 and job.training.per_device_train_batch_size == 2 and job.data.block_size == 128

@@ -108,6 +108,7 @@ def test_data_given_twice_is_refused(read):
     ("typed", "told"),
     [
         ("--dataset a.jsonl b.jsonl", """--dataset has 2 values.*as a list: --dataset '\\["a.jsonl", "b.jsonl"\\]'"""),
+        ("--dataset_name a b", """--dataset has 2 values.*as a list: --dataset '\\["a", "b"\\]'"""),
         ("--dataset a b c --seed 1", """has 3 values; give one file or the folder of all, .* '\\["a", "b", ...\\]'"""),
         ("--dataset d --eval_dataset a b", "--eval_dataset has 2 values; give one file or the folder of all$"),
     ],

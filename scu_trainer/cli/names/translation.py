@@ -27,8 +27,12 @@ def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str],
     entries = {name: value for name, value, _ in given if name}
     meant = _others(entries, known)
     words: list[str] = []
-    for name, _, typed in given:
-        words += typed if name not in meant else as_flags(_set(meant[name]))
+    for name, value, typed in given:
+        settings = _set(meant[name]) if name in meant else {}
+        if isinstance(value, list) and [*settings.values()] == [value]:  # several words are not the list of a file
+            words += [f"--{next(iter(settings))}", *value]
+        else:
+            words += as_flags(settings) if name in meant else typed
     return words, notes_of(meant.values())
 
 
