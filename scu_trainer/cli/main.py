@@ -165,6 +165,14 @@ def _let_segments_grow(environment: MutableMapping[str, str]) -> None:
         environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _in_words(error: OSError) -> Optional[str]:
     """A message about a path or a disk; None for errors that the user cannot fix."""
     name = "" if error.filename is None else str(error.filename).encode(errors="backslashreplace").decode()
@@ -173,7 +181,7 @@ def _in_words(error: OSError) -> Optional[str]:
         return f"the disk is full: {shown or 'a file'} cannot be written; free some space, and run the command again"
     if error.errno in OF_THE_PATH and name:
         return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
-    if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
+    if error.errno == errno.ENOENT and error.filename is None and not _has_current_folder():
         return "the current folder was removed; change to one that exists (cd), and run the command again"
     return None
 

@@ -1,11 +1,12 @@
 """What every command does before its own work."""
 
+import errno
 import subprocess
 import sys
 
 import pytest
 
-from scu_trainer.cli.main import ALLOCATOR, _let_segments_grow, main
+from scu_trainer.cli.main import ALLOCATOR, _let_segments_grow, guarded, main
 
 
 def test_the_allocator_of_a_card_lets_its_segments_grow():
@@ -40,3 +41,14 @@ def test_a_current_folder_that_was_removed(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").rmdir()
     assert main(["data", "--dataset", "rows.jsonl"]) == 2
     assert "the current folder was removed" in capsys.readouterr().err
+
+
+def test_another_error_without_a_path_is_not_about_the_current_folder():
+    """Such as that of a socket which is gone."""
+
+    @guarded
+    def command(argv):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    with pytest.raises(FileNotFoundError):
+        command([])
