@@ -282,6 +282,11 @@ def test_the_folder_of_the_answers_is_made_and_temperature_0_is_greedy(folder, p
     assert (tmp_path / "new" / "folder" / "a.jsonl").read_bytes() == (tmp_path / "greedy.jsonl").read_bytes()
 
 
+def test_temperature_0_beside_a_share_of_the_tokens_says_what_has_no_effect(folder, prompts, tmp_path, capsys):
+    assert run(*generate(folder, prompts, tmp_path / "a.jsonl", "--temperature", "0", "--top_p", "0.9")) == 2
+    assert "temperature 0 is greedy, where top_p would have no effect" in capsys.readouterr().err
+
+
 def test_answers_do_not_take_the_place_of_their_prompts(folder, prompts, capsys):
     before = prompts.read_bytes()
     assert run(*generate(folder, prompts, prompts, "--overwrite")) == 2

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Optional
 from scu_trainer.cli.parsing import add_consent
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError
+from scu_trainer.settings.base import require
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def answer_settings(options: argparse.Namespace) -> AnswerSettings:
 
     given = {name: getattr(options, name) for name in AnswerSettings.__dataclass_fields__}
     if given["temperature"] == 0 and not given["do_sample"]:  # as other programs say it
+        drawn = ", ".join(name for name in ("top_p", "top_k") if given[name] is not None)
+        require(not drawn, f"temperature 0 is greedy, where {drawn} would have no effect; drop one or the other")
         given |= {"temperature": None, "do_sample": False}
     return AnswerSettings(**given)
 
