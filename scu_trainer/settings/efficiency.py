@@ -19,7 +19,6 @@ ALLOWED = {
     "ema_decay": Allowed(above=0, below=1),
     "peak_tflops": Allowed(above=0),
     "lr_step_size": Allowed(least=1),
-    "lr_milestones": Allowed(above=0),
     "lr_gamma": Allowed(above=0),
 }
 
@@ -94,8 +93,8 @@ class EfficiencySettings:
             return
         require(bool(milestones), "lr_milestones is empty; give epochs such as 30 60 80, or leave it out")
         require(
-            sorted(set(milestones)) == list(milestones),
-            f"lr_milestones are {milestones}; they must rise, such as 30 60 80",
+            all(m > 0 for m in milestones) and sorted(set(milestones)) == list(milestones),
+            f"lr_milestones are {milestones}; they must be above 0 and rise, such as 30 60 80",
         )
         require(
             self.milestones_are_shares or min(milestones) >= 1,

@@ -127,6 +127,7 @@ def test_without_steps_the_stock_schedule_stays(tmp_path):
         ({"lr_step_size": 2, "lr_milestones": [3.0]}, "two schedules"),
         ({"lr_milestones": []}, "empty"),
         ({"lr_milestones": [3.0, 2.0]}, "rise"),
+        ({"lr_milestones": [False]}, "above 0 and rise"),
         ({"lr_milestones": [0.5, 2.0]}, "not both"),
         ({"lr_gamma": 0.5}, "needs lr_step_size"),
         ({"lr_gamma": -1.0, "lr_step_size": 1}, "lr_gamma is -1"),
