@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Any, Optional
 
 from scu_trainer.figures import before_and_after, bits_of
@@ -28,7 +27,7 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("S", _s(run, control)),
         ("lambda, newest", _lambda(run, control)),
         ("cost of measuring and steering S", NONE if cost is None else f"{cost:.2%} of the training time"),
-        ("tokens per second, mean", number(fmean(speeds) if speeds else None)),
+        ("tokens per second, mean", number(sum(speeds) / len(speeds) if speeds else None)),
         ("peak memory", _peak(run)),
         ("out of memory, recovered", _ooms(run)),
         ("training time", duration(run.metrics.get("train_s") or newest(run.logs, "train_runtime"))),

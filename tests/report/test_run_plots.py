@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -304,6 +305,13 @@ def test_figures_of_a_run_without_a_finite_loss(tmp_path):
     (folder / "scu_metrics.json").write_text(json.dumps(metrics))
     found = dict(key_figures(read_run(folder, "diverged", "finished")))
     assert found["held-out bits per token"] == found["held-out perplexity"] == "not finite"
+
+
+def test_speeds_without_a_mean_are_a_dash(tmp_path):
+    folder = make_run(tmp_path / "run")
+    logs = [{"step": step, "throughput/tokens_per_second": speed} for step, speed in ((1, math.inf), (2, -math.inf))]
+    (folder / "log_history.json").write_text(json.dumps(logs))
+    assert dict(key_figures(read_run(folder, "run")))["tokens per second, mean"] == "-"
 
 
 def test_nothing_counted_is_a_dash_and_no_zero(made, tmp_path):
