@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import Allowed, check_fields, option, require
+from scu_trainer.settings.base import MOST_NUMBER, Allowed, check_fields, option, require, short
 
 ALLOWED = {
     "min_batch_size": Allowed(least=1),
@@ -181,11 +181,13 @@ def size_in_gib(name: str, value) -> Optional[float]:
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        size = float(value)
+        size = value
     else:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
         if match is None:
             raise SettingsError(f"{name} is {value!r}; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB")
         size = float(match[1]) * BYTES[match[2] or ""] / 2**30
-    require(math.isfinite(size) and size > 0, f"{name} is {value}; it must be above 0 GiB")
-    return size
+    require(
+        0 < size <= MOST_NUMBER, f"{name} is {short(value)}; it must be above 0 GiB, and {MOST_NUMBER:,.0f} or less"
+    )
+    return float(size)

@@ -82,6 +82,13 @@ def test_a_size_is_above_0(size):
         MemorySettings(cpu_mem=size)
 
 
+@pytest.mark.parametrize("size", [10**400, "9" * 400, float("inf")], ids=["number", "text", "inf"])
+def test_a_size_that_no_float_holds_is_refused_in_one_line(size):
+    with pytest.raises(SettingsError, match=r"it must be above 0 GiB, and 1,000,000,000,000,000 or less$") as refused:
+        MemorySettings(cpu_mem=size)
+    assert len(str(refused.value)) < 200
+
+
 def test_the_step_that_counts_is_a_later_one():
     times = StepTimes()
     assert times.typical_s is None
