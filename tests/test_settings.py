@@ -42,7 +42,7 @@ REFUSED = [
     (SCU, {"target_s": "ten"}, r"scu_target_s is 'ten'; allowed: a number between 0 and 1, auto, or none"),
     # numbers out of range
     (SCU, {"sigma": 0.0}, r"scu_sigma is 0.0; it must be above 0"),
-    (SCU, {"sigma": math.inf}, r"scu_sigma is inf"),
+    (SCU, {"sigma": math.inf}, r"scu_sigma is inf; it must be a finite number"),
     (SCU, {"sigma": numpy.float32(-1)}, r"scu_sigma is -1.0; it must be above 0"),
     (SCU, {"time_constant": -1.0}, r"scu_time_constant"),
     (SCU, {"max_shrink": 1.5}, r"scu_max_shrink is 1.5"),
@@ -70,6 +70,7 @@ REFUSED = [
     (DATA, {"max_eval_documents": 0}, r"max_eval_documents is 0"),
     (DATA, {"preprocessing_num_workers": 0}, r"preprocessing_num_workers"),
     (DATA, {"validation_split_percentage": 100.0}, r"validation_split_percentage is 100.0"),
+    (DATA, {"validation_split_percentage": 1e16}, r"validation_split_percentage is 1e\+16; it must be below 100"),
     # texts for switches and numbers, which Python would take
     (SCU, {"stop_at_target": "false"}, r"scu_stop_at_target is 'false'; it must be true or false"),
     (SCU, {"hold_steps": True}, r"scu_hold_steps is True; it must be a whole number"),

@@ -143,14 +143,14 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
     most = (MOST_COUNT if isinstance(value, Integral) else MOST_NUMBER) if allowed.most is None else allowed.most
     usual = "" if default is None else f", such as {default}"
     is_finite = isinstance(value, Integral) or math.isfinite(value)  # an int may be too large for a float
-    require(is_finite or least > -MOST_NUMBER, f"{name} is {value}; it must be a finite number{usual}")
+    says_why = is_finite or (least > -MOST_NUMBER and not value > least)
+    require(says_why, f"{name} is {value}; it must be a finite number{usual}")
     is_enough = value >= least if allowed.above is None else value > allowed.above
     lowest = f"{least:,} or more" if allowed.above is None else f"above {allowed.above}"
     require(is_finite and is_enough, f"{name} is {short(value)}; it must be {lowest}{usual}")
+    is_below = allowed.below is None or value < allowed.below
+    require(is_below, f"{name} is {short(value)}; it must be below {allowed.below}{usual}")
     require(value <= most, f"{name} is {short(value)}; it must be {most:,} or less{usual}")
-    require(
-        allowed.below is None or value < allowed.below, f"{name} is {value}; it must be below {allowed.below}{usual}"
-    )
 
 
 def short(value: Any) -> str:
