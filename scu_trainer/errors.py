@@ -7,8 +7,9 @@ A message says what was found, what is allowed, and what to type instead.
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Optional
 
 
@@ -89,10 +90,18 @@ def nearest(name: str, allowed: Iterable[str], cutoff: float = NEAR) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def require_packages(purpose: str, extra: str, modules: Iterable[str]) -> None:
-    """Raise RequirementError, with the extra of ours that installs them, where one of ``modules`` is missing."""
+def require_packages(purpose: str, extra: str, modules: Sequence[str], loads: bool = False) -> None:
+    """Raise RequirementError, with the extra of ours that installs them, where one of ``modules`` is missing.
+    ``loads``: import them, and raise it also for one that is broken."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
         raise RequirementError(
             f"{purpose} needs {' and '.join(absent)}, not installed here; pip install 'scu-trainer[{extra}]'"
         )
+    for name in modules if loads else ():
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise RequirementError(
+                f"{purpose} needs {name}, which does not load ({error}); pip install --force-reinstall {name}"
+            ) from error

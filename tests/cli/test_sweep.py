@@ -91,6 +91,16 @@ def test_its_folder_under_the_name_of_other_commands(job, monkeypatch, tmp_path)
     assert cli(["sweep", *words, "--output", str(tmp_path / "out")]) == 0 and folders == [tmp_path / "out"]
 
 
+def test_a_broken_package_is_one_line_before_anything_runs(job, monkeypatch, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "broken/optuna").mkdir(parents=True)
+    (tmp_path / "broken/optuna/__init__.py").write_text("raise ImportError('libodd.so: no such file')")
+    monkeypatch.syspath_prepend(tmp_path / "broken")
+    monkeypatch.delitem(sys.modules, "optuna")
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: pytest.fail("it ran"))
+    assert cli(["sweep", "--config", str(job), "--search", "lr=1e-5:1e-3"]) == 2
+    assert "sweep needs optuna, which does not load (libodd.so: no such file)" in capsys.readouterr().err
+
+
 def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # noqa: F811
     out = tmp_path / "out"
     words = ["sweep", "--config", str(job), "--search", "learning_rate=1e-4:1e-1:log", "--trials", "2"]

@@ -95,7 +95,7 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     if moved:
         raise SettingsError(f"{moved[0]} is both set and searched; drop one of them")
     check_early(options.config, flags)
-    require_packages("sweep", "sweep", ("optuna",))
+    require_packages("sweep", "sweep", ("optuna",), loads=True)
     settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
     refuse_push(settings.get("push_to_hub"), "trial")
     typed = "scu-trainer sweep " + shlex.join(argv)

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] = None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
-    require_packages("the board", "board", ("jinja2", "matplotlib", "starlette", "uvicorn"))
+    require_packages("the board", "board", ("jinja2", "matplotlib", "starlette", "uvicorn"), loads=True)
     from scu_trainer.board.access import Guard
     from scu_trainer.board.acts import Acts
     from scu_trainer.board.app import Board

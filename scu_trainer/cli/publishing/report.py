@@ -40,7 +40,7 @@ def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
     options, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise SettingsError(f"unknown option {unknown[0]}{nearest(unknown[0], FLAGS)}; options: {', '.join(FLAGS)}")
-    require_packages("a report", "report", ("matplotlib",))
+    require_packages("a report", "report", ("matplotlib",), loads=True)
     wanted = subjects.find(options.runs, options.root, waits=options.watch is not None)
     folder = options.output or _default_folder(wanted)
     if options.watch is not None:
