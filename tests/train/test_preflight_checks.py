@@ -10,6 +10,7 @@ import datasets
 import numpy
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from scu_trainer.cli import configuration
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
@@ -105,6 +106,12 @@ def test_a_guard_that_deepspeed_leaves_no_place_for_is_refused_then_too(monkeypa
     monkeypatch.setattr("scu_trainer.train.job.job.uses_deepspeed", lambda training: True)
     with pytest.raises(UserError, match="spike_guard: off, or drop DeepSpeed"):
         job_of("--spike_guard", "skip").check()
+
+
+def test_several_gpus_are_no_reason_before_a_model_is_there(monkeypatch):
+    """It may lie on all of them, and a comparison gives each run one."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda arguments: 2))
+    job_of().check()
 
 
 def test_without_its_package_liger_is_refused_in_one_line(monkeypatch):

@@ -40,6 +40,11 @@ def ranks_for(trainer) -> Ranks:
 def refuse_arguments(trainer) -> None:
     """Raise ControlError for training arguments that memory control cannot work with; needs no wrapped model."""
     args = trainer.args
+    if args.n_gpu > 1:
+        raise ControlError(
+            f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts batches by itself; start one process per "
+            f"GPU with torchrun or accelerate launch, or {OFF}"
+        )
     refuse_fields(args)
     _refuse_split_models(trainer)
     if is_fsdp(trainer) and args.gradient_accumulation_steps > 1:
@@ -51,12 +56,8 @@ def refuse_arguments(trainer) -> None:
 
 
 def refuse_fields(args: TrainingArguments) -> None:
-    """Of these, what needs no trainer to be seen."""
-    if args.n_gpu > 1:
-        raise ControlError(
-            f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts batches by itself; start one process per "
-            f"GPU with torchrun or accelerate launch, or {OFF}"
-        )
+    """Of these, what needs no trainer to be seen. The number of GPUs is not among that: a model may lie on several, and
+    a comparison, which asks as well, gives each of its runs one."""
     if args.auto_find_batch_size:
         raise ControlError(
             "auto_find_batch_size restarts training with a smaller batch, but memory control fits the requested "
