@@ -167,6 +167,17 @@ def test_rows_without_padding_are_not_asked_about(monkeypatch):
     assert not asked
 
 
+def test_prefixes_are_not_asked_about_where_the_padding_is_kept(monkeypatch):
+    asked = []
+    monkeypatch.setattr(evaluation_path, "agrees_on_rows", lambda *given: asked.append(given[3:]) or (False, None))
+    batch = batch_of()
+    batch["input_ids"] = batch["input_ids"][-1:].expand(6, -1).clone()
+    rows = padding_free.end_to_end(batch, shares_prefixes=True)
+    labels = batch.pop("labels")
+    EvaluationPath(tiny.llama()).scores(batch, labels)
+    assert rows.prefixes is not None and asked == [(False, True, False)]
+
+
 def test_a_row_that_changes_the_next_a_little_keeps_the_padding(caplog):
     model = tiny.llama().to(torch.bfloat16)
     model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp)

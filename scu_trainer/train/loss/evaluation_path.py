@@ -85,11 +85,11 @@ class EvaluationPath:
 
     def _end_to_end(self, batch: Mapping[str, Any]) -> Optional[EndToEnd]:
         rows = end_to_end(batch, self._most_tokens, self._may_share_prefixes)
-        if rows is not None and rows.prefixes is not None and not self._shares_prefixes:
-            rows = end_to_end(batch, self._most_tokens)
         if rows is None or not self._leaves_padding:
             return None
-        return replace(rows, wants_few_sizes=self._wants_few_sizes)
+        if rows.prefixes is not None and not self._shares_prefixes:
+            rows = end_to_end(batch, self._most_tokens)
+        return None if rows is None else replace(rows, wants_few_sizes=self._wants_few_sizes)
 
     @property
     def _kind(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
