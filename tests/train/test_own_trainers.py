@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.loss.analysis.frozen_weights import WrittenWeights, frozen_weights
 from scu_trainer.train.step import micro_batches
 from scu_trainer.train.step.distributed.ranks import ShardedRanks
 from scu_trainer.train.trainer import SCUTrainer, with_loops
@@ -462,6 +463,48 @@ def test_a_counter_of_calls_is_named_where_batches_are_cut(tmp_path, rows, caplo
     said = [row.getMessage() for row in caplog.records if "counts micro-batches" in row.getMessage()]
     assert len(said) == isinstance(rows, tiny.UnevenRows)
     assert all(text.startswith("calls of Grows counts micro-batches (") for text in said)
+
+
+class AddsRows(Trainer):
+    rows = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.rows = self.rows + len(inputs["input_ids"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_a_counter_of_rows_is_not_said_to_count_micro_batches_of_one_row(tmp_path, caplog):
+    trainer = run(with_loops(AddsRows), tmp_path, memory=MemorySettings(max_batch_size=1))
+    assert trainer.rows == chunks(trainer) == STEPS * ACCUMULATION * 4  # as in the stock Trainer
+    said = [row.getMessage() for row in caplog.records if "counts micro-batches" in row.getMessage()]
+    assert len(said) == 1
+    assert "micro-batches or rows, which are as many (8 in a step); if it counts calls, where the stock" in said[0]
+
+
+def test_what_watches_a_teacher_leaves_compiled_code_compiled_and_copies_only_what_it_puts_back():
+    weight, compiled = torch.nn.Parameter(torch.ones(3), requires_grad=False), []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    forward = torch.compile(lambda x: x + 1, backend=backend)
+    for keeps in (True, False):
+        with WrittenWeights([weight], keeps_values=keeps) as written:
+            forward(torch.ones(3))
+            assert not written.are_written
+            weight.data.mul_(2)
+        assert written.are_written and len(written.copies) == keeps
+        if keeps:
+            written.put_back()
+    assert compiled and weight.tolist() == [2.0] * 3
+
+
+def test_a_weight_without_values_is_no_teacher_that_is_written():
+    """Nothing has no place in memory, and so have all others of no values."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(0), requires_grad=False)])
+    model.compute_loss_func = print
+    assert frozen_weights(model, model) == []
 
 
 def test_a_step_that_begins_to_do_more_ends_cutting_with_a_word(tmp_path):

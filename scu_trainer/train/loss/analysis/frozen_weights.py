@@ -17,23 +17,32 @@ WRITES = "writes to weights that the optimizer does not train (a teacher?), whic
 
 class WrittenWeights(TorchDispatchMode):
     """Inside, of ``weights`` that are written to their values of before are kept: copies of all would not fit beside a
-    large model with adapters. Operations are looked at and not versions, as ``.data`` writes without counting."""
+    large model with adapters. Operations are looked at and not versions, as ``.data`` writes without counting.
+
+    ``keeps_values``: False where nothing is put back, so that no copy is made.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], keeps_values: bool = True) -> None:
         super().__init__()
+        self._keeps_values = keeps_values
         self._weights = [(weight, weight.detach(), weight._version) for weight in weights]
         self._places: dict[int, list[torch.Tensor]] = defaultdict(list)
         for _, values, _ in self._weights:
             self._places[values.untyped_storage().data_ptr()].append(values)
         self._kept: dict[int, list[torch.Tensor]] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else what torch.compile first sees inside of a mode is never compiled afterwards, without a word."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for tensor in _written(func, args, kwargs or {}):
             place = tensor.untyped_storage().data_ptr()
             if place in self._places and place not in self._kept:
-                self._kept[place] = [values.clone() for values in self._places[place]]
+                self._kept[place] = [values.clone() for values in self._places[place]] if self._keeps_values else []
         return func(*args, **(kwargs or {}))
 
     @property
@@ -41,6 +50,10 @@ class WrittenWeights(TorchDispatchMode):
         """Also outside of this mode, where that shows."""
         moved = any(w._version != version or w.data_ptr() != values.data_ptr() for w, values, version in self._weights)
         return moved or bool(self._kept)
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        return [copy for copies in self._kept.values() for copy in copies]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -78,4 +91,4 @@ def frozen_weights(model: nn.Module, owner: Any = None) -> list[torch.Tensor]:
 
 
 def _has_values(weight: torch.Tensor) -> bool:
-    return not weight.is_meta and weight.layout is torch.strided and not weight.is_inference()
+    return not weight.is_meta and weight.layout is torch.strided and not weight.is_inference() and weight.numel() > 0

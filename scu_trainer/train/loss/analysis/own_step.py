@@ -60,9 +60,10 @@ class OwnStep:
             yield
             return
         trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer, thorough=not self.is_seen)
-        written = WrittenWeights(frozen_weights(trainer.model, trainer))
+        frozen = frozen_weights(trainer.model, trainer)
+        written = WrittenWeights(frozen, keeps_values=False)  # a step that stands: nothing is put back
         with (
-            contextlib.nullcontext() if self.is_seen else written,
+            written if frozen and not self.is_seen else contextlib.nullcontext(),
             replaced(trainer, "_prepare_inputs", watch.preparing(trainer._prepare_inputs)),
             replaced(trainer, "compute_loss", watch.asking(trainer.compute_loss)),
             replaced(trainer.accelerator, "backward", watch.going_back(trainer.accelerator.backward)),
@@ -169,8 +170,9 @@ class CallCounters:
             if type(value) is int
         }
 
-    def tell(self, before: Counts, micro_batches: int, batches: int) -> None:
-        """Of what has counted ``micro_batches`` since ``before``, where the stock loop runs ``batches``."""
+    def tell(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
+        """Of what has counted ``micro_batches`` since ``before``, where the stock loop runs ``batches``. Of one row
+        each, they cannot be told from ``rows``, which the stock loop counts as well."""
         if not before or micro_batches == batches:
             return
         now = self.counts()
@@ -178,11 +180,12 @@ class CallCounters:
         found = [key for key, count in before.items() if now.get(key) == count + micro_batches]
         if found:
             self._left = 0
+            names = ", ".join(f"{name} of {owner}" for owner, name in found)
+            what = "micro-batches or rows, which are as many" if micro_batches == rows else "micro-batches"
             logger.warning(
-                "%s counts micro-batches (%d in a step), where the stock loop counts batches (%d): a loss that depends "
-                "on it, such as one with a weight that grows, changes at other steps; use the trainer's "
-                "state.global_step",
-                ", ".join(f"{name} of {owner}" for owner, name in found), micro_batches, batches,
+                "%s counts %s (%d in a step)%s, where the stock loop counts batches (%d): a loss that depends on it, "
+                "such as one with a weight that grows, changes at other steps; use the trainer's state.global_step",
+                names, what, micro_batches, "; if it counts calls" if micro_batches == rows else "", batches,
             )  # fmt: skip
 
 
