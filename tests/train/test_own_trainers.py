@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.loss.analysis import own_step
 from scu_trainer.train.loss.analysis.frozen_weights import WrittenWeights, frozen_weights
 from scu_trainer.train.step import micro_batches
 from scu_trainer.train.step.distributed.ranks import ShardedRanks
@@ -498,6 +499,30 @@ def test_what_watches_a_teacher_leaves_compiled_code_compiled_and_copies_only_wh
         if keeps:
             written.put_back()
     assert compiled and weight.tolist() == [2.0] * 3
+
+
+class ReplacesTeacher(FollowsInStep):
+    """In the fourth step, after which the new one follows."""
+
+    is_new = False
+
+    def follow(self) -> None:
+        if self.state.global_step == 3 and not self.is_new:
+            self.is_new, self.teacher = True, tiny.llama(seed=9).requires_grad_(False)
+        if self.state.global_step > 3:
+            for old, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                with torch.no_grad():
+                    old.lerp_(new, 0.5)
+
+
+@pytest.mark.parametrize(("kind", "walks"), [(stepping(counts), 2), (ReplacesTeacher, 3)])
+def test_frozen_weights_are_looked_for_where_there_may_be_others(tmp_path, monkeypatch, kind, walks):
+    asked = []
+    monkeypatch.setattr(own_step, "frozen_weights", lambda *given: asked.append(given) or frozen_weights(*given))
+    trainer = run(with_loops(kind), tmp_path, memory=CUT)
+    assert chunks(trainer) > walks == len(asked)
+    deviation = trainer.micro_batches.analysis.own_step.deviation
+    assert (deviation is None) is (walks == 2)
 
 
 def test_a_weight_without_values_is_no_teacher_that_is_written():

@@ -38,6 +38,8 @@ class OwnStep:
         self.is_seen = self.owner is None
         self.deviation: Optional[str] = None
         self.exchange = exchange_in(trainer)
+        self._frozen: list[torch.Tensor] = []
+        self._held: Optional[list[int]] = None
 
     @property
     def is_stock(self) -> bool:
@@ -60,16 +62,24 @@ class OwnStep:
             yield
             return
         trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer, thorough=not self.is_seen)
-        frozen = frozen_weights(trainer.model, trainer)
-        written = WrittenWeights(frozen, keeps_values=False)  # a step that stands: nothing is put back
+        self._find_frozen()
+        written = WrittenWeights(self._frozen, keeps_values=False)  # a step that stands: nothing is put back
         with (
-            written if frozen and not self.is_seen else contextlib.nullcontext(),
+            written if self._frozen and not self.is_seen else contextlib.nullcontext(),
             replaced(trainer, "_prepare_inputs", watch.preparing(trainer._prepare_inputs)),
             replaced(trainer, "compute_loss", watch.asking(trainer.compute_loss)),
             replaced(trainer.accelerator, "backward", watch.going_back(trainer.accelerator.backward)),
         ):
             yield
         self.is_seen, self.deviation = True, watch.deviation() or (WRITES if written.are_written else None)
+
+    def _find_frozen(self) -> None:
+        """After the first step, which may make a teacher, only where the trainer holds other modules: walking through
+        a model with adapters takes as long as a small micro-batch."""
+        held = [id(value) for value in vars(self._trainer).values() if isinstance(value, torch.nn.Module)]
+        if held != self._held:
+            self._frozen = frozen_weights(self._trainer.model, self._trainer)
+            self._held = held if self.is_seen else None
 
 
 class _Watch:
