@@ -129,10 +129,12 @@ def main(argv: list[str]) -> int:
 
 def _open_closed_streams() -> None:
     """Of a program that was started without them (``<&-``, some schedulers). In this order each gets its own number
-    back, which the next file that is opened would get, and with it what libraries print."""
+    back, which the next file that is opened would get, and with it what libraries and child processes print."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            stream = open(os.devnull, mode, errors="backslashreplace")
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _say(text: str) -> None:

@@ -52,3 +52,11 @@ def test_another_error_without_a_path_is_not_about_the_current_folder():
 
     with pytest.raises(FileNotFoundError):
         command([])
+
+
+def test_closed_streams_are_open_for_child_processes_and_take_every_name():
+    said = "import subprocess, sys; from scu_trainer.cli.main import _open_closed_streams as start; start(); "
+    said += "sys.stderr.write('\\udcff'); sys.stdout.flush(); child = 'import os; [os.fstat(n) for n in range(3)]'; "
+    said += "sys.exit(subprocess.run([sys.executable, '-c', child], check=False).returncode)"
+    program = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", said]
+    assert subprocess.run(program, check=False).returncode == 0

@@ -560,7 +560,7 @@ def test_metadata_without_a_known_column_of_classes_are_named_beside_folders(tmp
     assert any(re.match(line, note) for note in prepared(folder, tmp_path).statistics.notes)
 
 
-def test_parquet_files_of_images_are_answered_with_how_to_save_them(tmp_path):
+def test_parquet_files_of_images_are_answered_with_how_to_save_them(tmp_path, monkeypatch):
     import datasets
 
     rows = datasets.load_from_disk(str(table(tmp_path, [0, 1] * 4)))
@@ -573,6 +573,9 @@ def test_parquet_files_of_images_are_answered_with_how_to_save_them(tmp_path):
         command, saved = re.search(r'python -c "(.*)", then give (.*)', str(caught.value)).groups()
         exec(command.replace("load_dataset(", f"load_dataset(cache_dir={str(tmp_path / 'hub_cache')!r}, path="))
         assert prepared(saved, tmp_path).statistics.read == 8
+    monkeypatch.chdir(tmp_path / "hub" / "plain")
+    with pytest.raises(DataError, match=rf"then give {tmp_path}/hub/plain-saved"):
+        prepared(".", tmp_path)
 
 
 def test_an_image_in_two_classes_is_named(pets, tmp_path):
@@ -777,3 +780,6 @@ def test_the_name_of_a_column_is_refused_where_there_are_no_columns(pets, tmp_pa
     for name in (str(pets), "digits"):
         with pytest.raises(DataError, match=f"images of {name} are in none; drop image_column_name"):
             find_images(DataSettings(dataset=name), own, tmp_path)
+    own = ImageSettings(image_column_name="picture")  # of a model that was trained on a table
+    source = find_images(DataSettings(dataset=str(pets)), own, tmp_path, classes=("cat", "dog", "owl"))
+    assert source.label_names == ("cat", "dog", "owl")

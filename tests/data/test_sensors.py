@@ -155,6 +155,7 @@ def test_minus_one_is_no_class_beside_names_either(folder, tmp_path):
 
 
 def test_what_no_row_of_the_manifest_names_is_said(folder, tmp_path):
+    edit_manifest(folder, 1, file=str(folder / "000000.npz"))
     assert not prepared(folder, tmp_path / "cache").statistics.notes
     (folder / "000003.npz").rename(folder / "spare.npz")
     edit_manifest(folder, 4, file="./spare.npz")

@@ -47,6 +47,8 @@ def find_images(
     trained further, which keeps their numbers where the data have the same. Raises DataError where it, its split, its
     columns or its classes cannot be found.
     """
+    if not classes and data.eval_dataset is None:
+        _refuse_columns(data.dataset, own)
     source = _find(data.dataset, (data.dataset_split,), data, own, cache_dir, ())
     known = classes or (order if set(order) == set(source.label_names) else ())
     if set(source.label_names) <= set(known):
@@ -76,12 +78,10 @@ def _find(
     split, config = (data.dataset_split, data.dataset_config_name) if is_training else (None, None)
     if name in EMBEDDED_IMAGES:
         refuse_hub_settings(name, split, config)
-        _refuse_columns(name, data, own, "image_column_name", "label_column_name")
         return embedded_source(name, data.dataset_size)
     if path.is_dir():
         refuse_hub_settings(name, None, config)
     if path.is_dir() and not is_saved(path):
-        _refuse_columns(name, data, own, "image_column_name")
         takes_held_out = is_training and data.eval_dataset is None
         labels = LABEL_COLUMNS if own.label_column_name is None else (own.label_column_name,)
         return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out, labels=labels)
@@ -93,10 +93,14 @@ def _find(
     return table_source(name, wanted, data, own, cache_dir, classes)
 
 
-def _refuse_columns(name: str, data: DataSettings, own: ImageSettings, *fields: str) -> None:
-    """Of a source whose images are in no column; an ``eval_dataset`` beside it may have them in one."""
+def _refuse_columns(name: str, own: ImageSettings) -> None:
+    """Of a source whose images are in no column. An ``eval_dataset`` beside it may have them in one, and the settings
+    of a trained model, which is scored on other images than its own, cannot be changed."""
+    path = Path(name).expanduser()
+    fields = ("image_column_name", "label_column_name") if name in EMBEDDED_IMAGES else ("image_column_name",)
+    has_columns = name not in EMBEDDED_IMAGES and (not path.is_dir() or is_saved(path))
     given = next((field for field in fields if getattr(own, field) is not None), None)
-    if given is not None and data.eval_dataset is None:
+    if given is not None and not has_columns:
         raise DataError(f"{given} names a column of a table, and the images of {name} are in none; drop {given}")
 
 

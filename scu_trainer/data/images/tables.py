@@ -58,6 +58,7 @@ def table_source(
 
 def how_to_save(parquet: Path) -> str:
     """Advice for a parquet file, or a folder of them."""
+    parquet = parquet if parquet.name else parquet.absolute()  # of "."
     given = f"'{parquet}'" if parquet.is_dir() else f"'parquet', data_files='{parquet}'"
     saved = parquet.with_name(f"{parquet.stem}-saved")
     command = f"import datasets; datasets.load_dataset({given}).save_to_disk('{saved}')"

@@ -67,7 +67,7 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
     named: set[str] = set()
     for line, row, problem in _rows(path):
         rejections.statistics.read += 1
-        named.add(os.path.normpath(str(row.get("file")) if isinstance(row, dict) else ""))
+        named.add(os.path.normpath(folder / str(row.get("file") if isinstance(row, dict) else "")))
         place = f"{path.name} line {line}"
         try:
             entry = _entry(folder, place, row, problem)
@@ -88,7 +88,7 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
 
 def _not_read(folder: Path, manifest: Path, named: Collection[str]) -> list[str]:
     """Lines for a person about recordings that no row names, and about a second manifest."""
-    inside = {str(path.relative_to(folder)): path for path in folder.rglob("*.npz") if not is_hidden(path, folder)}
+    inside = {os.path.normpath(path): path for path in folder.rglob("*.npz") if not is_hidden(path, folder)}
     left = [shown_name(inside[name]) for name in sorted(inside.keys() - named)]
     is_second = manifest.name == MANIFEST and (folder / CSV_MANIFEST).is_file()
     notes = [f"{folder / CSV_MANIFEST} was not read, because {MANIFEST} is beside it"] if is_second else []
