@@ -317,13 +317,9 @@ def _part_of_something(row: dict) -> Optional[str]:
     chat = next((name for name in CHAT_COLUMNS if name in row), None)
     if chat is not None:
         return f"column {chat!r} is empty instead of holding a conversation"
-    usual = ((*PROMPTS, *ALONE), ANSWERS)
-    prompt, answer = (next((name for name in row if str(name).lower() in names), None) for names in usual)
-    if prompt is not None and answer is not None:  # in capitals: Question, Answer
-        return (
-            f"has its question and answer in {prompt} and {answer}, and such names are known in small letters only; "
-            f"name them: --prompt_column {prompt} --response_column {answer}"
-        )
+    in_capitals = _in_capitals(row)
+    if in_capitals is not None:
+        return in_capitals
     question = next((name for name in (*PROMPTS, *ALONE) if not _is_empty(row.get(name))), None)
     if question is not None and not any(name in row for name in ANSWERS):
         return (
@@ -336,6 +332,20 @@ def _part_of_something(row: dict) -> Optional[str]:
             f"of its own, one object per line, for instance {next(iter(row))}.jsonl"
         )
     return None
+
+
+def _in_capitals(row: dict) -> Optional[str]:
+    """Of a row whose columns would be known in small letters: Question, Answer."""
+    usual, typed = ((*PROMPTS, *ALONE), ANSWERS), {str(name).lower(): str(name) for name in row}
+    prompt, answer = (next((typed[name] for name in names if name in typed), None) for names in usual)
+    if prompt is None or answer is None:
+        return None
+    said = f"has its question and answer in {prompt} and {answer}, and such names are known in small letters only; "
+    beside = [typed[name] for name in (*CONTEXTS, *SYSTEMS) if typed.get(name) not in (None, name, prompt)]
+    if not beside:
+        return f"{said}name them: --prompt_column {prompt} --response_column {answer}"
+    renamed = ", ".join(f"{name} to {name.lower()}" for name in (*beside, prompt, answer) if name != name.lower())
+    return f"{said}{beside[0]} belongs to them and would not be read by another name: rename {renamed}"
 
 
 def _is_list_of_rows(value: Any) -> bool:

@@ -386,6 +386,11 @@ REFUSED = {
         {"Question": "Why?", "Answer": "So."},
         "small letters only; name them: --prompt_column Question --response_column Answer",
     ),
+    "a context in capitals": (
+        {"Input": "1?", "Instruction": "Double it.", "Output": "2"},
+        "small letters only; Input belongs to them and would not be read by another name: rename Input to input, "
+        "Instruction to instruction, Output to output",
+    ),
     "several texts beside a question": (
         {"question": "Who?", "context": {"title": ["Tea"], "sentences": [["Basho wrote it."]]}, "answer": "Basho"},
         "'context' holds dict, not text, .* leave it out: --prompt_column question --response_column answer",
