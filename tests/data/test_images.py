@@ -549,6 +549,25 @@ def test_numbers_of_a_table_with_gaps_are_classes_as_without(tmp_path, missing):
     assert {"10.0", "v1.0", "2.5"} < {*data.label_names} and "-1" not in data.label_names
 
 
+def test_a_held_out_table_of_numbers_alone_has_the_classes_of_the_training_table(tmp_path):
+    """Beside "beta" 1.0 is a version; where only versions are held out, it is the same one."""
+    for split, labels in {"train": ["1.0", "2.0", "beta"] * 2, "test": ["1.0", "2.0"]}.items():
+        for number in range(len(labels)):
+            picture(tmp_path / "own" / split / f"{number}.png", seed=len(labels) * 10 + number)
+        rows = [f"{number}.png,{label}" for number, label in enumerate(labels)]
+        (tmp_path / "own" / split / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
+    data = prepared(tmp_path / "own", tmp_path)
+    assert data.label_names == ("1.0", "2.0", "beta") and data.eval.labels.tolist() == [0, 1]
+
+
+def test_minus_one_in_a_table_is_said_to_be_no_label(tmp_path):
+    folder = with_metadata(tmp_path / "pets")
+    rows = [f"{number}.png,{(-1, 1)[number % 2]}" for number in range(10)]
+    (folder / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
+    with pytest.raises(DataError, match=r"one class, '1'.*5 rows of metadata.csv have -1, which stands for no label"):
+        prepared(folder, tmp_path)
+
+
 def test_metadata_without_a_known_column_of_classes_are_named_beside_folders(tmp_path):
     folder = with_metadata(tmp_path / "pets", "breed", inner="images/")
     line = (

@@ -161,6 +161,9 @@ def _of_classes(
         )
     names = tuple(classes) or _sorted({name for _, name in found.files if name}, found.is_table)
     numbers = {name: number for number, name in enumerate(names)}
+    if found.is_table:  # of numbers alone, where those of the training data stand beside words
+        whole = [name for name in names if re.fullmatch(r"[0-9]+\.0", name) and name[:-2] not in numbers]
+        numbers |= {name[:-2]: numbers[name] for name in whole}
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
     kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in found.ignored})[:MOST_KINDS])
     ignored = (f"{len(found.ignored):,} files of other kinds in {folder} were not read: {kinds}",) if kinds else ()
@@ -214,7 +217,7 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
     label = next((name for name in labels if name in columns), None)
     if label is None or FILE_COLUMN not in columns:
         return None
-    found, classes = _Found(notes=(f"classes are those of {label} in {table}",), is_table=True), {}
+    found, classes, minus_ones = _Found(notes=(f"classes are those of {label} in {table}",), is_table=True), {}, 0
     for record in rows:
         name = None if record.value is None else record.value.get(FILE_COLUMN)
         inside = Path(os.path.normpath(name)) if isinstance(name, str) else Path("..")
@@ -223,7 +226,8 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
             raise DataError(f"{record.place}: {problem}; fix its {FILE_COLUMN}, or remove the row")
         path, given = folder / inside, record.value.get(label)
         value = "" if given is None or given != given else str(given).strip()  # NaN: tables write it for nothing
-        value = "" if re.fullmatch(r"-1(\.0)?", value) else value
+        if re.fullmatch(r"-1(\.0)?", value):
+            value, minus_ones = "", minus_ones + 1
         if isinstance(given, (list, dict)) or classes.setdefault(path, value) != value:
             problem = f"{label} is {short(given)}" + (
                 f", and {classes[path]!r} in another row" if path in classes else ""
@@ -243,6 +247,7 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
         for path in folder.rglob("*")
     )
     repeats = len(rows) - len(classes)
+    found.notes += (f"{minus_ones:,} rows of {table.name} have -1, which stands for no {label}",) if minus_ones else ()
     found.notes += (f"{repeats:,} rows of {table.name} repeat an image, which is read once",) if repeats else ()
     found.notes += (f"{left:,} images of {folder} are not in {table.name} and were not read",) if left else ()
     return found
