@@ -219,7 +219,7 @@ def test_the_live_screen_fits_80_columns(by_hand):
 def test_live_on_a_terminal(by_hand, monkeypatch):
     target = io.StringIO()
     monkeypatch.setattr(
-        runs_screens, "_console", lambda: Console(file=target, width=80, force_terminal=True, highlight=False)
+        runs_screens, "plain_console", lambda: Console(file=target, width=80, force_terminal=True, highlight=False)
     )
     runs_screens.show_views([view(by_hand, Machine())])
     assert "finished" in target.getvalue()

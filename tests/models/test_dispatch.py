@@ -125,7 +125,7 @@ def test_weights_in_other_files_are_written_into_the_folder_and_need_room(tmp_pa
     ("limits", "gpus", "error", "words"),
     [
         ({"cpu_mem": 4.0}, 0, SettingsError, "add device_map: auto"),
-        ({"max_gpu_mem": 4.0, "offload_folder": "x"}, 1, SettingsError, "max_gpu_mem, offload_folder limit"),
+        ({"max_gpu_mem": 4.0, "offload_folder": "x"}, 1, SettingsError, "max_gpu_mem, offload_folder: limits"),
     ],
 )
 def test_limits_without_a_device_map(limits, gpus, error, words):
