@@ -25,12 +25,13 @@ LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
 
 class Allowed(NamedTuple):
     """Limits of a number. Without ``least`` or ``above``: 0, or the default if that is below 0. Without ``most``:
-    MOST_COUNT or MOST_NUMBER."""
+    MOST_COUNT or MOST_NUMBER. ``unit``: what it counts, where its name does not say that."""
 
     least: Optional[float] = None
     most: Optional[float] = None
     above: Optional[float] = None
     below: Optional[float] = None
+    unit: str = ""
 
 
 NO_LIMITS: Mapping[str, Allowed] = types.MappingProxyType({})
@@ -141,7 +142,7 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
         return
     least = 0 if allowed.least is None else allowed.least
     most = (MOST_COUNT if isinstance(value, Integral) else MOST_NUMBER) if allowed.most is None else allowed.most
-    usual = "" if default is None else f", such as {default}"
+    usual = "" if default is None else f", such as {default} {allowed.unit}".rstrip()
     is_finite = isinstance(value, Integral) or math.isfinite(value)  # an int may be too large for a float
     says_why = is_finite or (least > -MOST_NUMBER and not value > least)
     require(says_why, f"{name} is {value}; it must be a finite number{usual}")

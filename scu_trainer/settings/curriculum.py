@@ -14,14 +14,14 @@ METHODS = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
 ALLOWED = {
     "token_budget": Allowed(least=1),
     "difficulty_alpha": Allowed(above=0, most=1),
-    "difficulty_window": Allowed(least=1),
-    "difficulty_stale_epochs": Allowed(least=1),
+    "difficulty_window": Allowed(least=1, unit="samples"),
+    "difficulty_stale_epochs": Allowed(least=1, unit="epochs"),
     "noise_guard_max_fraction": Allowed(most=1),
     "noise_guard_readmit_fraction": Allowed(most=1),
     "infobatch_prune_ratio": Allowed(below=1),
     "infobatch_final_fraction": Allowed(most=1),
     "acmds_fraction": Allowed(above=0, most=1),
-    "length_warmup_start": Allowed(least=1),
+    "length_warmup_start": Allowed(least=1, unit="tokens"),
 }
 
 

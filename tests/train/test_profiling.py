@@ -30,7 +30,7 @@ def test_it_records_the_steps_that_follow_the_warm_up(tmp_path):
     assert "aten::mm" in table and "Self CPU" in table
 
 
-@pytest.mark.parametrize(("max_steps", "words"), [(2, "no step after"), (4, "only 2 steps follow")])
+@pytest.mark.parametrize(("max_steps", "words"), [(2, "no step after"), (4, "only 2 steps after")])
 def test_short_runs_are_said(tmp_path, caplog, max_steps, words):
     with caplog.at_level(logging.WARNING, "scu_trainer"):
         trained(llama(layers=1), tmp_path, efficiency=EfficiencySettings(profile_steps=3), max_steps=max_steps)

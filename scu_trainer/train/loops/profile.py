@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
+from scu_trainer.figures import counted
 from scu_trainer.run_files import write_json
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.bottlenecks import PartTimes
@@ -52,7 +53,8 @@ class Profile(Loop):
             )
             return
         if left < self.steps:
-            logger.warning("profile_steps is %d, but steps after the warm-up: %d; profiling those", self.steps, left)
+            follow = counted(left, "step")
+            logger.warning("profile_steps is %d, but only %s after the warm-up: profiling those", self.steps, follow)
         self._folder, self._written, self._ended = Path(args.output_dir) / "logs" / "profile", False, 0
         plan = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=min(self.steps, left), repeat=1)
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
