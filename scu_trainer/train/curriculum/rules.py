@@ -132,11 +132,11 @@ def require_enough_epochs(settings: CurriculumSettings, epochs: float, max_steps
         )
 
 
-def never_cuts(settings: CurriculumSettings, longest: int) -> Optional[str]:
-    """What to say where length warm-up begins with rows as long as they are."""
+def never_cuts(settings: CurriculumSettings, longest: int) -> list[str]:
+    """What to say where length warm-up begins with rows as long as they are; nothing elsewhere."""
     if "length_warmup" not in settings.methods or longest > settings.length_warmup_start:
-        return None
-    return (
+        return []
+    return [
         f"curriculum length_warmup cuts nothing: the longest row has {longest:,} tokens, and length_warmup_start is "
         f"{settings.length_warmup_start:,}"
-    )
+    ]

@@ -132,7 +132,7 @@ class CurriculumLoop(Loop):
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
         self._plan_weights()
         self._warmup, self._longest = self._warmup_law(), int(self.sampler.lengths.max())
-        self._say(list(filter(None, [never_cuts(self.settings, self._longest)])))
+        self._say(never_cuts(self.settings, self._longest))
         return self._stock_loader(rows)
 
     def _stock_loader(self, rows: Any) -> torch.utils.data.DataLoader:

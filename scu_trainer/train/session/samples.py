@@ -11,6 +11,7 @@ from typing import Any, Optional
 from torch import nn
 
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.figures import counted
 from scu_trainer.models.asking import evaluating
 from scu_trainer.train.evaluation.answers import Prompt, answered, prompts_of, stop_tokens
 from scu_trainer.train.loop import Loop
@@ -67,8 +68,7 @@ class Samples(Loop):
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         if not self._answered:
             return []
-        count = len(self.prompts)
-        prompts = f"{count} held-out prompt{'' if count == 1 else 's'}"
+        prompts = counted(len(self.prompts), "held-out prompt")
         return [("samples", f"{prompts} answered: {SAMPLES_FILE}, and in the report")]
 
     def _answer_all(self, step: int) -> None:

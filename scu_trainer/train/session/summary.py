@@ -12,7 +12,7 @@ from rich.box import SQUARE
 from rich.console import Console
 from rich.table import Table
 
-from scu_trainer.figures import before_and_after
+from scu_trainer.figures import before_and_after, counted
 from scu_trainer.train.evaluation.by_source import scores_by_source
 from scu_trainer.train.evaluation.scoring import (
     DocumentScores,
@@ -132,7 +132,7 @@ def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if not figures["held_out_documents"]:
         return [("held out", "nothing")]
     documents, tokens = figures["held_out_documents"], figures["held_out_tokens"]
-    held_out = f"{documents:,} {figures.get('item', 'document')}{'' if documents == 1 else 's'}"
+    held_out = counted(documents, figures.get("item", "document"))
     of_classes = "held_out_accuracy_after" in figures
     return [*_best_line(figures, unit), ("held out", held_out if of_classes else f"{held_out}, {tokens:,} {unit}s")]
 

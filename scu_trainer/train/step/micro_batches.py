@@ -210,7 +210,8 @@ class MicroBatchStep:
                 window, micro_batches = self._audited(window, self._begin(window), num_items)
                 before = self._counters.counts()
                 done = self._work_off(micro_batches, model, window, num_items)
-                self._counters.tell(before, len(done), len(raw), sum(len(one.rows) for one, _ in done))
+                if before and len(done) != len(raw):
+                    self._counters.tell(before, len(done), len(raw), sum(len(one.rows) for one, _ in done))
             except OutOfMemory as error:
                 if self.analysis.own_step.exchange is not None:  # the others wait inside the loss, and not here
                     raise

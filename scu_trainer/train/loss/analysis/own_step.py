@@ -181,10 +181,8 @@ class CallCounters:
         }
 
     def tell(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
-        """Of what has counted ``micro_batches`` since ``before``, where the stock loop runs ``batches``. Of one row
-        each, they cannot be told from ``rows``, which the stock loop counts as well."""
-        if not before or micro_batches == batches:
-            return
+        """Of what has counted ``micro_batches`` since ``before``, where the stock loop runs another number of
+        ``batches``. Of one row each, they cannot be told from ``rows``, which the stock loop counts as well."""
         now = self.counts()
         self._left -= 1
         found = [key for key, count in before.items() if now.get(key) == count + micro_batches]
