@@ -1,8 +1,8 @@
 """The process's generators of random numbers: kept, put back, and others in their place for a while.
 
 numpy and Python hand their states out number by number, a tenth and a hundredth of a millisecond each time, which a
-step of a few milliseconds feels. So a state is read again only if numbers were drawn since, and what draws from seeds
-of its own gets its own numpy generator.
+step of a few milliseconds feels. So numpy's is read again only if numbers were drawn since, Python's is copied as it
+lies in memory, and what draws from seeds of its own gets its own numpy generator.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ TWISTER_BYTES = 625 * 4
 _last_read: Optional[tuple[Any, bytes, dict[str, Any]]] = None
 """numpy's generator, what lay in its memory, and its state."""
 
-_last_of_python: Optional[tuple[bytes, Any, tuple]] = None
-"""What lay in the memory of Python's generator, the normal number that waited beside it, and its state."""
-
 
 def states() -> States:
     """Those of torch for the CPU, of numpy and of Python, as they are now."""
     return [
         (torch.set_rng_state, torch.get_rng_state()),
         (_set_numpy, _of_numpy()),
-        (random.setstate, _of_python()),
+        (_set_python, _of_python()),
     ]
 
 
@@ -71,7 +68,7 @@ def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
         numpy.random.set_bit_generator(theirs)  # which forgets the second of two normal numbers drawn at once
         if of_numpy["has_gauss"]:
             numpy.random.set_state(of_numpy)
-        random.setstate(of_python)
+        _set_python(of_python)
         torch.set_rng_state(of_torch)
 
 
@@ -102,19 +99,29 @@ def _memory_of(generator: Any) -> Optional[bytes]:
 
 
 def _of_python() -> tuple:
-    """``random.getstate``; the one of before where nothing was drawn since."""
-    global _last_of_python
+    """What lies in the memory of Python's generator, and the normal number that waits beside it; ``random.getstate``
+    where that memory is not known."""
     if not _has_known_layout():
         return random.getstate()
-    memory, waiting = _memory_of_python(), random._inst.gauss_next
-    if _last_of_python is None or _last_of_python[:2] != (memory, waiting):
-        _last_of_python = memory, waiting, random.getstate()
-    return _last_of_python[2]
+    return _memory_of_python(), random._inst.gauss_next
+
+
+def _set_python(state: tuple) -> None:
+    if not _has_known_layout():
+        random.setstate(state)
+        return
+    memory, random._inst.gauss_next = state
+    ctypes.memmove(_address_of_python(), memory, TWISTER_BYTES)
 
 
 def _memory_of_python() -> bytes:
-    """The place among the words, and the words: what follows the head that every object of Python has."""
-    return ctypes.string_at(id(random._inst) + object.__basicsize__, TWISTER_BYTES)
+    """The place among the words, and the words."""
+    return ctypes.string_at(_address_of_python(), TWISTER_BYTES)
+
+
+def _address_of_python() -> int:
+    """What follows the head that every object of Python has."""
+    return id(random._inst) + object.__basicsize__
 
 
 @functools.cache

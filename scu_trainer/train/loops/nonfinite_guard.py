@@ -57,8 +57,8 @@ SAID = {
 class NonFiniteGuard(Loop):
     """Guards the steps of a training, before every loop that acts on an optimizer step but ``OverflowWatch``.
 
-    ``skipped_steps``: of the whole run. ``in_a_row``: up to now. Raises NonFiniteLoss, on all ranks, past
-    ``SafetySettings.max_nonfinite_steps``.
+    ``skipped_steps``: of the whole run. ``in_a_row``: up to now. ``buffers``: the model's, of a training. Raises
+    NonFiniteLoss, on all ranks, past ``SafetySettings.max_nonfinite_steps``.
     """
 
     name = "bad_numbers"
@@ -89,7 +89,7 @@ class NonFiniteGuard(Loop):
         self.in_a_row = 0
         if self.divergence is not None:
             self.divergence.start()
-        self._buffers = ChangingBuffers(self.trainer.model)
+        self.buffers = ChangingBuffers(self.trainer.model)
         if self.trainer.is_deepspeed_enabled:
             # Its engine steps inside backward: it must look by itself, which it does of its own accord under fp16 only.
             self.trainer.model_wrapped.optimizer.check_grad_overflow = True
@@ -104,7 +104,7 @@ class NonFiniteGuard(Loop):
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._losses.clear()
         self._sum_before, self._buffers_before = second_try(
-            lambda: (self.trainer._tr_loss.clone(), self._buffers.copies()),
+            lambda: (self.trainer._tr_loss.clone(), self.buffers.copies()),
             "a copy of the buffers that a non-finite step would change (BatchNorm's statistics)",
         )
         if self._tracks_rows:
@@ -133,7 +133,7 @@ class NonFiniteGuard(Loop):
             self._count_as_skipped(False)
             self._is_skipping = False
         else:
-            self._buffers.end_window()
+            self.buffers.end_window()
         self._batches = ()
 
     def on_log(self, args, state, control, logs: Optional[dict[str, Any]] = None, **kwargs) -> None:
@@ -244,7 +244,7 @@ class NonFiniteGuard(Loop):
             for group in trainer.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        second_try(lambda: self._buffers.restore(self._buffers_before), "restoring the model's buffers")
+        second_try(lambda: self.buffers.restore(self._buffers_before), "restoring the model's buffers")
         trainer._tr_loss.copy_(self._sum_before)
         # The stock loop divides sums of losses by numbers of steps since these two.
         trainer._globalstep_last_logged += 1

@@ -83,7 +83,7 @@ class MicroBatchStep:
 
     def start(self) -> None:
         """When training begins: the model is wrapped and placed."""
-        model = self.trainer.model
+        model, guard = self.trainer.model, self.trainer.nonfinite_guard
         self.ranks, self._is_fsdp = ranks_for(self.trainer), is_fsdp(self.trainer)
         self._model_parameters, self._optimized = (), -1
         self._has_batch_norm = any(map(is_batch_norm, model.modules()))
@@ -92,7 +92,7 @@ class MicroBatchStep:
         counting = [module for module in model.modules() if not comes_from(type(module), *PUBLIC)]
         self._place = steps.AttemptSite(
             self.trainer.args.device,
-            ChangingBuffers(model),
+            ChangingBuffers(model) if guard is None else guard.buffers,  # walks through the model once in a step
             parameters,
             self.ranks.drop_gradients,
             (counting, counting_owner(self.trainer)),
@@ -208,7 +208,7 @@ class MicroBatchStep:
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
                 window, micro_batches = self._audited(window, self._begin(window), num_items)
-                before = self._counters.counts()
+                before = self._counters.counts() if len(micro_batches) != len(raw) else {}
                 done = self._work_off(micro_batches, model, window, num_items)
                 if before and len(done) != len(raw):
                     self._counters.tell(before, len(done), len(raw), sum(len(one.rows) for one, _ in done))
