@@ -59,7 +59,7 @@ class MemoryEstimate:
         teacher: the weights of a larger model that is learned from.
         exchange: what processes keep to exchange gradients.
         overhead: what the allocator cannot use again.
-        libraries: their code and buffers; on a GPU its context, which no allocator counts.
+        libraries: their code and buffers, and the kernels they compile; on a GPU its context, which no allocator counts.
     """
 
     weights: int
@@ -131,11 +131,16 @@ class Held:
 
 
 def estimate_memory(
-    traced: Mapping[str, int], trained: Trained, held: Held, device: str, heap_bytes: Optional[int] = None
+    traced: Mapping[str, int],
+    trained: Trained,
+    held: Held,
+    device: str,
+    heap_bytes: Optional[int] = None,
+    compiled_bytes: int = 0,
 ) -> MemoryEstimate:
     """``traced``: bytes by part at the highest moment of a forward and backward pass: weights, gradients, activations
     and logits. ``device``: kind of the training device. ``heap_bytes``: to which the heap grows for all but weights, if
-    that is known."""
+    that is known. ``compiled_bytes``: kernels for more shapes than those of one step."""
     if held.teacher_bytes:
         traced = {**traced, "logits": LOGITS_WITH_TEACHER * traced["logits"]}
     passing = ("gradients", "activations", "logits")
@@ -149,4 +154,4 @@ def estimate_memory(
     unusable = beside.slack * (traced["activations"] + traced["logits"])
     if heap_bytes is not None:
         unusable = max(0, heap_bytes - (found.peak_bytes - found.weights - found.teacher))
-    return replace(found, overhead=round(unusable), libraries=beside.fixed_bytes)
+    return replace(found, overhead=round(unusable), libraries=beside.fixed_bytes + compiled_bytes)

@@ -38,6 +38,11 @@ def test_a_known_heap_takes_the_place_of_a_share():
     assert estimate_memory(TRACED, TRAINED, ADAMW, "cpu", heap_bytes=held - 77).overhead == 0
 
 
+def test_kernels_for_more_shapes_are_what_libraries_take():
+    found = estimate_memory(TRACED, TRAINED, ADAMW, "cpu", compiled_bytes=77)
+    assert found.libraries == OVERHEAD["cpu"].fixed_bytes + 77
+
+
 def test_what_is_not_held_takes_nothing():
     found = estimate_memory(TRACED, TRAINED, Held("sgd", False, False), "mps")
     assert (found.optimizer, found.regularization, found.averages) == (0, 0, 0)

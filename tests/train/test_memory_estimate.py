@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,11 +25,12 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, ModelSettin
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.loss.rows import softmax
 from scu_trainer.train.memory_estimate import plan, predict, record
+from scu_trainer.train.memory_estimate.compiled import HOLE_BESIDE_WEIGHT, HOLE_OF_GRADIENT, KERNEL_BYTES
 from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import kinds_of, shallow, with_layers
 from scu_trainer.train.memory_estimate.live import LiveBytes
 from scu_trainer.train.memory_estimate.predict import loss_kind, trained_of, without_mask
-from scu_trainer.train.memory_estimate.shapes import RowShapes, Step, planned_step
+from scu_trainer.train.memory_estimate.shapes import SIZES_BESIDE_STEPS, RowShapes, Step, planned_step
 from scu_trainer.train.memory_estimate.skeleton import copy_of, of_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -324,6 +326,46 @@ def test_half_precision_on_a_cpu_keeps_it_busy_with_more(model_dir, words, rows)
     assert predict.step_of(job, RowShapes(100, 100, True), "cpu").rows == rows
     model = tiny.llama().to(torch.bfloat16)
     assert predict.step_of(job, RowShapes(100, 100, True), "cpu", model).rows == 20
+
+
+def test_kernels_are_compiled_for_every_size_of_uneven_rows_in_half_precision():
+    """Four rows of 16 tokens or three of 16 and 24 and so on: the sums, and what runs beside the steps."""
+    rows = RowShapes(24, 20.0, True, np.array([16, 24] * 50))
+
+    def sizes(rows: RowShapes, dtype=torch.bfloat16, device="cpu") -> int:
+        given = {"batch_rows": 4, "accumulation": 1, "device": device, "dtype": dtype}
+        return planned_step(rows, MemorySettings(), None, **given).sizes
+
+    assert sizes(rows) == len({64, 72, 80, 88, 96}) + SIZES_BESIDE_STEPS
+    last = replace(rows, lengths=np.array([16, 24] * 48 + [16]))
+    assert sizes(last) == len({64, 72, 80, 88, 96, 16, 24}) + SIZES_BESIDE_STEPS
+    assert sizes(replace(rows, lengths=None)) == 16 + SIZES_BESIDE_STEPS
+    assert sizes(rows, torch.float32) == sizes(rows, device="cuda") == sizes(replace(rows, is_uneven=False)) == 1
+
+
+def test_what_compiled_products_keep_by_hand():
+    """A layer of 32 x 64 on 4 x 24 tokens: the product, the gradient of its input, and that of the weight."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm_head = nn.Linear(32, 64, bias=False)
+
+        def forward(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.lm_head(states).float().sum()}
+
+    def states(rows: int, length: int) -> dict[str, torch.Tensor]:
+        return {"states": torch.zeros(rows, length, 32, requires_grad=True)}
+
+    def kept(autocast) -> int:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        subject = EstimatedStep(copy_of(Model(), mode), mode, states, "returned", autocast)
+        return trace(subject, 4, 24, after_others=False).compiled_bytes
+
+    weight_bytes = 2 * 32 * 64
+    expected = 3 * KERNEL_BYTES + (2 * HOLE_BESIDE_WEIGHT + HOLE_OF_GRADIENT) * weight_bytes
+    assert kept(torch.bfloat16) == pytest.approx(expected, abs=3)
+    assert kept(None) == 0
 
 
 def test_a_token_budget_decides_how_many_rows_a_batch_has():

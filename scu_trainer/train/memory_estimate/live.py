@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.train.memory_estimate.compiled import PRODUCTS, CompiledProducts
 from scu_trainer.train.memory_estimate.events import ACTIVATIONS, GRADIENTS, LOGITS, PARTS, WEIGHTS, Events
 
 ASK_FOR_CONTENT = torch.ops.aten._local_scalar_dense.default
@@ -28,15 +29,21 @@ class LiveBytes(TorchDispatchMode):
 
     What an operation makes whose last dimension has ``vocabulary`` entries counts as logits. What kernels allocate
     inside of themselves is not seen. ``heap``: where blocks of the same sizes are taken and freed at the same times,
-    but for weights, which may lie in files. A tensor without content that is asked for a number says 0.
+    but for weights, which may lie in files. ``products``: sees matrix products. A tensor without content that is asked
+    for a number says 0.
     """
 
-    def __init__(self, vocabulary: Optional[int] = None, heap: Optional[UntouchedHeap] = None) -> None:
+    def __init__(
+        self,
+        vocabulary: Optional[int] = None,
+        heap: Optional[UntouchedHeap] = None,
+        products: Optional[CompiledProducts] = None,
+    ) -> None:
         super().__init__()
         self.live = dict.fromkeys(PARTS, 0)
         self.peak, self.events = dict(self.live), Events()
         self._total = self._peak_total = 0
-        self._vocabulary, self._heap = vocabulary, heap
+        self._vocabulary, self._heap, self._products = vocabulary, heap, products
         self._parts: dict[int, tuple[str, int]] = {}
         self._taken: dict[int, int] = {}
         self._watched: dict[int, weakref.ref] = {}
@@ -72,6 +79,8 @@ class LiveBytes(TorchDispatchMode):
             if function is ASK_FOR_CONTENT:
                 return _no(args[0].dtype)
         result = function(*args, **(kwargs or {}))
+        if self._products is not None and function in PRODUCTS:
+            self._products.see(function, args, result)
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and _key(value) not in self._parts:
                 self._add(value, self._part_of(value))

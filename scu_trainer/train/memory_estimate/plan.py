@@ -100,7 +100,8 @@ class FromConfiguration:
             if events is not None:
                 before = deep.trained.size_bytes if step.micro_batches > 1 else None
                 parts = {**events.highest(before), "weights": deep.weights_bytes}
-                return estimate_memory(parts, deep.trained, held, self.device)
+                compiled_bytes = (step.sizes - 1) * deep.compiled_bytes
+                return estimate_memory(parts, deep.trained, held, self.device, compiled_bytes=compiled_bytes)
         return estimate_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
 
     def _trace(self, choice: SettingChoice, length: int) -> Optional[Deep]:
@@ -117,7 +118,8 @@ class FromConfiguration:
             if events is None:
                 return None
             found.append((rows, events))
-        return Deep(*found, *weights_of(subject.model, layers, [layers[i] for i in stand_ins]))
+        weights_bytes, trained = weights_of(subject.model, layers, [layers[i] for i in stand_ins])
+        return Deep(*found, weights_bytes, trained, traced.compiled_bytes)
 
     def _subject(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
         job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
@@ -134,12 +136,13 @@ class FromConfiguration:
 @dataclass(frozen=True)
 class Deep:
     """What is known of a model with all its layers from one with few. ``few``, ``more``: rows of a micro-batch, and
-    what happens in its step."""
+    what happens in its step. ``compiled_bytes``: as of Traced; layers that are alike share their kernels."""
 
     few: tuple[int, Events]
     more: tuple[int, Events]
     weights_bytes: int
     trained: Trained
+    compiled_bytes: int
 
     def events(self, rows: int) -> Optional[Events]:
         return at_rows(rows, self.few, self.more)

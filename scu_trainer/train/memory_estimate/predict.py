@@ -50,7 +50,8 @@ def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> 
     looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
     kept = _blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
     traced = trace(subject, step.rows, step.length, after_others=step.micro_batches > 1, kept=kept)
-    return estimate_memory(traced.parts, trained, held, device, traced.heap_bytes)
+    compiled_bytes = (step.sizes - 1) * traced.compiled_bytes  # what the first takes is among the libraries
+    return estimate_memory(traced.parts, trained, held, device, traced.heap_bytes, compiled_bytes)
 
 
 def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: Trained) -> list[int]:

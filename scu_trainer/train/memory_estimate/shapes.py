@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import numpy
@@ -15,14 +15,22 @@ from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step.micro_batch_sizer import busy_tokens
 
 
+WINDOWS_DRAWN = 64
+"""Accumulation windows of random rows, to see how many sizes their micro-batches have."""
+
+SIZES_BESIDE_STEPS = 4
+"""What scores before training, samples and tests of the loss come to: a dozen sizes, most of them forward only."""
+
+
 @dataclass(frozen=True)
 class RowShapes:
     """The rows of a job. ``longest``, ``mean``: tokens per row, 1 for rows without a time axis. ``is_uneven``: rows of
-    one step differ in length, as a rule."""
+    one step differ in length, as a rule. ``lengths``: of all, where they are known."""
 
     longest: int
     mean: float
     is_uneven: bool
+    lengths: Optional[numpy.ndarray] = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, data: Any) -> RowShapes:
@@ -31,17 +39,18 @@ class RowShapes:
         lengths = numpy.ones(1, dtype=numpy.int32) if found is None or not len(found) else numpy.maximum(1, found)
         longest = int(lengths.max())
         short = int(numpy.count_nonzero(lengths < longest))
-        return cls(longest, int(lengths.sum()) / len(lengths), short > len(lengths) / 8)
+        return cls(longest, int(lengths.sum()) / len(lengths), short > len(lengths) / 8, lengths)
 
 
 @dataclass(frozen=True)
 class Step:
     """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch. ``micro_batches``: at least so
-    many."""
+    many. ``sizes``: numbers of tokens that kernels are compiled for in the course of a training."""
 
     rows: int
     length: int
     micro_batches: int
+    sizes: int = 1
 
     @property
     def tokens(self) -> int:
@@ -70,15 +79,29 @@ def planned_step(
     """
     batch_tokens = _batch_tokens(rows, curriculum, batch_rows)
     whole = Step(max(1, batch_tokens // rows.longest), rows.longest, accumulation)
-    cap = memory.resolved_token_cap
+    cap, is_compiled = memory.resolved_token_cap, compiles_shapes(device, dtype)
     if memory.batch_mode == "logical" or cap is None or (cap == "auto" and not rows.is_uneven):
         return whole
     if cap == "auto":
-        cap = splitting.auto_cap(rows.longest, busy_tokens(device, compiles_shapes(device, dtype)), batch_tokens)
+        cap = splitting.auto_cap(rows.longest, busy_tokens(device, is_compiled), batch_tokens)
     total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
     most = min(total_rows, memory.max_batch_size or total_rows)
     fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)
-    return Step(fitting, rows.longest, -(-total_rows // fitting))
+    sizes = _sizes(rows, total_rows, cap, memory) if is_compiled and rows.is_uneven else 1
+    return Step(fitting, rows.longest, -(-total_rows // fitting), sizes)
+
+
+def _sizes(rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettings) -> int:
+    """How many numbers of tokens go through the model in a training; of micro-batches those of one doubling where
+    lengths are not known."""
+    if rows.lengths is None:
+        return splitting.SIZES_PER_DOUBLING + SIZES_BESIDE_STEPS
+    generator, found = numpy.random.default_rng(0), set()
+    for count in {rows_per_window, len(rows.lengths) % rows_per_window} - {0}:  # an epoch's last may have fewer
+        for window in generator.choice(rows.lengths, (WINDOWS_DRAWN, count)).tolist():
+            for plan in splitting.cut_unpadded(window, cap, memory.max_batch_size, memory.min_batch_size):
+                found.add(splitting.few_sizes(sum(window[row] for row in plan.rows)))
+    return len(found) + SIZES_BESIDE_STEPS
 
 
 def _batch_tokens(rows: RowShapes, curriculum: Optional[CurriculumSettings], batch_rows: int) -> int:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scu_trainer.hardware.heap import UntouchedHeap
 from scu_trainer.train.loss.rows.kernels import chunks_as_on_card
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, opened
+from scu_trainer.train.memory_estimate.compiled import CompiledProducts
 from scu_trainer.train.memory_estimate.events import GRADIENTS, WEIGHTS, Events
 from scu_trainer.train.memory_estimate.layers import marked
 from scu_trainer.train.memory_estimate.live import LiveBytes
@@ -60,11 +61,12 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
 @dataclass(frozen=True)
 class Traced:
     """Bytes by part (see events.py) at the highest moment of a pass; ``events``: of the first one.
-    ``heap_bytes``: to which the C library's heap grows for all but the weights; None where it was not asked, or has no
-    addresses for so much."""
+    ``compiled_bytes``: what every further number of tokens adds where products are compiled. ``heap_bytes``: to which
+    the C library's heap grows for all but the weights; None where it was not asked, or has no addresses for so much."""
 
     parts: dict[str, int]
     events: Events
+    compiled_bytes: int
     heap_bytes: Optional[int] = None
 
 
@@ -87,7 +89,8 @@ def trace(
     Raises whatever a model raises that makes tensors whose shape depends on content.
     """
     with contextlib.nullcontext() if kept is None else UntouchedHeap() as heap:
-        live = LiveBytes(getattr(head_of(subject.model), "out_features", None), heap)
+        products = CompiledProducts(rows * length)
+        live = LiveBytes(getattr(head_of(subject.model), "out_features", None), heap, products)
         live.count(tensors_of(subject.model), WEIGHTS)
         with subject.mode, _trained(subject, live, after_others), replaced(ALSO_LOGGED, "disabled", True):
             events = live.events
@@ -100,7 +103,7 @@ def trace(
             if heap is not None:
                 heap.repeat(PASSES - 1)
         known = heap is not None and not heap.failed_bytes
-        return Traced(live.peak, events, heap.peak_bytes if known else None)
+        return Traced(live.peak, events, products.size_bytes, heap.peak_bytes if known else None)
 
 
 @contextlib.contextmanager
