@@ -16,6 +16,7 @@ from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.loss import wrapped_loss
 from scu_trainer.train.loss.wrap import wrap
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge, fail_above_tokens
@@ -219,6 +220,17 @@ def test_hidden_weights_of_classes_that_come_later_are_said(tmp_path):
         wrap(net(10), lambda o, y: (o - functional.one_hot(y, 10)).square().mean()), tmp_path, rows, **order
     )
     assert trainer.model.row_loss.kind == "labels" and 9 in trainer.model.row_loss.seen
+
+
+def test_classes_that_come_later_are_asked_about_a_bounded_number_of_times(monkeypatch):
+    monkeypatch.setattr(wrapped_loss, "MOST_CHECKS", 2)
+    model, asked = wrap(net(10), lambda o, y: (o - functional.one_hot(y, 10)).square().mean()), 0
+    for label in range(2, 8):
+        batch = {"inputs": X[:4], "labels": torch.tensor([0, 1, 1, label])}
+        if model.row_loss.must_ask([batch["labels"]]):
+            model.ask([batch])
+            asked += 1
+    assert asked == 1 + 2
 
 
 SUMS = {"module": nn.MSELoss(reduction="sum"), "function": lambda o, y: (o - y).square().sum()}

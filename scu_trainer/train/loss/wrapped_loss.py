@@ -77,7 +77,6 @@ class RowLoss(nn.Module):
         self._found = _Found()
         self.seen: set[int] = set()
         self._asked = 0
-        self._checks = 0
         self._way: Callable[[Any, torch.Tensor], torch.Tensor] = self._looped
 
     @property
@@ -132,7 +131,7 @@ class RowLoss(nn.Module):
             return True
         if self.kind not in ("labels", "rows") or self._way == self._as_it_is:
             return False
-        if self._found.known or is_known(self.loss) or self._checks >= MOST_CHECKS:
+        if self._found.known or is_known(self.loss) or self._found.checks >= MOST_CHECKS:
             return False
         return any(are_classes(some) and not self.seen.issuperset(some.unique().tolist()) for some in targets)
 
@@ -163,8 +162,7 @@ class RowLoss(nn.Module):
     def _decide(
         self, few: Any, wanted: torch.Tensor, whole: torch.Tensor, alone: torch.Tensor, stated: Optional[Targets]
     ) -> None:
-        """``whole``: the loss of ``few`` rows together; ``alone``: (rows,), of each. ``stated``: what a public loss
-        function that was called says of itself."""
+        """``whole``: the loss of ``few`` rows; ``alone``: (rows,), of each. ``stated``: by a public loss function."""
         rough = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
         if self.kind is not None:
             self._compare(few, wanted)
@@ -217,7 +215,7 @@ class RowLoss(nn.Module):
         return None
 
     def _compare(self, few: Any, wanted: torch.Tensor) -> None:
-        self._checks += 1
+        self._found.checks += 1
         new = ", ".join(str(label) for label in sorted(set(wanted.tolist()) - self.seen)[:3])
         if len(wanted) > 1 and self._observed(few, wanted).error(self.kind) > ROUGH:
             raise ModelError(
@@ -337,22 +335,21 @@ def _classes_told(outputs: Any, targets: torch.Tensor) -> Iterator[None]:
 
 @dataclass
 class _Found:
-    """What is known of one loss. ``targets``: of kind "targets". ``known``: by the function that is called."""
+    """What is known of one loss, which asking does not take back as it does numbers of the module. ``targets``: of kind
+    "targets". ``known``: by the function that is called. ``checks``: steps in which new classes were asked about."""
 
     kind: Optional[str] = None
     targets: Optional[Targets] = None
     known: bool = False
     is_plain: bool = False
+    checks: int = 0
 
 
 def is_known(loss: Any) -> bool:
     """A loss of torch's own without weights of classes: rows of any class count the same in it."""
-    module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(_function(loss), "__module__", None)
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(function, "__module__", None)
     return module in ("torch.nn.modules.loss", "torch.nn.functional") and _stated(loss, "weight") is None
-
-
-def _function(loss: Any) -> Any:
-    return loss.func if isinstance(loss, functools.partial) else loss
 
 
 def _stated(loss: Any, name: str) -> Any:
