@@ -253,5 +253,5 @@ def test_label_smoothing_takes_the_labels_and_a_bad_row_still_goes_alone(tmp_pat
 def test_encoder_decoders_with_a_large_vocabulary_keep_their_own_loss(tmp_path, monkeypatch):
     monkeypatch.setattr("scu_trainer.train.loss.loss_path.LARGE_VOCABULARY", 16)
     trainer = curriculum_run(tmp_path, "none", model=t5(), data=pairs(12), memory=MemorySettings(), num_train_epochs=1)
-    assert not trainer.loss_path.is_chunked
+    assert trainer.loss_path.kind != "headless"
     assert numpy.isfinite(trainer.difficulty.scores).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 
@@ -289,6 +290,13 @@ def test_audits_keep_nothing_for_a_backward_where_no_gradient_can_be_compared(tm
     monkeypatch.setattr(Auditor, "_compared", compared)
     trainer, _ = train(loss, tmp_path, CUT, steps=4)
     assert trainer.micro_batches.analysis.audits == 3 and grad and not any(grad)
+
+
+def test_an_audit_that_the_kernel_refuses_pages_gets_smaller_and_ends_no_run():
+    def refused():
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    assert Auditor(Net(contrast), None, None)._fitting(refused) == (None, False)
 
 
 def test_the_gradient_of_a_small_loss_is_taken_in_float16_as_training_takes_it():

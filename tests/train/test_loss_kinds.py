@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from scu_trainer.train.loss.analysis import analyze
-from scu_trainer.train.loss.analysis.no_trace import WithoutNoise
+from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
 from scu_trainer.train.step.batches.rows import read_layout
 
 ROWS, WORDS, CLASSES = 6, 32, 4
@@ -216,6 +216,17 @@ def test_near_a_flat_start_values_are_alike_and_gradients_tell():
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
     assert not ask(loss, classes(), model=model).is_exact
+
+
+def test_numbers_that_are_drawn_on_any_device_are_noticed(monkeypatch):
+    """Apple's here, where no model can be."""
+    drawn = [torch.zeros(1)]
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: drawn[-1])
+    model = types.SimpleNamespace(parameters=lambda: [types.SimpleNamespace(device=torch.device("mps:0"))])
+    before = rng_state(model)
+    assert not has_drawn(model, before)
+    drawn.append(torch.ones(1))
+    assert has_drawn(model, before)
 
 
 def test_dropout_is_the_identity_while_a_loss_is_asked():

@@ -62,7 +62,7 @@ def test_scores_are_the_moving_average_of_each_rows_own_loss(tmp_path, memory):
         trainer.model.register_forward_pre_hook(count, with_kwargs=True)
 
     trainer = curriculum_run(tmp_path, settings, memory=memory, prepare=count_forwards, **SGD)
-    assert trainer.loss_path.is_chunked == (memory is CHUNKED)
+    assert (trainer.loss_path.kind == "headless") == (memory is CHUNKED)
     scores, weights = numpy.full(12, numpy.nan), [None, *trainer.recorder.weights]
     for (_, batches), before in zip(trainer.planned_steps(), weights, strict=False):
         model = llama(layers=1) if before is None else with_weights(llama(layers=1), before)
@@ -101,7 +101,7 @@ def test_the_chunked_loss_gives_the_stock_gradient(tmp_path, name, curriculum):
         logging_steps=1,
         **{**SGD, **WITHOUT_AN_EPOCH_OF_ITS_OWN, "per_device_train_batch_size": 4},
     )
-    assert ours.loss_path.is_chunked
+    assert ours.loss_path.kind == "headless"
     assert error_of(ours.recorder.gradients[0], expected.gradients[0]) < 1e-6
     assert ours.state.log_history[0]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-6)
 
@@ -122,13 +122,13 @@ def test_in_double_precision_it_is_the_formula(tmp_path, name):
 
 def test_small_vocabularies_are_left_alone(tmp_path):
     trainer = curriculum_run(tmp_path, None, memory=MemorySettings(), max_steps=1)
-    assert trainer.loss_path.is_chunked is False
+    assert trainer.loss_path.kind != "headless"
 
 
 def test_large_vocabularies_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr("scu_trainer.train.loss.loss_path.LARGE_VOCABULARY", 64)
     trainer = curriculum_run(tmp_path, None, memory=MemorySettings(), max_steps=1)
-    assert trainer.loss_path.is_chunked is True
+    assert trainer.loss_path.kind == "headless"
 
 
 class Softcapped(GPT2LMHeadModel):

@@ -24,16 +24,13 @@ class Fixed(Gauge):
         return self.reading
 
 
-SHARED = MemoryReading(
-    limit_bytes=100, used_bytes=60, peak_bytes=70, limit_name="card", allocation_retries=1, process_bytes=20
-)
+SHARED = MemoryReading(limit_bytes=100, used_bytes=60, peak_bytes=70, limit_name="card", process_bytes=20)
 
 
 def test_the_limit_counts_this_process_alone():
     reading = LimitedGauge(Fixed(SHARED), 50).read()
     assert (reading.limit_bytes, reading.used_bytes, reading.peak_bytes) == (50, 20, 30)
     assert (reading.limit_name, reading.own_bytes, reading.own_peak_bytes) == ("memory_limit_gb", 20, 30)
-    assert reading.allocation_retries == 1
 
 
 def test_the_device_counts_where_it_leaves_less():

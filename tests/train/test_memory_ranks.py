@@ -262,7 +262,7 @@ def test_sharded_models_keep_even_chunks_and_cannot_recover(tmp_path):
     ranks = distributed.ranks_for(trainer)
     assert (ranks.recoverable, ranks.even_micro_batches) == (False, True)
     seen = []
-    with ranks.window(trainer.model):
+    with ranks.window():
         for last in (False, False, True):
             with ranks.micro_batch(last):
                 seen.append(trainer.accelerator.sync_gradients)

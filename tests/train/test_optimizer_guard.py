@@ -27,6 +27,15 @@ from tests import tiny
 from tests.faults import oom
 
 
+@contextlib.contextmanager
+def attached(guard: OptimizerGuard):
+    guard.attach()
+    try:
+        yield guard
+    finally:
+        guard.detach()
+
+
 def bitsandbytes(name: str, **options):
     def make(groups):
         import bitsandbytes.optim
@@ -270,7 +279,7 @@ def test_unknown_optimizers_are_neither_preallocated_nor_guarded(caplog):
     with caplog.at_level(logging.INFO):
         assert preallocate(weights.optimizer) == 0
         assert not weights.optimizer.state
-        with weights.guard().attached():
+        with attached(weights.guard()):
             weights.step()
     stock.step()
     assert weights.bits() == stock.bits()
@@ -324,7 +333,7 @@ def test_the_estimate_of_the_state_counts_what_is_missing():
 @every_optimizer
 def test_guarded_steps_are_bitwise_the_stock_steps(name):
     weights = Weights(name)
-    with weights.guard().attached():
+    with attached(weights.guard()):
         for _ in range(3):
             weights.step()
     assert weights.bits() == after(name, 3)
@@ -342,7 +351,7 @@ def test_a_fault_at_any_operation_changes_nothing(name, step):
         guard = weights.guard(part_bytes=10_000)  # two parts, or one per group if fused
         for _ in range(step - 1):
             weights.step()
-        with guard.attached():
+        with attached(guard):
             weights.backward()
             gradients = [p.grad for p in weights.parameters]
             with mode:
@@ -367,7 +376,7 @@ def test_parts_shrink_until_they_fit(name, capacity, freed):
         visible = [p for p in weights.parameters if p.grad is not None]
         return len(visible) > capacity and any(t is visible[-1] for t in tensors) and operation._schema.is_mutable
 
-    with weights.guard(part_bytes=10**9).attached() as guard:
+    with attached(weights.guard(part_bytes=10**9)) as guard:
         weights.backward()
         with Failing(does_not_fit):
             weights.optimizer.step()
@@ -384,7 +393,7 @@ def test_a_size_that_fitted_is_where_the_next_step_begins():
         return sum(p.nbytes for p in weights.parameters if p.grad is not None) > largest_bytes
 
     counts = []
-    with weights.guard(part_bytes=None).attached() as guard:
+    with attached(weights.guard(part_bytes=None)) as guard:
         for _ in range(3):
             weights.backward()
             with Failing(does_not_fit):
@@ -396,7 +405,7 @@ def test_a_size_that_fitted_is_where_the_next_step_begins():
 
 def test_one_failure_teaches_the_rest_of_the_step():
     weights = Weights("adamw_foreach", [(10,)] * 16)
-    with weights.guard(part_bytes=4 * 40).attached() as guard:
+    with attached(weights.guard(part_bytes=4 * 40)) as guard:
         weights.optimizer.zero_grad()
         for parameter in weights.parameters:
             parameter.grad = torch.ones(10)
@@ -414,7 +423,7 @@ def test_nothing_fits(freed):
     guard = weights.guard()
     always_at_the_last = Failing(lambda number, operation, tensors: "addcdiv" in str(operation))
     with (
-        guard.attached(),
+        attached(guard),
         pytest.raises(OutOfMemory, match=r"weight0 \(80 x 64, 0.0195 MiB\) alone; no weight was changed"),
         always_at_the_last,
     ):
@@ -431,7 +440,7 @@ def test_counts_of_groups_are_as_before_where_nothing_fits():
     weights = Weights("schedule_free_adamw")
     weights.step()
     before = weights.bits()
-    with weights.guard().attached():
+    with attached(weights.guard()):
         weights.backward()
         late = Failing(lambda number, operation, tensors: "lerp" in str(operation))
         with pytest.raises(OutOfMemory, match="no weight was changed"), late:
@@ -444,7 +453,7 @@ def test_one_parameter_that_never_fits_while_others_did():
     small = weights.parameters[1]
     guard = weights.guard()
     with (
-        guard.attached(),
+        attached(guard),
         pytest.raises(OutOfMemory, match=r"weight1 .*from the last checkpoint"),
         Failing(lambda number, operation, tensors: any(t is small for t in tensors)),
     ):
@@ -460,7 +469,7 @@ def test_other_errors_are_not_taken_for_out_of_memory():
     weights = Weights("adamw_loop")
     weights.backward()
     weights.parameters[1].grad = weights.parameters[1].grad.to_sparse()
-    with weights.guard().attached() as guard, pytest.raises(RuntimeError, match="sparse gradients"):
+    with attached(weights.guard()) as guard, pytest.raises(RuntimeError, match="sparse gradients"):
         weights.optimizer.step()
     assert guard.recoveries == 0
     assert all(p.grad is not None for p in weights.parameters)
@@ -487,7 +496,7 @@ def test_the_failed_update_is_let_go_before_memory_is_freed(monkeypatch):
     guard = weights.guard()
     gc.disable()
     try:
-        with guard.attached(), Watch(lambda number, operation, tensors: "addcdiv" in str(operation) and not alive):
+        with attached(guard), Watch(lambda number, operation, tensors: "addcdiv" in str(operation) and not alive):
             weights.step()
     finally:
         gc.enable()
@@ -516,7 +525,7 @@ def test_fused_updates_run_whole_and_without_copies(name):
     weights = Weights(name)
     weights.step()
     weights.backward()
-    with weights.guard().attached(), Failing() as seen:
+    with attached(weights.guard()), Failing() as seen:
         weights.optimizer.step()
     assert sum(str(operation).startswith("aten._fused") for operation in seen.operations) == 2  # one per group
     new = [operation for operation in seen.operations if returns_new_memory(operation)]
@@ -544,7 +553,7 @@ def test_paged_state_is_updated_without_copies(name, monkeypatch):
     copied = []
     saved = optimizer_guard.SavedPart
     monkeypatch.setattr(optimizer_guard, "SavedPart", lambda o, part: copied.extend(part.pairs) or saved(o, part))
-    with weights.guard().attached():
+    with attached(weights.guard()):
         weights.step()
     assert {id(parameter) for parameter, _ in copied} == {id(weights.parameters[i]) for i in (1, 3, 4)}
     assert weights.bits() == after(name, 2) and not waits
@@ -567,7 +576,7 @@ def test_a_paged_update_that_fails_is_repeated_after_a_copy(name, monkeypatch):
         return len(kernels) <= 2  # in place, and with a copy beside the weight
 
     guard = weights.guard()
-    with guard.attached(), Failing(fails):
+    with attached(guard), Failing(fails):
         weights.optimizer.step()
     assert guard.recoveries == 2 and len(kernels) == 3
     assert weights.bits() == after(name, 2)
@@ -623,7 +632,7 @@ def test_interrupted_before_the_stock_call_ends_it_leaves_gradients_and_groups(n
     def interrupt(optimizer, *_):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), weights.guard().attached():
+    with pytest.raises(KeyboardInterrupt), attached(weights.guard()):
         hook = weights.optimizer.register_step_post_hook(interrupt)
         weights.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
         weights.optimizer.step()
@@ -639,7 +648,7 @@ def test_the_step_after_an_interrupted_one_is_taken(name):
     def interrupt(optimizer, *_):
         raise KeyboardInterrupt
 
-    with weights.guard().attached():
+    with attached(weights.guard()):
         hook = weights.optimizer.register_step_post_hook(interrupt)
         weights.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
         weights.backward()
@@ -654,7 +663,7 @@ def test_the_step_after_an_interrupted_one_is_taken(name):
 def test_a_hook_that_came_after_the_guard_costs_one_unguarded_step():
     weights = Weights("adamw_foreach")
     guard = weights.guard()
-    with guard.attached():
+    with attached(guard):
         weights.optimizer.register_step_pre_hook(lambda *_: None)
         weights.step()
         weights.backward()
@@ -667,7 +676,7 @@ def test_a_hook_that_came_after_the_guard_costs_one_unguarded_step():
 def test_schedulers_state_dicts_and_pickles_do_not_notice():
     weights, stock = Weights("adamw_foreach"), Weights("adamw_foreach")
     schedulers = [torch.optim.lr_scheduler.LinearLR(w.optimizer, total_iters=3) for w in (weights, stock)]
-    with weights.guard().attached():
+    with attached(weights.guard()):
         for _ in range(3):
             for one, scheduler in zip((weights, stock), schedulers, strict=True):
                 one.step()
@@ -688,7 +697,7 @@ def test_closures_pass_through():
         of.backward()
         return torch.tensor(3.0)
 
-    with weights.guard().attached():
+    with attached(weights.guard()):
         assert weights.optimizer.step(lambda: closure(weights)) == 3.0
         assert weights.optimizer.step(closure=lambda: closure(weights)) == 3.0
     for _ in range(2):
@@ -714,7 +723,7 @@ def test_under_accelerate_with_a_gradient_scaler(name, failing):
         # finite scale: a fault must not be mistaken for an overflow
         optimizer = AcceleratedOptimizer(weights.optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
         guard = OptimizerGuard(optimizer, part_bytes=200)
-        with guard.attached() if guarded else contextlib.nullcontext():
+        with attached(guard) if guarded else contextlib.nullcontext():
             for index in range(2):
                 weights.backward()
                 optimizer.scaler.scale(torch.ones(()))

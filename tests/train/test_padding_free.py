@@ -635,7 +635,7 @@ def test_code_above_ours_takes_no_way_away(tmp_path):
     memory = {"memory": MemorySettings(), "memory_gauge": FakeGauge(ENDLESS_BYTES)}
     trainer = Weighted(model, arguments(tmp_path, max_steps=2), **rows, **memory)
     trainer.train()
-    assert trainer.loss_path.is_chunked and trainer.loss_path.is_padding_free
+    assert trainer.loss_path.kind == "headless" and trainer.loss_path.is_padding_free
 
 
 def test_always_goes_by_what_that_trainer_does_first(tmp_path):

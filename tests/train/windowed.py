@@ -59,7 +59,7 @@ class Windowed(Trainer):
     def _run_window(self, model, items) -> None:
         parts = self.splits[self.ranks.rank % len(self.splits)]
         chunks = [chunk for batch in self.batches for chunk in cut(batch, parts)]
-        with self.ranks.window(model):
+        with self.ranks.window():
             failed = self._run_chunks(model, chunks, items)
             seen = self.ranks.all_reduce_max([failed, self.ranks.rank, -self.ranks.rank])
             assert seen[1:] == [self.ranks.world_size - 1, 0]

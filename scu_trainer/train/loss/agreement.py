@@ -119,8 +119,7 @@ def follows_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
 
 
 Way = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
-"""Inside, a forward takes the loss another way, of rows end to end if there are any, and adds the losses of the rows to
-the list."""
+"""Inside, a forward takes the loss another way, of rows end to end if given, and lists the losses of its rows."""
 
 
 def agrees_on_rows(
@@ -131,9 +130,8 @@ def agrees_on_rows(
     padding_free: bool,
     shares_prefixes: bool = False,
 ) -> Found:
-    """On two rows of different length, in evaluation: the model's loss, and that of each row, which its logits say; and
-    end to end the first row must not change the second. ``shares_prefixes``: they begin alike, and that is
-    computed once."""
+    """On two rows of different length, in evaluation: the loss of the model, and of each row by its logits; end to end
+    the first row must not change the second. ``shares_prefixes``: they begin alike, and that is computed once."""
     alike = FEWEST_TOKENS if shares_prefixes else 0
 
     def answered(batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]) -> tuple[list[float], list[torch.Tensor]]:

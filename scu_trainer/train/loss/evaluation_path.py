@@ -164,8 +164,7 @@ class LeanPrediction:
         self._path = None
 
     def applied(self, predict: Predict, loss_only: bool) -> Predict:
-        """``predict`` that computes no more than what is asked for: the loss, with ``loss_only`` or the scores of the
-        rows (``preprocess_logits``) as logits."""
+        """``predict`` without what nobody asks for: all but the loss, or the scores of rows (``preprocess_logits``)."""
         trainer = self.trainer
         scores_rows = not loss_only and trainer.preprocess_logits_for_metrics is preprocess_logits
         if not (loss_only or scores_rows) or not has_causal_loss(trainer) or not is_read_by_stock_alone(trainer):

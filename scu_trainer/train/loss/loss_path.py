@@ -78,12 +78,12 @@ class LossPath:
     """The training loss of one trainer. ``rows``: None where nobody asks for the losses of rows.
 
     ``chunked``: "always", "never" or "auto", ``padding_free``: True, False or None for where it can be done (both of
-    ``MemorySettings``). ``has_learned``: whether any row was not set aside since somebody has set it to False.
-    ``was_asked``: whether the training loss has come this way at all. ``before_blaming``: called before all rows of a
-    batch are set aside; may raise where it is not they that are bad. ``is_padding_free``: whether
-    the model sees rows end to end; None while that is not decided. ``is_planned``: whether the micro-batch at hand was
-    planned so, ``wants_few_sizes`` whether it then gets one of few sizes, and ``token_cap`` the most tokens of it where
-    somebody has set that. ``end_to_end``: the last rows that were laid out.
+    ``MemorySettings``). ``before_blaming``: called before all rows of a batch are set aside; may raise where it is not
+    they that are bad. ``kind``: see ``_choose``, None before that. ``has_learned``: whether any row was not set aside
+    since somebody has set it to False. ``was_asked``: whether the training loss has come this way at all.
+    ``is_padding_free``: whether the model sees rows end to end, None while that is not decided. ``is_planned``: whether
+    the micro-batch at hand was planned so, ``wants_few_sizes`` whether it then gets one of few sizes, and ``token_cap``
+    the most tokens of it where somebody has set that. ``end_to_end``: the last rows that were laid out.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LossPath:
         self.reading: Optional[RowLossReading] = None
         self.has_learned = self.was_asked = self._is_past = False
         self._has_reading = False
-        self._kind: Optional[str] = None
+        self.kind: Optional[str] = None
         self._wanted, self._wanted_padding_free = chunked, padding_free
         self.is_padding_free: Optional[bool] = None
         self.is_planned = self.wants_few_sizes = False
@@ -106,13 +106,8 @@ class LossPath:
         self.end_to_end: Optional[EndToEnd] = None
         # On a card the sum of what comes back to a shared prefix has no fixed order.
         self._shares_prefixes: Optional[bool] = None if trainer.args.device.type == "cpu" else False
-        self._mixes: Optional[bool] = None
         self._records = True
         self._held: Optional[list[tuple[torch.Tensor, Optional[RowLosses]]]] = None
-
-    @property
-    def is_chunked(self) -> bool:
-        return self._kind == "headless"
 
     def unrecorded(self) -> contextlib.AbstractContextManager[None]:
         """Inside, losses of rows are neither kept nor weighed."""
@@ -123,14 +118,12 @@ class LossPath:
         return inputs if self.rows is None else without_index(inputs)
 
     def choose(self, inputs: Callable[[], Any]) -> None:
-        """Decide on ``inputs``, which give a batch on the model's device, which way the loss takes, where that is not
-        known."""
-        if self._kind is None:
+        """Decide which way the loss takes, where that is not known. ``inputs``: give a batch on the model's device."""
+        if self.kind is None:
             self._choose(inputs())
 
     def goes_padding_free(self, inputs: Callable[[], Any], longest_row: int) -> bool:
-        """Whether the model sees rows of up to ``longest_row`` tokens end to end, decided on ``inputs`` as in
-        ``choose``."""
+        """Whether the model sees rows of up to ``longest_row`` tokens end to end. ``inputs``: as of ``choose``."""
         if self.is_padding_free is None:
             self.is_padding_free = self._may_be_padding_free(self.for_model(inputs()))
         return bool(self.is_padding_free) and (self._most_tokens is None or longest_row <= self._most_tokens)
@@ -147,7 +140,7 @@ class LossPath:
 
     def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
         inputs = self.for_model(inputs)
-        with self._way(self._kind, inputs, None, lambda losses: None):
+        with self._way(self.kind, inputs, None, lambda losses: None):
             return stock(model, inputs, False, num_items)
 
     def _way(self, kind: Optional[str], inputs: Any, weights, seen) -> contextlib.AbstractContextManager[None]:
@@ -215,8 +208,7 @@ class LossPath:
     # -- many micro-batches at one wait for the device
 
     def hold(self) -> None:
-        """Until ``settle``, losses of rows are neither checked for being finite nor reported. Does nothing while it is
-        not known how they are read."""
+        """Until ``settle``, losses of rows are neither checked nor reported, if it is known how they are read."""
         self._held = [] if self.rows is not None and self._has_reading else None
 
     def settle(self) -> bool:
@@ -231,7 +223,7 @@ class LossPath:
         return True
 
     def _forward(self, model, inputs, num_items, stock, ids: Optional[torch.Tensor]) -> Forward:
-        kind = self._kind or self._choose(inputs)
+        kind = self.kind or self._choose(inputs)
         if kind == "returned":
             if self.rows is None:
                 return self._unrecorded_loss(model, inputs, num_items, stock), None
@@ -301,11 +293,9 @@ class LossPath:
 
     # -- rows without a finite loss
 
-    @property
+    @functools.cached_property
     def _rows_mix(self) -> bool:
-        if self._mixes is None:
-            self._mixes = mixing_modules(self.trainer.model) is not None
-        return self._mixes
+        return mixing_modules(self.trainer.model) is not None
 
     def _statistics(self) -> Callable[[], None]:
         """What puts running statistics back that a batch with a bad row has spoilt; only BatchNorm has such."""
@@ -353,7 +343,7 @@ class LossPath:
         else:
             kind = "opened" if self.rows is not None and self._may_be_opened(inputs) else "returned"
         if may_go_headless is not None:
-            self._kind = kind
+            self.kind = kind
             if kind != "returned" and self.rows is not None:
                 self.reading, self._has_reading = CAUSAL, True
                 self.rows.found(CAUSAL)
@@ -403,8 +393,7 @@ class LossPath:
     def _checked(
         self, setting: str, instead: Optional[str], obstacle: Optional[str], inputs: Any, agrees: Callable
     ) -> Optional[bool]:
-        """Whether training goes a way: ``obstacle`` may forbid it, and it must give the stock loss. ``instead``: of a
-        ``setting`` that leaves no choice."""
+        """Whether a way without ``obstacle`` gives the stock loss. ``instead``: of a ``setting`` that insists on it."""
         found = None
         if not obstacle:
             found, obstacle = agrees(self.trainer, inputs)

@@ -246,8 +246,7 @@ def adopt(trainer: Trainer) -> None:
 
 
 def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:
-    """``batches`` for the stock Trainer's counting of items: what the mean of a wrapped module's loss runs over. Those
-    of other models as they are."""
+    """``batches`` as the stock Trainer is to count them: for a wrapped module, what the mean of its loss runs over."""
     model = trainer.model
     if not isinstance(model, WrappedModule):
         return batches
@@ -266,8 +265,7 @@ def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:
 
 
 def weighed(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:
-    """``items`` as the stock Trainer counted them, or what the labels of all ranks weigh where a wrapped module's mean
-    has weights of classes."""
+    """``items`` as the stock Trainer counted them; what the labels of all ranks weigh where classes have weights."""
     model = trainer.model
     if items is None or not isinstance(model, WrappedModule) or model.row_loss.kind != "targets":
         return items

@@ -19,8 +19,7 @@ def are_classes(targets: torch.Tensor) -> bool:
 
 
 def rows_to_ask(targets: torch.Tensor, seen: Collection[int] = ()) -> list[int]:
-    """Numbers of one row of each class that is not in ``seen``, and of others, those ``seen`` first: ``ROWS_TO_ASK`` at
-    least, where there are so many."""
+    """One row of each class that is not ``seen``, and others, of seen classes first: ``ROWS_TO_ASK`` if there are."""
     labels = targets.tolist() if are_classes(targets) else [None] * len(targets)
     first: dict[int, int] = {}
     for row, label in enumerate(labels):

@@ -22,18 +22,9 @@ import torch
 from torch import nn
 
 from scu_trainer.train.step.batches.window import MicroBatch
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory, wanted_bytes
-from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A micro-batch that did not fit. ``wanted_bytes``: the allocation that failed, where the message says it."""
-
-    micro_batch: MicroBatch
-    text: str
-    wanted_bytes: int | None
 
 
 class Sizes(Protocol):
@@ -46,7 +37,7 @@ class Sizes(Protocol):
 
     def after(self, micro_batch: MicroBatch) -> None: ...
 
-    def failed(self, failure: Failure) -> Sequence[MicroBatch]:
+    def failed(self, micro_batch: MicroBatch, caught: CatchOutOfMemory) -> Sequence[MicroBatch]:
         """Smaller micro-batches of the same rows. Raises OutOfMemory where there are none."""
 
 
@@ -78,7 +69,7 @@ class AttemptSite:
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def snapshot(self) -> WindowSnapshot:
-        take = functools.partial(WindowSnapshot.take, self.devices, self.buffers, self.parameters, self.counting)
+        take = functools.partial(WindowSnapshot, self.devices, self.buffers, self.parameters, self.counting)
         return second_try(take, "a copy of the model's buffers, which are restored if memory runs out,")
 
     def keep_gradients(self) -> None:
@@ -131,16 +122,18 @@ def run(
                 waiting.extendleft(reversed(fitting))
                 continue
         snapshot = snapshot or place.snapshot()
-        loss, failure = _try(micro_batch, not waiting, attempt, sizes)
-        if failure is None:
+        sizes.before(micro_batch)
+        with CatchOutOfMemory() as caught:
+            loss = attempt(micro_batch, not waiting)
+        if caught.text is None:
+            sizes.after(micro_batch)
             done.append((micro_batch, loss))
             snapshot = None
             continue
-        # Outside the except: inside it the traceback keeps the failed step's tensors alive.
         touched = snapshot.gradients_touched()
         place.restore(beginning if touched else snapshot, with_gradients=touched)
         again = _again(done) if touched else []
-        waiting.extendleft(reversed([*again, *sizes.failed(failure)]))
+        waiting.extendleft(reversed([*again, *sizes.failed(micro_batch, caught)]))
         if touched:
             done.clear()
             snapshot = None
@@ -164,18 +157,3 @@ def run_once(
         done.append((micro_batch, attempt(micro_batch, number == len(micro_batches))))
         sizes.after(micro_batch)
     return done
-
-
-def _try(micro_batch: MicroBatch, last: bool, attempt, sizes: Sizes) -> tuple[torch.Tensor | None, Failure | None]:
-    sizes.before(micro_batch)
-    try:
-        loss = attempt(micro_batch, last)
-    except (RuntimeError, MemoryError, OSError) as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = Failure(micro_batch, str(error).partition("\n")[0], wanted_bytes(error))
-        forget_traceback(error)
-    else:
-        sizes.after(micro_batch)
-        return loss, None
-    return None, failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -17,19 +17,8 @@ from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.needless import asked_once
 from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.loader_workers import loading_again
-from scu_trainer.train.step.recovery.loss_scale import unscaled
 from scu_trainer.train.step.recovery.second_try import last_word, second_try
 from scu_trainer.train.step.recovery.snapshot import replaced
-
-
-class Lean(Protocol):
-    """A ``prediction_step`` that computes what is asked for alone."""
-
-    def begin(self) -> None: ...
-
-    def applied(self, predict: Callable[[Any], tuple], loss_only: bool) -> Callable[[Any], tuple]: ...
-
-    def way(self, inputs: Any) -> AbstractContextManager: ...
 
 
 class StockEngine:
@@ -84,14 +73,11 @@ class StockEngine:
 
 
 class MicroBatchEngine(StockEngine):
-    """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation."""
+    """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation.
+    ``lean``: a ``LeanPrediction``, which computes in an evaluation what is asked for alone."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        micro_batches: MicroBatchStep,
-        prediction: Optional[Prediction],
-        lean: Lean,
+        self, trainer: Trainer, micro_batches: MicroBatchStep, prediction: Optional[Prediction], lean: Any
     ) -> None:
         super().__init__(trainer)
         self.micro_batches, self.prediction, self.lean = micro_batches, prediction, lean
@@ -110,9 +96,13 @@ class MicroBatchEngine(StockEngine):
         if not self.micro_batches.ranks.recoverable:
             return clip()
         gradients = [p.grad for p in self.micro_batches.parameters if p.grad is not None]
-        scaler = self.trainer.accelerator.scaler
-        is_scaled = scaler is not None and scaler.is_enabled()
-        with unscaled(self.trainer.accelerator, gradients) if is_scaled else contextlib.nullcontext():
+        accelerator = self.trainer.accelerator
+        with contextlib.ExitStack() as stack:
+            if accelerator.scaler is not None and accelerator.scaler.is_enabled():
+                # clip does this first of all, and torch refuses a second time: it could not be repeated.
+                doing = "dividing the gradients by the loss scale"
+                second_try(accelerator.unscale_gradients, doing, unchanged=gradients)
+                stack.enter_context(replaced(accelerator, "unscale_gradients", lambda optimizer=None: None))
             return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
 
     def loading(self, loader: DataLoader) -> DataLoader:
@@ -127,8 +117,7 @@ class MicroBatchEngine(StockEngine):
         return self.lean.way(inputs)
 
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
-        """Batches stay on the host, where the lengths of their rows are read without a wait, and go to the device in
-        micro-batches."""
+        """Batches stay on the host, where lengths are read without a wait; micro-batches go to the device."""
         is_on_host = isinstance(loader, DataLoaderShard)
         with asked_once(), replaced(loader, "device", None) if is_on_host else contextlib.nullcontext():
             run()

@@ -19,11 +19,11 @@ from scu_trainer.control import microbatch as control
 from scu_trainer.control import splitting
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, free_memory
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 logger = logging.getLogger("scu_trainer")
 
@@ -177,8 +177,7 @@ class MicroBatchSizer:
 
     @property
     def _floor(self) -> int:
-        """Padded tokens of the smallest micro-batch of the longest rows; a batch as it is where that is smaller
-        still."""
+        """Padded tokens of the smallest micro-batch of the longest rows, or of a whole batch that is smaller."""
         return min(self.settings.min_batch_size * self._window.longest_row, self._ceiling)
 
     def end(self, done: Sequence[tuple[MicroBatch, torch.Tensor]], all_reduce_max: AllReduceMax) -> None:
@@ -238,8 +237,7 @@ class MicroBatchSizer:
 
     @property
     def _may_rest(self) -> bool:
-        """Whether the last reading serves this step, too: memory is not short and never was, and the reading is younger
-        than ``good_for_s`` of the gauge."""
+        """Whether the last reading serves this step, too: memory never was short, and ``good_for_s`` is not over."""
         state = self.state
         is_calm = state.pressure == "low" and state.cap_tokens is None and state.failed_tokens is None
         if not is_calm or self.gauge is None or self._is_learning or self._before is None:
@@ -247,8 +245,7 @@ class MicroBatchSizer:
         return time.monotonic() - self._looked_s < self.gauge.good_for_s
 
     def wake(self) -> None:
-        """Before anything that is no step (an evaluation, a save, a row of the logs): take down the peak of the steps
-        until now. The next step reads again."""
+        """Before what is no step (an evaluation, a save): take down the peak until now. The next step reads again."""
         if self._rests:
             self._look()
             self.gauge.reset()
@@ -335,9 +332,9 @@ class MicroBatchSizer:
             self.statistics.peak_bytes = max(self.statistics.peak_bytes, reading.own_peak_bytes)
         return reading
 
-    def failed(self, failure: steps.Failure) -> Sequence[MicroBatch]:
-        micro_batch, settings = failure.micro_batch, self.settings
-        reading = self._look()
+    def failed(self, micro_batch: MicroBatch, caught: CatchOutOfMemory) -> Sequence[MicroBatch]:
+        settings, reading = self.settings, self._look()
+        wanted = f" ({_gib(caught.wanted_bytes)} wanted)" if caught.wanted_bytes else ""
         if self._rests:  # nothing was read before this step: what is in use now, after freeing, counts instead
             self._rests = False
             self._based_on(reading)
@@ -347,7 +344,8 @@ class MicroBatchSizer:
         if not self._window.can_pool and micro_batch not in self._retried:
             # In parts its gradient is another one: first once more as it is, now that memory has been freed.
             self._retried.add(micro_batch)
-            self._say_once_more(failure)
+            again = "step %d: out of memory at %s%s; retrying it unchanged, after freeing memory"
+            logger.warning(again, self.step, self._size(micro_batch), wanted)
             return [micro_batch]
         floor = min(self._floor, micro_batch.tokens)
         self.state = control.after_oom(
@@ -356,25 +354,15 @@ class MicroBatchSizer:
         smaller = self._window.split(micro_batch, self._cap, settings.max_batch_size, settings.min_batch_size)
         if smaller == [micro_batch]:
             if micro_batch in self._retried:
-                raise OutOfMemory(self._hopeless(failure, reading))
+                raise OutOfMemory(self._hopeless(micro_batch, caught, reading))
             self._retried.add(micro_batch)  # memory has been freed since it failed: once more as it is
         reason = (
-            f"out of memory at {self._size(micro_batch)}{_wanted(failure)}; again as {len(smaller)} x "
-            f"{self._size(smaller[-1])}"
+            f"out of memory at {self._size(micro_batch)}{wanted}; again as {len(smaller)} x {self._size(smaller[-1])}"
         )
         self._note(reason, reading, "critical")
         return smaller
 
-    def _say_once_more(self, failure: steps.Failure) -> None:
-        logger.warning(
-            "step %d: out of memory at %s%s; retrying it unchanged, after freeing memory",
-            self.step,
-            self._size(failure.micro_batch),
-            _wanted(failure),
-        )
-
-    def _hopeless(self, failure: steps.Failure, reading: MemoryReading) -> str:
-        micro_batch = failure.micro_batch
+    def _hopeless(self, micro_batch: MicroBatch, caught: CatchOutOfMemory, reading: MemoryReading) -> str:
         names = (
             ", ".join(self._window.name_of(row) for row in micro_batch.rows[:3]) or "a batch that cannot be cut by rows"
         )
@@ -383,22 +371,19 @@ class MicroBatchSizer:
         names += f" ({micro_batch.length} tokens)" if self.has_length else ""
         alone = "does not fit in memory even alone" if len(micro_batch.rows) < 2 else "do not fit in memory together"
         obstacle = self._window.batches[micro_batch.batch].obstacle or self._window.uncuttable
-        wanted = f", {_gib(failure.wanted_bytes)} wanted" if failure.wanted_bytes else ""
+        wanted = f", {_gib(caught.wanted_bytes)} wanted" if caught.wanted_bytes else ""
         is_kept = len(micro_batch.rows) > 1 and obstacle is None
+        is_own = self.settings.min_batch_size >= self._window.fewest_rows
+        keeper = "min_batch_size" if is_own else "BatchNorm, which has no statistics of one row,"
         fewer = "per_device_train_batch_size (and raise gradient_accumulation_steps as much), " if obstacle else ""
         return (
             f"step {self.step}: {names} {alone}{wanted}; "
             f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
             + (f"; it could not be cut: {obstacle}" if obstacle else "")
-            + (f"; {self._keeper} keeps {len(micro_batch.rows)} rows together" if is_kept else "")
+            + (f"; {keeper} keeps {len(micro_batch.rows)} rows together" if is_kept else "")
             + f". Lower {fewer}block_size, use gradient checkpointing (activation_checkpointing: true), LoRA or a "
-            f"smaller model. The failed allocation said: {failure.text}"
+            f"smaller model. The failed allocation said: {caught.text}"
         )
-
-    @property
-    def _keeper(self) -> str:
-        own = self.settings.min_batch_size >= self._window.fewest_rows
-        return "min_batch_size" if own else "BatchNorm, which has no statistics of one row,"
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -476,11 +461,8 @@ def law_of(settings: MemorySettings) -> control.SizerConfig:
         return None if gib is None else round(gib * 2**30)
 
     share = settings.headroom_share
-    headroom = (
-        {"headroom_share": share} if share is not None else {"headroom_bytes": in_bytes(settings.target_headroom_gb)}
-    )
     return control.SizerConfig(
-        **headroom,
+        **{"headroom_bytes": in_bytes(settings.target_headroom_gb)} if share is None else {"headroom_share": share},
         gc_threshold_bytes=in_bytes(settings.gc_threshold_gb),
         kp=settings.pid_kp,
         ki=settings.pid_ki,
@@ -490,10 +472,6 @@ def law_of(settings: MemorySettings) -> control.SizerConfig:
 
 def _rows(count: int) -> str:
     return f"{count} row{'s' if count > 1 else ''}"
-
-
-def _wanted(failure: steps.Failure) -> str:
-    return f" ({_gib(failure.wanted_bytes)} wanted)" if failure.wanted_bytes else ""
 
 
 def _gib(size_bytes: int) -> str:

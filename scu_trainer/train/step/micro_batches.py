@@ -37,11 +37,11 @@ from scu_trainer.train.step.distributed.ranks import Ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens
 from scu_trainer.train.step.needless import needless_train_left_out
-from scu_trainer.train.step.recovery.memory import Gauge, forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.memory import Gauge, free_memory
 from scu_trainer.train.step.recovery.memory_limit import limited_gauge
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard
 from scu_trainer.train.step.recovery.optimizer_state import preallocate
-from scu_trainer.train.step.recovery.second_try import retry_unchanged, second_try
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, retry_unchanged, second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, replaced
 
 logger = logging.getLogger("scu_trainer")
@@ -63,6 +63,7 @@ class MicroBatchStep:
         self.loop = MicroBatchSizer(settings, gauge if settings.memory_control else None, device)
         self.ranks: Optional[Ranks] = None
         self._guard: Optional[OptimizerGuard] = None
+        self._token_cap = settings.token_cap if isinstance(settings.token_cap, int) else None
         self._logical_rows: Optional[int] = None
         if settings.batch_mode == "logical":
             self._logical_rows = settings.most_logical_rows(trainer.args.per_device_train_batch_size)
@@ -178,12 +179,6 @@ class MicroBatchStep:
             return ()
         return self._prefetched if self._begins_window(inputs) else (inputs,)
 
-    @property
-    def _given_token_cap(self) -> Optional[int]:
-        """None for ``auto``."""
-        cap = self.settings.token_cap
-        return cap if isinstance(cap, int) else None
-
     def _begins_window(self, inputs: Any) -> bool:
         return bool(self._prefetched) and inputs is self._prefetched[0]
 
@@ -204,7 +199,7 @@ class MicroBatchStep:
         """``completes``: whether an optimizer step follows."""
         self._follow_parameters()
         failure, done = None, []
-        with self.ranks.window(model, completes):
+        with self.ranks.window(completes):
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
                 window, micro_batches = self._audited(window, self._begin(window), num_items)
@@ -266,15 +261,10 @@ class MicroBatchStep:
         self, micro_batches, attempt, stop: Callable[[str], NoReturn]
     ) -> list[tuple[MicroBatch, torch.Tensor]]:
         """Where no micro-batch can run again. ``stop``: ends the run, given what the failed allocation said."""
-        try:
+        with CatchOutOfMemory() as caught:
             return steps.run_once(micro_batches, attempt, self.loop)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            text = str(error).partition("\n")[0]
-            forget_traceback(error)
         free_memory()
-        stop(text)
+        stop(caught.text)
 
     def _stop_own_step(self, text: str) -> NoReturn:
         """What a ``training_step`` of somebody's own had changed by then is not known."""
@@ -329,7 +319,7 @@ class MicroBatchStep:
         window = AccumulationWindow(batches, self.reduction, self._pad_token_id)
         window.is_padding_free = self._goes_padding_free(window)
         if self._wants_few_sizes and window.can_pool and window.is_uneven and not window.is_padding_free:
-            window.take_few_sizes(_most_positions(self.trainer.model), self._given_token_cap)
+            window.take_few_sizes(_most_positions(self.trainer.model), self._token_cap)
         window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
 
@@ -365,7 +355,7 @@ class MicroBatchStep:
             yield
             return
         path.end_to_end, path.is_planned = None, micro_batch.unpadded_tokens is not None
-        path.wants_few_sizes, path.token_cap = self._wants_few_sizes, self._given_token_cap
+        path.wants_few_sizes, path.token_cap = self._wants_few_sizes, self._token_cap
         yield
         rows = path.end_to_end
         if rows is None or not rows.seen:
@@ -418,9 +408,13 @@ class MicroBatchStep:
 
     def adds_means(self, num_items: Any) -> bool:
         """Whether the losses of a window add up to several means where the stock loop takes them for one."""
+        trainer = self.trainer
         is_mean = self.reduction is not None and self.reduction.is_mean
-        several = self.trainer.current_gradient_accumulation_steps > 1
-        return is_mean and several and self._stock_scales(num_items)
+        if not is_mean or trainer.current_gradient_accumulation_steps == 1:
+            return False
+        if trainer.loss_is_scaled_for_ga is not None:
+            return trainer.loss_is_scaled_for_ga
+        return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
 
     def _backward_of(self, share: float) -> contextlib.AbstractContextManager[None]:
         """Inside, a backward goes through ``share`` times its loss: of a mean over a part, what it is in the mean over
@@ -430,13 +424,6 @@ class MicroBatchStep:
             return contextlib.nullcontext()
         backward = accelerator.backward
         return replaced(accelerator, "backward", lambda loss, **kwargs: backward(loss * share, **kwargs))
-
-    def _stock_scales(self, num_items: Any) -> bool:
-        """Whether the stock step takes this loss as already divided over the window."""
-        trainer = self.trainer
-        if trainer.loss_is_scaled_for_ga is not None:
-            return trainer.loss_is_scaled_for_ga
-        return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
 
 
 def _pad_token_id(trainer: Trainer) -> int:
@@ -448,8 +435,7 @@ def _pad_token_id(trainer: Trainer) -> int:
 
 
 def _most_positions(model: torch.nn.Module) -> int:
-    """Tokens of a row for which every part of the model has positions; 0 where a configuration does not say, and where
-    prompt learning takes some of them."""
+    """Tokens for which every part of the model has positions; 0 where that is not said, or prompts take some."""
     if learns_prompts(model):
         return 0
     config = getattr(model, "config", None)

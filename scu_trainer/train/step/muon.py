@@ -49,19 +49,16 @@ def muon_for(model: nn.Module, decayed: Collection[str], lr: float, weight_decay
     for name, p in model.named_parameters():
         if p.requires_grad:
             groups.setdefault((p.dim() == 2 and id(p) not in outside, name in decayed), []).append(p)
-    made = {
-        kind: [
-            {"params": found, "weight_decay": weight_decay if decays else 0.0}
-            for (is_matrix, decays), found in groups.items()
-            if is_matrix == kind
-        ]
-        for kind in (True, False)
-    }
-    if not made[True]:
+    matrices: list[dict] = []
+    others: list[dict] = []
+    for (is_matrix, decays), found in groups.items():
+        group = {"params": found, "weight_decay": weight_decay if decays else 0.0}
+        (matrices if is_matrix else others).append(group)
+    if not matrices:
         raise ControlError(
             "use_muon is for matrices between the embeddings and the output layer, and none is trained; leave it out"
         )
-    return MuonWithAdamW(made[True], made[False], lr, **adam)
+    return MuonWithAdamW(matrices, others, lr, **adam)
 
 
 def _outer_layers(model: nn.Module) -> list[nn.Module]:

@@ -19,12 +19,13 @@ from transformers.trainer_pt_utils import nested_concat
 from scu_trainer.data.random_states import put_back
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss.analysis import analyze
+from scu_trainer.train.loss.analysis.measuring import training_loss
 from scu_trainer.train.loss.rows.model_loss import counting_owner
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
-from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, second_try
 from scu_trainer.train.step.recovery.snapshot import generators, plain_attributes, put_back_attributes, replaced
 
 logger = logging.getLogger("scu_trainer")
@@ -48,25 +49,18 @@ class Halving:
         self.out_of_memory = 0
 
     def run(self, count: int, attempt: Callable[[range], Result]) -> list[tuple[range, Result]]:
-        """``attempt`` gets consecutive ranges of rows that cover 0 to ``count``. Raises OutOfMemory where one row fails
-        twice."""
+        """``attempt`` gets consecutive ranges from 0 to ``count``. Raises OutOfMemory where one row fails twice."""
         results: list[tuple[range, Result]] = []
         begin, is_second_try = 0, False
         while begin < count:
             part = range(begin, min(count, begin + (self.largest_rows or count)))
-            failed = None
-            try:
+            with CatchOutOfMemory() as caught:
                 results.append((part, attempt(part)))
-            except (RuntimeError, MemoryError, OSError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                failed = str(error).partition("\n")[0]
-                forget_traceback(error)
-            if failed is None:
+            if caught.text is None:
                 begin, is_second_try = part.stop, False
                 continue
             free_memory()
-            self._shrink(len(part), failed, is_second_try)
+            self._shrink(len(part), caught.text, is_second_try)
             is_second_try = len(part) == 1
         return results
 
@@ -133,10 +127,8 @@ class Prediction:
         return inputs if self._prepares_as_stock else self.trainer._prepare_inputs(inputs)
 
     def evaluated(self, evaluate: Callable[[], Result], loader: Any) -> Result:
-        """``evaluate()``, a whole pass over ``loader``; from its first batch once more where something between the
-        batches ran out of memory (the stock loop's own collecting of logits, metrics, the loader). Nothing is learned
-        in it, so a second pass gives the same figures; random numbers are those of before.
-        """
+        """``evaluate()``, a whole pass over ``loader``; once more from its first batch where something between batches
+        (collecting logits, metrics, the loader) ran out of memory, with the random numbers of before."""
         if not self._can_begin_again(loader):
             return evaluate()
         states = generators([str(self.trainer.args.device)])
@@ -187,16 +179,10 @@ class Prediction:
     def _asked(self, batch: Batch, count: Any) -> Reduction:
         if self._reduction is None:
             trainer = self.trainer
-
-            def loss_of(inputs: Any, items: Any) -> torch.Tensor:
-                with trainer.compute_loss_context_manager():
-                    prepared = trainer._prepare_inputs(inputs)
-                    return trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
-
             low_precision = trainer.accelerator.mixed_precision != "no"
             rows = [layout_for(trainer.model, batch.inputs)]
             how = {"training": False, "low_precision": low_precision, "most_rows": 2, "owner": trainer}
-            asked = analyze(loss_of, trainer.model, rows, count, 0, **how)
+            asked = analyze(partial(training_loss, trainer), trainer.model, rows, count, 0, **how)
             self._reduction = asked or Reduction("rows", mixes="its rows give no finite loss")
             if not self._reduction.is_exact:
                 logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)

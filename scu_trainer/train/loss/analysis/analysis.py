@@ -15,9 +15,9 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_to_ask
-from scu_trainer.train.loss.analysis.audit import Audited, Auditor, is_part
+from scu_trainer.train.loss.analysis.audit import Audited, Auditor
 from scu_trainer.train.loss.analysis.exchange import seen_exchange
-from scu_trainer.train.loss.analysis.measuring import tolerance_of
+from scu_trainer.train.loss.analysis.measuring import tolerance_of, training_loss
 from scu_trainer.train.loss.analysis.no_trace import untouched
 from scu_trainer.train.loss.analysis.own_step import OwnStep
 from scu_trainer.train.loss.analysis.trials import analyze
@@ -41,8 +41,7 @@ class LossAnalysis:
     """``reduction``: how the loss adds up over rows, None before it is known; then nothing may be cut.
 
     ``own_step``: what is known of a ``training_step`` of somebody's own. ``notices``: what was said of a loss that
-    turned out to be another one on the way. ``audits``: those that passed. ``seconds``: host time spent on trials and
-    audits.
+    turned out to be another one. ``audits``: those that passed. ``seconds``: host time spent on trials and audits.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -73,16 +72,12 @@ class LossAnalysis:
             return replace(found, mixes=self.own_step.mixes, may_be_cut=False)
         return replace(found, mixes=MEAN_OF_KL) if getattr(trainer, "calculate_KL", False) else found
 
-    def watched(
-        self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]
-    ) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """Around the training step of one micro-batch."""
         if self.own_step.owner is None:
-            return contextlib.nullcontext()
-        return self._watched(inputs, num_items, parameters)
-
-    @contextlib.contextmanager
-    def _watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+            yield
+            return
         was_stock = self.own_step.is_stock
         with self.own_step.watched(inputs, num_items, parameters):
             yield
@@ -136,7 +131,7 @@ class LossAnalysis:
             return
 
         def loss_of(inputs: Any) -> torch.Tensor:
-            return self._loss_of(type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs, num_items)
+            return training_loss(trainer, type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs, num_items)
 
         # With gradients, as in training: an exchange may depend on that.
         with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.enable_grad():
@@ -150,14 +145,11 @@ class LossAnalysis:
         self._say_changed(reason)
 
     def _must_ask(self, batches: Sequence[Batch], known: Optional[Reduction], classes: bool) -> bool:
-        """Again where inputs come that were not there before, padding, classes, or rows that tell kinds apart.
-
-        ``known``: of batches with these inputs.
-        """
+        """Where inputs, padding or classes are new, or rows tell kinds apart. ``known``: of such inputs."""
         if known is None and not self._by_keys:  # a question takes some ten short forwards: not in every step for good
             return self._asked < MOST_QUESTIONS or _is_power_of_two(self._windows + 1)
-        if known is None:
-            return not self._has_ended
+        if known is None:  # where batches are whole for good, others are not asked about any more
+            return any(one.is_exact for one in self._by_keys.values())
         if not known.is_exact:
             return False
         padded = len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
@@ -183,16 +175,11 @@ class LossAnalysis:
             return found
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
-    @property
-    def _has_ended(self) -> bool:
-        """Whether batches are whole for good: other inputs are then not asked about any more."""
-        return bool(self._by_keys) and not any(one.is_exact for one in self._by_keys.values())
-
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
         trainer = self.trainer
         with self._unrecorded():
             return analyze(
-                self._loss_of,
+                partial(training_loss, trainer),
                 trainer.model,
                 batches,
                 num_items,
@@ -203,14 +190,6 @@ class LossAnalysis:
                 owner=trainer,
                 is_public=self._is_public,
             )
-
-    def _loss_of(self, inputs: Any, items: Any) -> torch.Tensor:
-        trainer = self.trainer
-        with trainer.compute_loss_context_manager():
-            return trainer.compute_loss(trainer.model, self._on_device(inputs), num_items_in_batch=items)
-
-    def _on_device(self, inputs: Any) -> Any:
-        return self.trainer._prepare_inputs(placed(inputs, self.trainer.args.device))
 
     @contextlib.contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -226,12 +205,11 @@ class LossAnalysis:
     # -- auditing ------------------------------------------------------------------------------------------------------
 
     def holds(self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any) -> bool:
-        """Whether the loss of a batch still is the sum over its ``micro_batches``, looked at in the steps 1, 2, 4, 8,
-        ... of this start, in those of the steps that cut batches, and in the last one. Where it is not ``reduction``
-        says so.
-        """
+        """Whether the loss of a batch still is the sum over its ``micro_batches``; if not, ``reduction`` says so.
+        Looked at in steps 1, 2, 4, 8, ... of this start, and of those that cut batches, and in the last one."""
         self._windows += 1
-        if not _cuts(window, micro_batches) or not window.can_pool:
+        cuts = any(micro_batch.rows and window.is_part(micro_batch) for micro_batch in micro_batches)
+        if not cuts or not window.can_pool:
             return True
         self._cut_windows += 1
         is_last = self._step == self.trainer.state.max_steps
@@ -253,10 +231,11 @@ class LossAnalysis:
     ) -> Optional[Audited]:
         trainer = self.trainer
         if self._auditor is None:
-            self._auditor = Auditor(trainer.model, self._loss_of, trainer)
+            self._auditor = Auditor(trainer.model, partial(training_loss, trainer), trainer)
         own = not (self.reduction.known and self._is_public)  # of the known a sample of values is enough
         if trainer.loss_path is not None:  # without the logits, if training does without them
-            trainer.loss_path.choose(partial(self._on_device, window.batches[0].inputs))
+            first = window.batches[0].inputs
+            trainer.loss_path.choose(lambda: trainer._prepare_inputs(placed(first, trainer.args.device)))
         with self._unrecorded():
             audit = partial(self._auditor.audit, window, micro_batches, num_items, self.audits, own)
             return second_try(audit, "auditing how the loss adds up")
@@ -273,13 +252,11 @@ class LossAnalysis:
 
     def _stop_splitting(self, found: Audited) -> None:
         if found.of_value > tolerance_of(self.trainer):
-            reason, of = f"the loss of {found.rows} rows together is {found.whole:.6g}", found.of_value
-            reason += f", the sum over their micro-batches {found.parts:.6g}"
+            parts = f"the sum over their micro-batches {found.parts:.6g}"
+            reason, of = f"the loss of {found.rows} rows together is {found.whole:.6g}, {parts}", found.of_value
         else:
-            reason, of = (
-                f"the gradient of {found.rows} rows together is not that of their micro-batches",
-                found.of_gradient,
-            )
+            reason = f"the gradient of {found.rows} rows together is not that of their micro-batches"
+            of = found.of_gradient
         self._end_splitting(reason, f"{reason}, which differs by {of:.2g} of it")
 
     def _say_changed(self, reason: str) -> None:
@@ -293,8 +270,7 @@ class LossAnalysis:
                 if last == first
                 else "the step before was audited and is correct"
             )
-        text = f"from step {self._step} on, batches run whole, because {reason}: this loss mixes rows; {since}"
-        self._notice(text)
+        self._notice(f"from step {self._step} on, batches run whole, because {reason}: this loss mixes rows; {since}")
 
     def _notice(self, text: str) -> None:
         self.notices.append(text)
@@ -318,11 +294,6 @@ class LossAnalysis:
             "seconds": self.seconds,
             "notices": list(self.notices),
         }
-
-
-def _cuts(window: AccumulationWindow, micro_batches: Sequence[MicroBatch]) -> bool:
-    """Whether any batch is run in parts, or together with rows of another."""
-    return any(micro_batch.rows and is_part(window, micro_batch) for micro_batch in micro_batches)
 
 
 def _is_power_of_two(number: int) -> bool:

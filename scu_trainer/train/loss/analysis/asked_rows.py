@@ -36,9 +36,8 @@ def are_classes(labels: Any) -> bool:
 
 
 def rows_to_ask(batches: Sequence[Batch], seen: Collection[int] = (), more: bool = True) -> Optional[list[Row]]:
-    """The shortest row in which something is learned, the next longer one that may stand in one batch with it, and,
-    where there may be ``more``, others that differ: first of classes that are not ``seen``. None where there are no two
-    such rows."""
+    """The shortest row in which something is learned, the next longer one that fits into a batch with it, and, with
+    ``more``, others that differ: first of classes that are not ``seen``. None where there are no two such rows."""
     if sum(batch.rows for batch in batches if not batch.obstacle) < 2:
         return None
     learned = {

@@ -19,13 +19,13 @@ from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rn
 from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 MOST_DOUBLINGS = 15
 """Of a small loss before its gradient is taken: float16 has no larger power of two."""
 
 SAMPLE_SHARE = 1 / 16
-"""Of a window's tokens, what an audit takes where the first one, on all of them, has passed
-(benchmarks/loops/loss_analysis_cost.py)."""
+"""Of a window's tokens, in an audit after the first one, which takes all (benchmarks/loops/loss_analysis_cost.py)."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,9 @@ class Auditor:
     def audit(
         self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any, turn: int, own: bool
     ) -> Optional[Audited]:
-        """``turn``: the number of this audit, by which a batch and rows of it are drawn. ``own``: somebody's own code
-        takes part. Then the first audit is of all batches as the loader gave them against all micro-batches, for a
-        loss that acts on many rows only, and later ones take gradients. None where the rows tell nothing: the loss is
-        not finite, nothing is learned, or no two rows fit."""
+        """``turn``: the number of this audit, by which rows are drawn. ``own``: somebody's own code takes part. Then
+        the first audit is of all batches against all micro-batches, for a loss that acts on many rows only, and later
+        ones take gradients. None where the loss is not finite, nothing is learned, or no two rows fit."""
         if own and turn == 0:
             found, fits = self._fitting(lambda: self._of_window(window, micro_batches, num_items))
             if fits:
@@ -80,12 +79,8 @@ class Auditor:
 
     def _fitting(self, compare: Callable[[], Optional[Audited]]) -> tuple[Optional[Audited], bool]:
         """(what ``compare`` finds, whether it fits in memory)."""
-        try:
+        with CatchOutOfMemory():
             return compare(), True
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            forget_traceback(error)
         free_memory()
         return None, False
 
@@ -93,7 +88,7 @@ class Auditor:
         self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any
     ) -> Optional[Audited]:
         """Batches that run whole are the same on both sides."""
-        cut = [micro_batch for micro_batch in micro_batches if micro_batch.rows and is_part(window, micro_batch)]
+        cut = [micro_batch for micro_batch in micro_batches if micro_batch.rows and window.is_part(micro_batch)]
         numbers = sorted({number for micro_batch in cut for number, _ in micro_batch.rows})
         shares = [1.0 if micro_batch.weight is None else micro_batch.weight for micro_batch in cut]
 
@@ -155,8 +150,7 @@ class Auditor:
 
 
 def with_scaled_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """``with_gradient``, where a small loss is taken times a power of two, as training in float16 does, whose smallest
-    numbers have few digits."""
+    """``with_gradient``, a small loss times a power of two: the smallest numbers of float16 have few digits."""
     value = abs(float(loss.detach())) if loss.requires_grad and weights else 1.0
     if not 0 < value < 0.5:
         return with_gradient(loss, weights)
@@ -193,10 +187,3 @@ def _sampled(window: AccumulationWindow, groups: list[list[Row]], most_tokens: i
     kept = [[row for row in group if row in chosen] for group in groups]
     beginning, *rest = [group for group in kept if group]
     return [beginning, [row for group in rest for row in group]] if rest else [beginning]
-
-
-def is_part(window: AccumulationWindow, micro_batch: MicroBatch) -> bool:
-    """Whether a micro-batch is less than a batch, or holds rows of several."""
-    return len(micro_batch.rows) != window.batches[micro_batch.batch].rows or any(
-        number != micro_batch.batch for number, _ in micro_batch.rows
-    )

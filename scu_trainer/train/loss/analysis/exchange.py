@@ -31,8 +31,7 @@ PER_MICRO_BATCH = ("training_step", "_prepare_inputs", "compute_loss")
 
 
 def exchange_in(trainer: Trainer) -> Optional[str]:
-    """Why all ranks must run as many micro-batches, as the rest of a sentence; None for code that keeps to itself, and
-    in one process."""
+    """Why all ranks must run as many micro-batches, as the rest of a sentence; None where nothing is exchanged."""
     if trainer.accelerator.num_processes == 1:
         return None
     own = [kind for kind in type(trainer).__mro__ if not comes_from(kind, "transformers", "scu_trainer", "builtins")]

@@ -16,11 +16,8 @@ WRITES = "writes to weights that the optimizer does not train (a teacher?), whic
 
 
 class WrittenWeights(TorchDispatchMode):
-    """Inside, of ``weights`` that are written to their values of before are kept: copies of all would not fit beside a
-    large model with adapters. Operations are looked at and not versions, as ``.data`` writes without counting.
-
-    ``keeps_values``: False where nothing is put back, so that no copy is made.
-    """
+    """Inside, those of the ``weights`` that are written to are copied first: copies of all would not fit beside a large
+    model. Operations are looked at, as ``.data`` writes without counting. ``keeps_values`` False: nothing is copied."""
 
     supports_higher_order_operators = True
 

@@ -18,6 +18,7 @@ from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
 from scu_trainer.train.loss.rows.known import Call, LossCalls
 from scu_trainer.train.step.batches.reduction import Targets, row_items
+from scu_trainer.train.step.batches.rows import placed
 
 EXACT = 5e-5
 """Largest relative difference that counts as equal in float32."""
@@ -41,8 +42,7 @@ LossOf = Callable[[Any, Optional[torch.Tensor]], torch.Tensor]
 
 @dataclass
 class Meter:
-    """``weights``: by which gradients are taken, none for values alone. ``is_noisy``: whether a forward draws random
-    numbers, None before the first."""
+    """``weights``: to take gradients by. ``is_noisy``: whether a forward draws numbers, None before the first."""
 
     loss_of: LossOf
     num_items: Any
@@ -109,9 +109,8 @@ def with_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tens
 
 
 def gradient_error(whole: torch.Tensor, shared: list[torch.Tensor]) -> float:
-    """How far the gradient of a whole is from the sum of its parts, relative to the largest. All as ``with_gradient``
-    gives them. Infinite where only a part is not finite, as a root of a variance is for a row alone; 0 where the whole
-    is not, which training says by itself."""
+    """How far the gradient of a whole is from the sum of its parts, relative to the largest; as ``with_gradient`` gives
+    them. Infinite where only a part is not finite (root of the variance of one row), 0 where the whole is not."""
     difference = float((torch.stack(shared).sum(dim=0) - whole)[1:].norm())
     if not math.isfinite(difference):
         return math.inf if bool(whole.isfinite().all()) else 0.0
@@ -194,6 +193,13 @@ def tolerance(model: nn.Module, low_precision: bool) -> float:
     if low or low_precision:
         return ROUGH
     return ROUGH_TF32 if _rounds_to_tf32(model) else EXACT
+
+
+def training_loss(trainer: Trainer, inputs: Any, items: Any) -> torch.Tensor:
+    """As the training step computes it. ``inputs``: on any device."""
+    with trainer.compute_loss_context_manager():
+        prepared = trainer._prepare_inputs(placed(inputs, trainer.args.device))
+        return trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
 
 
 def tolerance_of(trainer: Trainer) -> float:

@@ -23,6 +23,7 @@ from scu_trainer.train.step.recovery.snapshot import (
     contents,
     generators,
     is_small,
+    of_devices,
     put_back_attributes,
 )
 
@@ -37,12 +38,9 @@ MOST_BYTES = 64 * 2**20
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[Optional[WrittenWeights]]:
-    """Afterwards these are as before: modes of modules, buffers, frozen weights, attributes and the contents of those
-    that are tensors or containers, RNG of torch on every device, of Python and of numpy. Of ``model``, of its
-    ``owner``, and of the losses that either holds. Gives what knows whether frozen weights are written to, if they may.
-
-    Inside modules are in evaluation mode; with ``training`` in the mode that they have.
-    """
+    """Afterwards ``model``, its ``owner`` and the losses that either holds are as before (modes, buffers, attributes,
+    what is in them, frozen weights), and so are random numbers. Gives what knows whether frozen weights are written to,
+    if they may be. Inside, modules are in evaluation mode; with ``training`` in the mode that they have."""
     holders = _holders(model, owner)
     modules = [holder for holder in holders if isinstance(holder, nn.Module)]
     modes = [(module, module.training) for module in modules]
@@ -68,8 +66,7 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
 
 
 def _holders(model: nn.Module, owner: Any) -> list[Any]:
-    """What may keep something from one loss to the next: modules, the trainer, and what they call that is code of
-    somebody's own."""
+    """What may keep something from one loss to the next: modules, the trainer, and code of one's own that they call."""
     found: dict[int, Any] = {}
     waiting = [*model.modules(), *([] if owner is None else [owner])]
     while waiting:
@@ -110,8 +107,7 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _attributes(one: Any, keeps_new: bool) -> tuple:
-    """Of ``one``, with their contents, for ``put_back_attributes``. ``keeps_new``: names that come stay, but for those
-    of plain values."""
+    """Of ``one``, for ``put_back_attributes``. ``keeps_new``: new names stay, but for those of plain values."""
     is_ours = isinstance(one, nn.Module) and comes_from(type(one), "scu_trainer")  # they keep what they were asked for
     of_data, seen = OF_DATA if keeps_new else (), set()
     known = {
@@ -136,8 +132,7 @@ def _of_array(value: Any) -> Optional[PutBack]:
 
 def rng_state(model: nn.Module) -> list[torch.Tensor]:
     """What tells whether a forward has drawn numbers."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return [torch.get_rng_state(), *(state for _, state in of_devices({p.device for p in model.parameters()}))]
 
 
 def has_drawn(model: nn.Module, before: list[torch.Tensor]) -> bool:

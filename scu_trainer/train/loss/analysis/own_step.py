@@ -17,6 +17,7 @@ from transformers import Trainer
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.frozen_weights import WRITES, WrittenWeights, frozen_weights
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, Measured, comes_from, has_sharded_weights, own_between
+from scu_trainer.train.step.recovery.optimizer_parts import alike
 from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 
 logger = logging.getLogger("scu_trainer")
@@ -28,9 +29,8 @@ Counts = dict[tuple[str, str], int]
 
 
 class OwnStep:
-    """``owner``: the class that defines it; None where that is transformers' or TRL's. ``is_seen``: whether it has been
-    watched. ``deviation``: what it does beside the stock step, as the rest of a sentence. ``exchange``: why ranks must
-    run as many micro-batches, where they must."""
+    """``owner``: the class that defines it, None for transformers' and TRL's. ``is_seen``: it has been watched.
+    ``deviation``: from the stock step, as the rest of a sentence. ``exchange``: as of ``exchange_in``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -74,8 +74,7 @@ class OwnStep:
         self.is_seen, self.deviation = True, watch.deviation() or (WRITES if written.are_written else None)
 
     def _find_frozen(self) -> None:
-        """After the first step, which may make a teacher, only where the trainer holds other modules: walking through
-        a model with adapters takes as long as a small micro-batch."""
+        """After the first step, which may make a teacher, only if the trainer holds other modules: it takes time."""
         held = [id(value) for value in vars(self._trainer).values() if isinstance(value, torch.nn.Module)]
         if held != self._held:
             self._frozen = frozen_weights(self._trainer.model, self._trainer)
@@ -151,8 +150,7 @@ class _Watch:
         return None
 
     def _is_scaled_as_stock(self, node: Any, loss: Any) -> bool:
-        """By their nodes in the graph: the loss itself, or divided by the accumulation steps. Nothing is read from a
-        device."""
+        """Whether ``node`` is that of ``loss``, or of it divided by the accumulation steps. Reads from no device."""
         if node is loss:
             return True
         if type(node).__name__ != "DivBackward0" or node.next_functions[0][0] is not loss:
@@ -162,8 +160,7 @@ class _Watch:
 
 
 class CallCounters:
-    """What goes up by one per call, of which cut batches make others than the stock loop. ``holders``: modules and
-    trainers, of which those with code of somebody's own may count."""
+    """What goes up by one per call, of which cut batches make others than the stock loop. ``holders``: may count."""
 
     def __init__(self, holders: Collection[Any]) -> None:
         self._holders = [one for one in holders if _own_name(one)]
@@ -214,8 +211,5 @@ def _seen(inputs: Any) -> Any:
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[str]:
     """As text, in which NaN equals NaN."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if not tensor.is_meta and tensor.is_floating_point() and tensor.layout is torch.strided:
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return [str(torch.stack(torch._foreach_norm(alike)).tolist()) for alike in kinds.values()]
+    known = (t for t in tensors if not t.is_meta and t.is_floating_point() and t.layout is torch.strided)
+    return [str(torch.stack(torch._foreach_norm(same_kind)).tolist()) for same_kind in alike(known)]

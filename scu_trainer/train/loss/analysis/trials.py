@@ -2,10 +2,9 @@
 
 Splitting a batch is exact when the loss of the whole is a known sum over its rows. Signatures do not tell: many
 forwards take ``num_items_in_batch`` among their ``**kwargs`` and ignore it. So a few short rows are run together and
-each alone, in training mode, and every way to put the parts together (``Reduction.kind``) is held against the whole:
-its value, and its gradient by some of the trained weights, which tells apart what near a random start has equal values.
-What survives on the rows as they are, and on the same rows with other labels, is the reduction; a public loss function
-that was called adds what it says of itself (``known.py``).
+each alone, in training mode, and every ``Reduction.kind`` is held against the whole: by value, and by the gradient of
+some weights, since near a random start values are alike. What survives, also with other labels, is the reduction; a
+public loss function that was called adds what it says of itself (``known.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_
 from scu_trainer.train.step.batches.reduction import Reduction, Targets
 from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
-from scu_trainer.train.step.recovery.second_try import retry_unchanged
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, retry_unchanged
 
 FOLLOWS = 0.75
 """Given twice the count, a loss that is divided by it halves, or nearly so where one of its terms is not divided."""
@@ -56,14 +55,12 @@ def analyze(
 ) -> Optional[Reduction]:
     """``num_items``: what the stock loop counted for this window, None where the loss does not take it. ``training``
     False: in evaluation mode, where some modules do not mix rows. ``low_precision``: autocast will be on. ``shifts``:
-    the stock loop takes the loss for one over shifted labels, which decides between kinds that do not differ on these
-    rows. ``seen``: classes that were asked about before. ``owner``: whose plain attributes are put back beside the
-    model's. ``most_rows``: None for the usual few, 2 where no more are known to fit. ``is_public``: nobody's own code
-    has a part in the loss; of a known one values tell enough then, without gradients.
+    the stock loop takes the loss for one over shifted labels, which decides between kinds that do not differ here.
+    ``seen``: classes that were asked about before. ``owner``: as of ``untouched``. ``most_rows``: None for the usual
+    few, 2 where no more are known to fit. ``is_public``: nobody's own code takes part, so that values tell enough.
 
-    Only rows of the batches are used, cut and padded as training would; of long ones their beginnings, if the model
-    takes these: whole, with all logits, they could need more memory than training does. None: these rows do not tell;
-    ask with others.
+    Rows are cut and padded as in training, long ones to their beginnings if the model takes these: with all logits they
+    could need more memory than training does. None: these rows do not tell; ask with others.
     """
     rows = rows_to_ask(batches, seen, more=most_rows is None)
     if rows is None:
@@ -114,19 +111,16 @@ def _try_rows(trial: _Trial) -> Optional[Reduction]:
 
 
 def _of_two_or_more(trial: _Trial, trim: bool) -> Optional[Reduction]:
-    try:
+    if len(trial.rows) < 3:
         return _again(trial, trim)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error) or len(trial.rows) < 3:
-            raise
-        forget_traceback(error)
+    with CatchOutOfMemory():
+        return _again(trial, trim)
     free_memory()
     return replace(trial, rows=trial.rows[:2]).reduction(trim)
 
 
 def _again(trial: _Trial, trim: bool) -> Optional[Reduction]:
-    """The reduction. A wrong belief about the loss would train something else: one failed allocation is no reason to
-    take it up."""
+    """The reduction; once more after one failed allocation, which is no reason to believe something else of a loss."""
     return retry_unchanged(partial(trial.reduction, trim))
 
 
@@ -225,8 +219,7 @@ class _Trial:
         return first, tuple(rest)
 
     def _known(self, inputs: Any, once: float, calls: Sequence[Call]) -> Optional[Divisor]:
-        """What the public functions divide by that compute the loss, where nothing else is in it. ``once``: the loss of
-        ``inputs``, computed by ``calls``."""
+        """What ``calls`` divide by, where the loss of ``inputs``, which is ``once``, consists of nothing else."""
         divisor = divisor_of(calls, inputs, len(self.rows))
         if divisor is None:
             return None

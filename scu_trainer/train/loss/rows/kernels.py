@@ -1,9 +1,8 @@
 """Cross-entropy per token and per row, with and without the whole logits in memory.
 
 ``chunked_linear_cross_entropy`` is output layer and loss in one: it takes some rows of the hidden states through the
-layer, reads their losses, turns their logits into the gradient where they lie, adds that to the gradients of hidden
-states, weight and bias, and goes on with the next rows. The logits of one chunk, and at most a block of them twice, are
-all that ever exists.
+layer, reads their losses, turns their logits in place into the gradient, adds that to those of hidden states, weight
+and bias, and goes on with the next rows. Only the logits of one chunk exist, and at most a block of them twice.
 
 The gradient is that of sum(token_weights · losses), made during the forward; the backward multiplies it by
 grad_output / divisor. So no division by a large number of tokens comes near half precision, and a loss scale acts as
@@ -122,8 +121,7 @@ def chunked_linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Work:
-    """What one call is to do. ``order`` (valid,): tokens that go through the layer, first the ``learned`` that have a
-    gradient, then those of weight 0."""
+    """One call. ``order`` (valid,): tokens for the layer, first the ``learned``, then those of weight 0."""
 
     order: Tensor
     learned: int
@@ -146,8 +144,7 @@ class _Work:
                 yield tokens, has_gradient
 
     def longest_chunk(self, tokens: int) -> int:
-        """Of so many tokens. All chunks but the last are as long, and that one nearly: short ones are slow for their
-        size."""
+        """Of so many tokens, in chunks of nearly one length: a short one is slow for its size."""
         count = max(1, -(-tokens // self.rows_per_chunk))
         return min(self.rows_per_chunk, aligned(-(-tokens // count)))
 
@@ -242,19 +239,17 @@ def _losses_and_gradients(
     losses = hidden.new_zeros(len(hidden), dtype=work.loss_dtype)
     with torch.autocast(hidden.device.type, enabled=False):  # what is float32 here stays it
         layer = _OutputLayer(weight, bias, work)
-        sums = _Gradients(
-            *(
-                new_zeros(tensor, tensor.shape, work.loss_dtype) if is_wanted else None
-                for tensor, is_wanted in zip((hidden, weight, bias), wanted, strict=True)
-            )
-        )
+        sums = [
+            new_zeros(tensor, tensor.shape, work.loss_dtype) if is_wanted else None
+            for tensor, is_wanted in zip((hidden, weight, bias), wanted, strict=True)
+        ]
         for tokens, has_gradient in work.chunks(any(wanted)):
             rows = hidden.index_select(0, tokens).to(work.compute_dtype)
             chunk_losses, signal = layer.losses(rows, work.targets.index_select(0, tokens), has_gradient)
             losses.index_copy_(0, tokens, chunk_losses)
             if has_gradient:
-                sums.add(layer, tokens, rows, signal, work.weights_of(tokens))
-    return losses, [sums.hidden, sums.weight, sums.bias]
+                _add_chunk(sums, layer, tokens, rows, signal, work.weights_of(tokens))
+    return losses, sums
 
 
 class _OutputLayer:
@@ -295,29 +290,26 @@ class _OutputLayer:
         return factor
 
 
-@dataclass
-class _Gradients:
-    """Sums over the chunks; None where the input needs none."""
-
-    hidden: Optional[Tensor]
-    weight: Optional[Tensor]
-    bias: Optional[Tensor]
-
-    def add(
-        self, layer: _OutputLayer, tokens: Tensor, rows: Tensor, signal: Tensor, token_weights: Optional[Tensor]
-    ) -> None:
-        """One chunk. Token weights meet the narrow side of each product: (rows, size), not (rows, vocab)."""
-        if self.bias is not None:
-            dtype = self.bias.dtype
-            weightless = token_weights is None
-            self.bias += signal.sum(0, dtype=dtype) if weightless else signal.t().to(dtype).mv(token_weights.squeeze(1))
-        factor = layer.as_factor(signal)
-        if self.hidden is not None:
-            part = from_words(factor, layer.product, layer.weight)[: len(rows)].to(self.hidden.dtype)
-            self.hidden.index_copy_(0, tokens, part if token_weights is None else part.mul_(token_weights))
-        if self.weight is not None:
-            weighted = rows if token_weights is None else (rows * token_weights).to(rows.dtype)
-            add_product(self.weight, factor, layer.filled(weighted))
+def _add_chunk(
+    sums: list[Optional[Tensor]],
+    layer: _OutputLayer,
+    tokens: Tensor,
+    rows: Tensor,
+    signal: Tensor,
+    token_weights: Optional[Tensor],
+) -> None:
+    """Token weights meet the narrow side of each product: (rows, size), not (rows, vocab)."""
+    hidden, weight, bias = sums
+    if bias is not None:
+        dtype, weightless = bias.dtype, token_weights is None
+        bias += signal.sum(0, dtype=dtype) if weightless else signal.t().to(dtype).mv(token_weights.squeeze(1))
+    factor = layer.as_factor(signal)
+    if hidden is not None:
+        part = from_words(factor, layer.product, layer.weight)[: len(rows)].to(hidden.dtype)
+        hidden.index_copy_(0, tokens, part if token_weights is None else part.mul_(token_weights))
+    if weight is not None:
+        weighted = rows if token_weights is None else (rows * token_weights).to(rows.dtype)
+        add_product(weight, factor, layer.filled(weighted))
 
 
 # -- losses from logits ------------------------------------------------------------------------------------------------
@@ -325,8 +317,7 @@ class _Gradients:
 
 @torch.no_grad()
 def token_losses_of_logits(logits: Tensor, targets: Tensor, rows_per_chunk: Optional[int] = None) -> Tensor:
-    """Cross-entropy of each token in nats, shape (tokens,), float32 (float64 if the logits are); 0 where the target is
-    -100.
+    """Cross-entropy of each token in nats, (tokens,), float32 (float64 if the logits are); 0 where nothing is learned.
 
     logits (..., vocab), targets (...): already shifted. Converts one chunk of rows at a time. Logits that are a slice
     (``logits[:, :-1]``) would be copied: shift the targets instead.

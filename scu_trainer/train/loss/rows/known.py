@@ -55,11 +55,6 @@ class Call:
         return f"torch.nn.functional.{self.function.__name__}"
 
     @property
-    def reduction(self) -> str:
-        """ "mean", "sum" or "batchmean"."""
-        return self.arguments["reduction"]
-
-    @property
     def is_of_classes(self) -> bool:
         return self.function in BY_CLASSES and not self.arguments["target"].is_floating_point()
 
@@ -102,8 +97,7 @@ class Divisor:
 
 
 def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:
-    """What the calls divide by, if all of them divide by the same; ``inputs`` are those of the batch, among which the
-    targets are looked for."""
+    """What the calls divide by, if all by the same. ``inputs``: of the batch; the targets are looked for among them."""
     found = [_divisor(call, inputs, rows) for call in calls]
     if not found or None in found:
         return None
@@ -114,7 +108,7 @@ def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> O
 
 
 def _divisor(call: Call, inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:
-    if call.reduction == "sum":
+    if call.arguments["reduction"] == "sum":  # others: "mean", "batchmean"
         return Divisor("sum")
     if not call.is_of_classes:
         return Divisor("rows")

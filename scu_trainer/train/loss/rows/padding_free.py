@@ -88,10 +88,9 @@ def end_to_end(
     wants_few_sizes: bool = False,
     token_cap: Optional[int] = None,
 ) -> Optional[EndToEnd]:
-    """None where nothing is gained, or it cannot be done: rows without padding that share no prefix, with
-    padding on the left, or with labels in it, or of more than ``most_tokens``, or a mask that is on another device
-    only, so that asking for it would wait. ``shares_prefixes``: whether a prefix that rows share may be computed
-    once. ``wants_few_sizes``: as of EndToEnd; so also of rows without padding."""
+    """None where nothing is gained (no padding, no shared prefix), or it cannot be done: padding on the left or with
+    labels in it, rows of more than ``most_tokens``, a mask that is not known on the host. ``shares_prefixes``: they may
+    be computed once. ``wants_few_sizes``: as of EndToEnd; then also rows without padding."""
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if set(inputs) != NEEDED or not torch.is_tensor(mask) or not torch.is_tensor(labels):
         return None

@@ -34,8 +34,7 @@ ALIGNED_ROWS = 32
 could not use again between them and blocks of 16,000 words."""
 
 PART_BYTES = 32 * 2**20
-"""Of a tensor that exists only on the way: a product in half precision that is added to a float32 sum, logits that are
-read in float32."""
+"""Of a temporary tensor: a product in half precision on its way to a float32 sum, logits that are read in float32."""
 
 SCHEMA = (
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"

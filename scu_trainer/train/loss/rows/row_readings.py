@@ -18,8 +18,7 @@ from scu_trainer.train.loss.rows.known import Call, divisor_of
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 CLOSE = 1e-3
-"""Relative difference up to which the returned loss and a reading of it are the same; the nearest wrong reading is
-percents away."""
+"""Relative difference of a loss and a reading of it that are the same; the nearest wrong reading is percents away."""
 
 
 @dataclass(frozen=True)

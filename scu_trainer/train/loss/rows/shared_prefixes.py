@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 FEWEST_TOKENS, FEWEST_SHARE = 4, 1 / 16
-"""Of a prefix, and the share of all tokens that is saved: below these the copies that attention needs cost more than
-that."""
+"""Of a prefix, and of all tokens that it saves: below these the copies that attention needs cost more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +62,7 @@ class _Copied(torch.autograd.Function):
 
 
 def shared_prefixes(ids: Tensor, lengths: Tensor, places: Tensor) -> Optional[SharedPrefixes]:
-    """None where rows share next to nothing. ids (rows, time), lengths (rows,), places (tokens,) in
-    (rows · time,): on the host."""
+    """None where rows share next to nothing. ids (rows, time), lengths (rows,), places (tokens,): on the host."""
     if len({tuple(beginning) for beginning in ids[:, :FEWEST_TOKENS].tolist()}) == len(ids):
         return None
     # Sorted, the row before is the one that a row has most of its beginning in common with.

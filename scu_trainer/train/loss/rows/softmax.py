@@ -72,8 +72,7 @@ def _farthest(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> float
 def _block_by_block(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
     """``_softmax_in_place`` of some rows after the others. With 128,000 words the passes take 0.6 times as long.
 
-    Of logits without content (train/memory_estimate) the first and the last blocks show what all of them take; what the
-    others leave are losses."""
+    Of logits without content (train/memory_estimate) the first and the last blocks show what all of them take."""
     row_bytes, threads = logits.size(1) * logits.element_size(), torch.get_num_threads()
     rows = threads * max(1, BLOCK_BYTES // row_bytes)
     if len(logits) <= rows:

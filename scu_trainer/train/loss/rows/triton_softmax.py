@@ -19,15 +19,7 @@ WARPS = 8
 
 
 @triton.jit
-def _one_row(
-    logits,
-    targets,
-    losses,
-    stride,
-    words,
-    WITH_GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _one_row(logits, targets, losses, stride, words, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # rows times words pass 2^31
     first = logits + row * stride
     target = tl.load(targets + row)

@@ -32,16 +32,13 @@ class Targets:
 
     def items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """(rows,)"""
-        entries = inputs[self.name]
-        entries = entries[..., 1:] if self.shifted else entries
+        entries = inputs[self.name][..., 1:] if self.shifted else inputs[self.name]
         counted = entries.ne(self.ignored)
         if self.weight is None:
             return _row_sums(counted)
         weight = self.weight.to(entries.device)
         return _row_sums(torch.where(counted, weight[torch.where(counted, entries, 0)], 0.0))
 
-
-LABELS, SHIFTED_LABELS = Targets("labels"), Targets("labels", shifted=True)
 
 MEANS = ("rows", "labels", "shifted_labels", "mask", "shifted_mask", "column", "targets")
 """Kinds of losses that are means over the batch."""
@@ -84,8 +81,7 @@ class Reduction:
         return self.kind in MEANS
 
     def row_items(self, inputs: Any, rows: int) -> list[float]:
-        """Per row, what it counts in the mean over ``inputs``; zeros where the loss is no mean. Waits for the
-        device."""
+        """What each row counts in the mean over ``inputs``; zeros where the loss is none. Waits for the device."""
         return row_items(self.kind, inputs, rows, self.targets, self.column)
 
     def items(self, inputs: Any, rows: int) -> float:
@@ -106,20 +102,14 @@ def row_items(
         return [1.0] * rows
     if kind not in MEANS:
         return [0.0] * rows
-    return _counted(kind, inputs, targets, column).float().tolist()
-
-
-def _counted(kind: str, inputs: Any, targets: Optional[Targets], column: Optional[str]) -> torch.Tensor:
-    if kind == "labels":
-        return LABELS.items(inputs)
-    if kind == "shifted_labels":
-        return SHIFTED_LABELS.items(inputs)
-    if kind == "targets":
-        return targets.items(inputs)
     if kind == "column":
-        return inputs[column]
-    mask = inputs["attention_mask"]
-    return _row_sums((mask[:, 1:] if kind == "shifted_mask" else mask).ne(0))
+        counted = inputs[column]
+    elif kind in ("mask", "shifted_mask"):
+        counted = _row_sums(inputs["attention_mask"][:, int(kind == "shifted_mask") :].ne(0))
+    else:
+        own = targets if kind == "targets" else Targets("labels", shifted=kind == "shifted_labels")
+        counted = own.items(inputs)
+    return counted.float().tolist()
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:

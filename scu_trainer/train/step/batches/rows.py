@@ -63,8 +63,7 @@ class Batch:
         _measure(self)
 
     def take_few_sizes(self, most_tokens: int, token_cap: Optional[int] = None) -> None:
-        """Rows keep, or get, as much padding as one of few sizes has, up to ``most_tokens`` on each time axis. A row
-        that keeps ``token_cap`` still does."""
+        """Rows are padded to one of few sizes, up to ``most_tokens`` on each time axis, and within ``token_cap``."""
 
         def rounded(tokens: int, beside: int) -> int:
             most = max(tokens, most_tokens)
@@ -104,8 +103,8 @@ class Batch:
 
 def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_decoder: bool = False) -> Batch:
     """Find rows and time axes of ``inputs``. Lengths of all rows cost one wait for the device."""
-    batch = Batch(inputs, main_input_name=main_input_name, is_encoder_decoder=is_encoder_decoder)
-    batch.rows, batch.obstacle, batch.obstacle_name = _count_rows(inputs, main_input_name)
+    batch = Batch(inputs, *_count_rows(inputs, main_input_name))
+    batch.main_input_name, batch.is_encoder_decoder = main_input_name, is_encoder_decoder
     if batch.obstacle is not None:
         return batch
     tokens = inputs.get(main_input_name)
@@ -138,10 +137,7 @@ def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Ba
 
 def rows_of(model: Any, inputs: Any) -> Batch:
     """The rows of ``inputs`` alone, without lengths: waits for no device."""
-    batch = Batch(inputs)
-    name = getattr(model, "main_input_name", "input_ids")
-    batch.rows, batch.obstacle, batch.obstacle_name = _count_rows(inputs, name)
-    return batch
+    return Batch(inputs, *_count_rows(inputs, getattr(model, "main_input_name", "input_ids")))
 
 
 def _count_rows(inputs: Any, main_input_name: str) -> tuple[int, Optional[str], Optional[str]]:
@@ -198,14 +194,11 @@ def _measure(batch: Batch) -> None:
 
 
 def _measure_rows(batch: Batch) -> None:
-    if not batch.trimmable:
+    if not batch.trimmable or _is_full(batch):
         batch.needed = [batch.width] * batch.rows
         batch.needed_decoder = [batch.decoder_width] * batch.rows if batch.decoder_width else []
         return
     inputs, labels = batch.inputs, batch.inputs.get("labels")
-    if _is_full(batch):
-        batch.needed = [batch.width] * batch.rows
-        return
     own = _last_used(inputs["attention_mask"].ne(0))
     target = None
     if has_time("labels", labels):
@@ -325,8 +318,7 @@ def on_its_way(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> Optional[torch.Tensor]:
-    """What token ids, labels or a mask hold, on the host. None where they were not ``placed``, or were written to
-    since."""
+    """What ids, labels or a mask hold, on the host. None where they were not ``placed``, or written to since."""
     known, version = getattr(tensor, "on_host", (None, 0))
     return known if known is not None and tensor._version == version else None
 

@@ -1,5 +1,4 @@
-"""One optimizer step's rows as micro-batches: whole accumulation batches, or micro-batches that hold rows of several
-of them."""
+"""One optimizer step's rows as micro-batches: whole accumulation batches, or rows of several of them."""
 
 from __future__ import annotations
 
@@ -153,8 +152,7 @@ class AccumulationWindow:
             pools.setdefault(self._pool_key(number), []).extend(rows)
         for rows in pools.values():
             micro_batches += self._cut(rows, token_cap, max_rows, min_rows)
-        # Nothing is learned from a micro-batch of weight 0, and the mean over nothing is not finite.
-        return [micro_batch for micro_batch in micro_batches if micro_batch.weight != 0]
+        return micro_batches
 
     def _pool_key(self, number: int) -> Any:
         # A mean gives every batch the same say, so rows of batches with unequal counts weigh differently.
@@ -181,8 +179,7 @@ class AccumulationWindow:
         is_movable = self.batches[micro_batch.batch].obstacle is None and self.uncuttable is None
         if len(micro_batch.rows) < 2 * min_rows or not is_movable:
             return [micro_batch]
-        micro_batches = self._cut(list(micro_batch.rows), token_cap, max_rows, min_rows)
-        return [micro_batch for micro_batch in micro_batches if micro_batch.weight != 0]
+        return self._cut(list(micro_batch.rows), token_cap, max_rows, min_rows)
 
     def _cut(
         self, rows: list[Row], token_cap: Optional[int], max_rows: Optional[int], min_rows: int
@@ -190,9 +187,10 @@ class AccumulationWindow:
         lengths = [self.batches[number].length(row) for number, row in rows]
         cut = splitting.cut_unpadded if self.is_padding_free else splitting.cut
         made = [tuple(rows[i] for i in plan.rows) for plan in cut(lengths, token_cap, max_rows, min_rows)]
-        if self.is_padding_free:
-            return [self._micro_batch(part) for part in made]
-        return [self._micro_batch(part) for plan in made for part in self._within(plan, token_cap, min_rows)]
+        if not self.is_padding_free:
+            made = [part for plan in made for part in self._within(plan, token_cap, min_rows)]
+        # Nothing is learned from a micro-batch of weight 0, and the mean over nothing is not finite.
+        return [micro_batch for micro_batch in map(self._micro_batch, made) if micro_batch.weight != 0]
 
     def _within(self, rows: tuple[Row, ...], token_cap: Optional[int], min_rows: int) -> list[tuple[Row, ...]]:
         """Two time axes padded apart can exceed a cap that each row keeps."""
@@ -203,17 +201,17 @@ class AccumulationWindow:
 
     def _micro_batch(self, rows: tuple[Row, ...]) -> MicroBatch:
         tokens = sum(self.batches[number].length(row) for number, row in rows) if self.is_padding_free else None
-        return self._weighed(MicroBatch(rows[0][0], rows, self._length(rows), unpadded_tokens=tokens))
-
-    def _weighed(self, micro_batch: MicroBatch) -> MicroBatch:
-        number = micro_batch.batch
-        if len(micro_batch.rows) == self.batches[number].rows and all(batch == number for batch, _ in micro_batch.rows):
-            return micro_batch  # the whole batch: its mean is the one wanted
-        items, total = sum(self.items_of(micro_batch.rows)), sum(self._items_of(number))
-        if not self.reduction.is_mean:
-            return micro_batch
+        micro_batch = MicroBatch(rows[0][0], rows, self._length(rows), unpadded_tokens=tokens)
+        if not self.is_part(micro_batch) or not self.reduction.is_mean:
+            return micro_batch  # of a whole batch the mean is the one wanted
+        items, total = sum(self.items_of(rows)), sum(self._items_of(micro_batch.batch))
         # A batch in which nothing is learned has no mean: let its loss say so.
         return replace(micro_batch, weight=items / total if total else 1.0)
+
+    def is_part(self, micro_batch: MicroBatch) -> bool:
+        """Whether it has other rows than all those of one batch."""
+        own, rows = micro_batch.batch, micro_batch.rows
+        return len(rows) != self.batches[own].rows or any(number != own for number, _ in rows)
 
     def items_of(self, rows: Sequence[Row]) -> list[float]:
         """How much each of ``rows`` counts in the mean over its batch."""

@@ -81,8 +81,7 @@ def _found_by_accelerate() -> Optional[str]:
 
 
 def _check_file(deepspeed: Optional[str]) -> None:
-    """A path that leads nowhere, or to no configuration. What is no path (the JSON itself, or nothing) is left to
-    transformers."""
+    """Raise SettingsError for a path without a configuration. The JSON itself, or nothing, is left to transformers."""
     if not deepspeed or not (deepspeed.endswith(".json") or os.path.isfile(deepspeed)):
         return
     if not os.path.isfile(deepspeed):

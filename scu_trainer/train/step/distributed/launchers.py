@@ -73,11 +73,7 @@ def refuse_fields(args: TrainingArguments) -> None:
 
 def _refuse_split_models(trainer) -> None:
     """A sequence or a layer spread over ranks: its collectives must match micro-batch by micro-batch."""
-    sizes = {
-        "tensor": trainer.get_tp_size(),
-        "context": trainer.get_cp_size(),
-        "sequence": trainer.get_sp_size(),
-    }
+    sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     for name, size in sizes.items():
         if size > 1:
             raise ControlError(

@@ -1,7 +1,7 @@
 """What the memory loop needs from the launcher: micro-batches that may fail alone, one reduction over ranks, one
 agreement.
 
-    with ranks.window(model):                     # nothing in here communicates, so a micro-batch may run again
+    with ranks.window():                          # nothing in here communicates, so a micro-batch may run again
         for i, micro_batch in enumerate(micro_batches):
             with ranks.micro_batch(last=i == len(micro_batches) - 1):
                 ...                               # forward and backward; gradients add up on this rank
@@ -29,6 +29,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scu_trainer.errors import ControlError
+from scu_trainer.train.step.recovery.optimizer_parts import alike
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 BUCKET_BYTES = 25 * 2**20
 """Small gradients travel together: what the reduction itself needs of memory. DDP's default."""
@@ -57,9 +59,8 @@ class Ranks:
         self.weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
 
     @contextmanager
-    def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
-        """All forward and backward work of one optimizer step; ``model``: as the training step gets it. ``completes``:
-        whether the step is taken when it is done."""
+    def window(self, completes: bool = True) -> Iterator[None]:
+        """All forward and backward work of one optimizer step. ``completes``: whether the step is taken then."""
         self._completes = completes
         with self._sync_gradients(False):
             yield
@@ -83,8 +84,7 @@ class Ranks:
         return shared.tolist()
 
     def _fill_unused(self, weights: Iterable[nn.Parameter], used: Sequence[bool]) -> None:
-        """Zero gradients where only other ranks used a weight; weights that no rank used keep None. ``used``: whether
-        this rank has a gradient of each weight."""
+        """Zero gradients where only other ranks used a weight. ``used``: whether this rank has a gradient of each."""
         for weight, used_here, used_anywhere in zip(weights, used, self.all_reduce_max(used), strict=True):
             if used_anywhere and not used_here:
                 weight.grad = torch.zeros_like(weight)
@@ -92,15 +92,9 @@ class Ranks:
     def finish(self) -> None:
         """What the launcher itself does at the end of an optimizer window, after its gradients are complete."""
 
-    @contextmanager
-    def _sync_gradients(self, value: bool) -> Iterator[None]:
-        """accelerate's word on whether the next backward completes a window."""
-        before = self._accelerator.sync_gradients
-        self._accelerator.sync_gradients = value
-        try:
-            yield
-        finally:
-            self._accelerator.sync_gradients = before
+    def _sync_gradients(self, value: bool) -> AbstractContextManager[None]:
+        """Inside, what accelerate says on whether the next backward completes a window."""
+        return replaced(self._accelerator.gradient_state, "sync_gradients", value)
 
 
 class DdpRanks(Ranks):
@@ -113,15 +107,14 @@ class DdpRanks(Ranks):
         self._shared = [w for name, w in named if w.requires_grad and name not in ddp.parameters_to_ignore]
 
     @contextmanager
-    def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
+    def window(self, completes: bool = True) -> Iterator[None]:
         self._broadcast_buffers()
-        with super().window(model, completes), self._ddp.no_sync():
+        with super().window(completes), self._ddp.no_sync():
             yield
         self._average_gradients()
 
     def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers for everybody, once per window as in stock training, but never inside a micro-batch's
-        forward."""
+        """Rank 0's buffers for everybody, once per window as in stock training, and not in a forward."""
         self._ddp.require_forward_param_sync = False
         if not self._ddp.broadcast_buffers:
             return
@@ -148,7 +141,7 @@ class ShardedRanks(Ranks):
     even_micro_batches = True
 
     @contextmanager
-    def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
+    def window(self, completes: bool = True) -> Iterator[None]:
         yield
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
@@ -183,10 +176,7 @@ def in_buckets(
 
 def _buckets(tensors: Iterable[torch.Tensor], limit_bytes: int, alone_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Lists of one dtype and device, each at most ``limit_bytes`` or a single tensor of ``alone_bytes`` or more."""
-    kinds: dict[tuple, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same_kind in kinds.values():
+    for same_kind in alike(tensors):
         bucket, size_bytes = [], 0
         for tensor in same_kind:
             if tensor.nbytes >= alone_bytes:

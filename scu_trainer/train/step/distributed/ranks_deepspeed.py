@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from scu_trainer.errors import ControlError
 from scu_trainer.train.step.distributed.ranks import OFF, Ranks, ShardedRanks
@@ -26,8 +25,8 @@ class ZeroRanks(Ranks):
         self._engine = trainer.model_wrapped
 
     @contextmanager
-    def window(self, model: nn.Module, completes: bool = True) -> Iterator[None]:
-        with super().window(model, completes), self._engine.coalesce_grad_reduction():
+    def window(self, completes: bool = True) -> Iterator[None]:
+        with super().window(completes), self._engine.coalesce_grad_reduction():
             try:
                 yield
             except BaseException:

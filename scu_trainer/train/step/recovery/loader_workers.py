@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from scu_trainer.data.numbered import Numbered
 from scu_trainer.data.random_states import put_back, states
 from scu_trainer.hardware.heap import give_back_freed
-from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 
 class LeaveSignals:
@@ -90,12 +90,8 @@ def _again(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None,
     """``first()``; where it runs out of memory ``second()`` (None: the same), with random numbers as they were.
     ``draws``: False where ``first`` leaves the generators as they are, whatever happens in it."""
     before = states() if draws else []
-    try:
+    with CatchOutOfMemory():
         return first()
-    except (RuntimeError, MemoryError, OSError) as error:
-        if not is_out_of_memory(error):
-            raise
-        forget_traceback(error)
     gc.collect()  # no cache of a device: this may be a worker
     give_back_freed()
     put_back(before)

@@ -16,20 +16,8 @@ A gauge alone, in any loop of your own::
     >>> reading.free_bytes == reading.limit_bytes - reading.used_bytes
     True
 
-Recovering from an error that ``is_out_of_memory`` has three steps, in this order and *outside* the ``except``: inside
-it the interpreter itself keeps the traceback, hence the failed step's tensors::
-
-    failure = None
-    try:
-        run(micro-batch)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = error
-    if failure is not None:
-        wanted = wanted_bytes(failure)
-        forget_traceback(failure)
-        free_memory()
+Memory is freed *outside* the ``except`` of an error that ``is_out_of_memory``: inside it the interpreter itself keeps
+the traceback, hence the failed step's tensors (``CatchOutOfMemory`` in ``second_try.py``).
 """
 
 from __future__ import annotations
@@ -81,8 +69,6 @@ class MemoryReading:
         used_bytes: in use now. A device allocator's reusable cache does not count as used.
         peak_bytes: the highest ``used_bytes`` since ``reset``.
         limit_name: which limit this is, for messages.
-        allocation_retries: how often since ``reset`` the device allocator had to flush its cache and try again.
-            Growth in two readings in a row means that it thrashes: the step works, but slowly.
         process_bytes: the part of ``used_bytes`` that is this process's own live memory; None if all of it is.
     """
 
@@ -90,7 +76,6 @@ class MemoryReading:
     used_bytes: int
     peak_bytes: int
     limit_name: str = ""
-    allocation_retries: int = 0
     process_bytes: Optional[int] = None
 
     @property
@@ -137,7 +122,7 @@ class CudaGauge(Gauge):
 
     The peak of the tensors is exact; what lies outside the allocator is taken as it is at ``read``. ``reset`` restarts
     ``torch.cuda.max_memory_allocated`` for everybody in this process. Nothing here waits for the device.
-    ``api`` is ``torch.cuda`` or something with the functions of it that are used here.
+    ``api``: ``torch.cuda``, or what stands for it.
     """
 
     def __init__(self, device: torch.device, api: Any = torch.cuda):
@@ -145,17 +130,16 @@ class CudaGauge(Gauge):
         self._api = api
         # fixed here: "the current device" is a different one in a monitoring thread
         self._index = api.current_device() if device.index is None else device.index
-        self._retries_at_reset = 0
         self.reset()
 
     def reset(self, exact: bool = False) -> None:
         self._api.reset_peak_memory_stats(self._index)
-        self._retries_at_reset = self._statistics()["num_alloc_retries"]
 
     def read(self) -> MemoryReading:
         driver_free_bytes, total_bytes = self._api.mem_get_info(self._index)
         fraction = self._api.get_per_process_memory_fraction(self._index)
-        statistics = self._statistics()
+        # memory_allocated and its kin flatten and sort this whole dictionary at every call
+        statistics = self._api.memory_stats_as_nested_dict(self._index)
         tensors = statistics["allocated_bytes"]["all"]
         outside_bytes = max(total_bytes - driver_free_bytes - statistics["reserved_bytes"]["all"]["current"], 0)
         capped_bytes = outside_bytes + int(total_bytes * fraction)
@@ -165,22 +149,16 @@ class CudaGauge(Gauge):
             used_bytes=outside_bytes + tensors["current"],
             peak_bytes=outside_bytes + tensors["peak"],
             limit_name=f"memory fraction {fraction:g} of cuda:{self._index}" if is_capped else f"cuda:{self._index}",
-            allocation_retries=max(statistics["num_alloc_retries"] - self._retries_at_reset, 0),
             process_bytes=tensors["current"],
         )
-
-    def _statistics(self) -> dict[str, Any]:
-        # memory_allocated and its kin flatten and sort this whole dictionary at every call
-        return self._api.memory_stats_as_nested_dict(self._index)
 
 
 class MpsGauge(Gauge):
     """Memory of Apple's GPU: the working set that Metal recommends, and what this process holds of it.
 
     MPS keeps no peak of its tensors, but what the driver has handed out does not shrink while the allocator keeps its
-    cache: after ``reset(exact=True)``, which empties it, that is the peak. After a plain ``reset`` the reported peak is
-    that of the time since the last exact one, which is never too low.
-    ``api`` is ``torch.mps`` or something with the functions of it that are used here.
+    cache: after ``reset(exact=True)``, which empties it, that is the peak. A plain ``reset`` leaves the peak since the
+    last exact one, which is never too low. ``api``: ``torch.mps``, or what stands for it.
     """
 
     def __init__(self, api: Any = torch.mps):
@@ -212,15 +190,14 @@ class _Limit(NamedTuple):
 class CpuGauge(Gauge):
     """Main memory: the machine's RAM, the container's limit, and this process's soft RLIMIT_DATA and RLIMIT_AS.
 
-    The limit with the least room is the one reported, so it may change from one reading to the next; the difference of
-    peak and used does not depend on it. That difference is exact on Linux, where the kernel keeps the high-water mark
-    of the resident set and lets a process restart it. Where it cannot be restarted (another system, or a sandbox that
-    hides /proc/self/clear_refs) the peak is what is used at ``read``: a rise and fall between ``reset`` and ``read`` is
-    lost then.
+    The limit with the least room is reported, so it may change from one reading to the next; the difference of peak and
+    used does not depend on it. That is exact on Linux, where the kernel keeps the high-water mark of the resident set
+    and lets a process restart it. Elsewhere, and in a sandbox that hides /proc/self/clear_refs, the peak is what is in
+    use at ``read``: a rise and fall before it is lost.
 
-    A container's limit is looked up at construction and at every exact reset; one that is set later than that is
-    not seen before. With nested containers ``used_bytes`` is the limit less the room at the tightest level.
-    ``root`` holds ``proc`` and ``sys``; ``system_memory`` returns total and available bytes of the machine.
+    A container's limit is looked up at construction and at every exact reset. With nested containers ``used_bytes`` is
+    the limit less the room at the tightest level. ``root`` holds ``proc`` and ``sys``; ``system_memory`` returns total
+    and available bytes of the machine.
     """
 
     # A step asks three times, and an answer of the kernel takes up to 0.2 ms: a tenth of a step of a few milliseconds.
@@ -288,8 +265,7 @@ class CpuGauge(Gauge):
 
 
 class KernelFile:
-    """A file of the kernel's that is read or written several times in each step: opened once by each process, since
-    opening takes as long as reading. Raises OSError as ``os.open`` does."""
+    """A file of the kernel's, opened once by each process: that takes as long as reading. Raises as ``os.open``."""
 
     def __init__(self, root: Path, name: str, flags: int = os.O_RDONLY) -> None:
         self.path, self._flags = os.path.join(root, name), flags
@@ -316,8 +292,7 @@ class MachineMemory(NamedTuple):
 
 
 def machine_memory(root: Path = cgroup.ROOT, meminfo: Optional[KernelFile] = None) -> Any:
-    """``total`` and ``available`` bytes of main memory. As psutil has them, which parses all of /proc/meminfo for two
-    numbers: several times in each step that is a tenth of a millisecond each."""
+    """``total`` and ``available`` bytes, as psutil has them, which parses all of /proc/meminfo: 0.1 ms each time."""
     try:
         text = b"\n" + (meminfo or KernelFile(root, MEMINFO)).read()
         total_bytes, available_bytes = (_kilobytes(text, name) * 1024 for name in ("MemTotal", "MemAvailable"))

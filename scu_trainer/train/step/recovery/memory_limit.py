@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Optional
 
 import torch
@@ -10,10 +11,7 @@ from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, gauge_f
 
 
 class LimitedGauge(Gauge):
-    """``inner`` under a limit on this process's own memory.
-
-    Reports whichever leaves less room: the device with all who use it, or the limit with this process alone.
-    """
+    """Whichever leaves less room: the device of ``inner`` with all who use it, or a limit on this process alone."""
 
     def __init__(self, inner: Gauge, limit_bytes: int) -> None:
         self._inner = inner
@@ -27,22 +25,13 @@ class LimitedGauge(Gauge):
         reading = self._inner.read()
         if reading.free_bytes < self._limit_bytes - reading.own_bytes:
             return reading
-        return MemoryReading(
-            limit_bytes=self._limit_bytes,
-            used_bytes=reading.own_bytes,
-            peak_bytes=reading.own_peak_bytes,
-            limit_name="memory_limit_gb",
-            allocation_retries=reading.allocation_retries,
-            process_bytes=reading.process_bytes,
-        )
+        own = {"used_bytes": reading.own_bytes, "peak_bytes": reading.own_peak_bytes}
+        return replace(reading, limit_bytes=self._limit_bytes, limit_name="memory_limit_gb", **own)
 
 
 def limited_gauge(device: torch.device, limit_gb: Optional[float]) -> Gauge:
-    """The gauge of a device, under ``limit_gb`` GiB where that is given.
-
-    On CUDA the allocator is held to the limit too: what exceeds it fails in this process, where it can be recovered,
-    and not in a neighbour's. Raises RequirementError for a device that cannot be measured.
-    """
+    """The gauge of a device, under ``limit_gb`` GiB if given; on CUDA the allocator is held to it, so that what exceeds
+    it fails here and not in a neighbour's process. Raises RequirementError for a device that cannot be measured."""
     gauge = gauge_for(device)
     if limit_gb is None:
         return gauge

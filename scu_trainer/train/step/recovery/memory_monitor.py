@@ -17,8 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Optional
+from typing import Any, Optional
 
 import psutil
 import torch
@@ -81,12 +80,7 @@ class MemoryMonitor:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        failure: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, kind: Any, failure: Optional[BaseException], trace: Any) -> None:
         if failure is None:
             self.stop()
         elif (error := self._join()) is not None:

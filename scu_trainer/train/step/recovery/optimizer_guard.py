@@ -8,16 +8,14 @@ remedies, both bitwise neutral:
                      a failure is rolled back, memory is freed, and smaller parts are tried, down to one parameter
 
 Fused updates allocate nothing once their state exists; they run whole, without copies. So do those of paged state, one
-parameter at a time. ``Tensor._version`` is no witness of what a step has written: fused and bitsandbytes kernels do not
-count their writes.
+parameter at a time. ``Tensor._version`` tells nothing here: fused and bitsandbytes kernels do not count their writes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.optimizer_parts import (
     Pair,
     ParameterGroupPart,
@@ -40,6 +38,8 @@ from scu_trainer.train.step.recovery.optimizer_state import (
     step_without_hooks,
     steps_one_by_one,
 )
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +104,6 @@ class OptimizerGuard:
         self._hooks = []
         self._show_all()  # of a step that was interrupted
 
-    @contextlib.contextmanager
-    def attached(self) -> Iterator[OptimizerGuard]:
-        self.attach()
-        try:
-            yield self
-        finally:
-            self.detach()
-
     def _order_hooks(self) -> None:
         # Hooks of others work on gradients: ours hides them last and shows them first.
         before, after = self._hooks
@@ -174,10 +166,8 @@ class OptimizerGuard:
             group.update(before)
 
     def _plan(self, groups: Sequence[list[Pair]]) -> list[ParameterGroupPart]:
-        """Parts with copies first, the largest parameters first: if one cannot be stepped, nothing is changed yet.
-
-        ``groups``: what is updated of each of the optimizer's groups.
-        """
+        """Of what is updated in each of the optimizer's ``groups``. Parts with copies first, and of these the largest
+        parameters: if one cannot be stepped, nothing is changed yet."""
         copied: list[Pair] = []
         paged: list[Pair] = []
         in_place: dict[Any, list[Pair]] = defaultdict(list)
@@ -199,8 +189,7 @@ class OptimizerGuard:
         return cut(copied, self._part_bytes) + [ParameterGroupPart((pair,), copied=False) for pair in paged] + whole
 
     def _has_pages(self, parameter: torch.Tensor) -> bool:
-        """bitsandbytes updates such a parameter by one kernel, which allocates nothing; a copy would move all its state
-        to the host."""
+        """bitsandbytes updates these by one kernel, which allocates nothing; a copy would move them to the host."""
         return any(map(is_paged, self.optimizer.state.get(parameter, {}).values()))
 
     def _attempt(self, part: ParameterGroupPart) -> bool:
@@ -208,15 +197,13 @@ class OptimizerGuard:
         saved = None
         if self._is_hidden:
             part.show()
+        every = self.optimizer.param_groups  # with a part's own groups alone, the others are not looked through
+        groups = every if part.groups is None else [every[index] for index in part.groups]
         try:
-            saved = (SavedPart if part.copied else SavedCounters)(self.optimizer, part)
-            with self._only(part.groups):
+            with CatchOutOfMemory(), replaced(self.optimizer, "param_groups", groups):
+                saved = (SavedPart if part.copied else SavedCounters)(self.optimizer, part)
                 step_without_hooks(self.optimizer)
-            return True
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            forget_traceback(error)
+                return True
         finally:
             if self._is_hidden:
                 part.hide()
@@ -226,17 +213,6 @@ class OptimizerGuard:
         self._reset_groups()  # before any that raises below
         free_memory()
         return False
-
-    @contextlib.contextmanager
-    def _only(self, groups: Sequence[int] | None) -> Iterator[None]:
-        """Inside, the optimizer has these ``groups`` alone: the others would be looked through in vain."""
-        every = self.optimizer.param_groups
-        if groups is not None:
-            self.optimizer.param_groups = [every[index] for index in groups]
-        try:
-            yield
-        finally:
-            self.optimizer.param_groups = every
 
     def _fitting(self, part: ParameterGroupPart) -> list[ParameterGroupPart]:
         """``part``, cut to the size that the last failure has left."""

@@ -74,8 +74,8 @@ class SavedPart:
         self._entries = {p: _kept(self._state[p]) for p in self._parameters if p in self._state}
         state = (tensor for entry in self._entries.values() for value in entry.values() for tensor in stored(value))
         gradients = (gradient for _, gradient in part.pairs if _writes_gradients(optimizer))
-        alike = _alike((*self._parameters, *state, *gradients))
-        self._copies = [copy for tensors in alike for copy in _copies(tensors, part.copy_to_host)]
+        kinds = alike((*self._parameters, *state, *gradients))
+        self._copies = [copy for tensors in kinds for copy in _copies(tensors, part.copy_to_host)]
 
     def restore(self) -> None:
         for tensor, copy in self._copies:
@@ -106,7 +106,8 @@ def stored(value: Any) -> Iterator[torch.Tensor]:
         yield value
 
 
-def _alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """By device and dtype."""
     groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device, tensor.dtype].append(tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery.optimizer_parts import stored
-from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.optimizer_parts import ParameterGroupPart, stored
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 logger = logging.getLogger(__name__)
 
@@ -97,17 +97,18 @@ def preallocate(optimizer: Optimizer) -> int:
 def _make_states(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters that have their state now: not all if memory ran out."""
     made: list[torch.Tensor] = []
-    with _gradients_hidden(parameters):
+    whole = ParameterGroupPart(tuple((parameter, parameter.grad) for parameter in parameters))
+    whole.hide()
+    try:
         for parameter in parameters:
-            try:
+            with CatchOutOfMemory() as caught:
                 _make_state(optimizer, parameter)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                forget_traceback(error)
+            if caught.text is not None:
                 optimizer.state.pop(parameter, None)
                 break
             made.append(parameter)
+    finally:
+        whole.show()
     return made
 
 
@@ -159,18 +160,6 @@ class _StopAtFirstWrite(TorchDispatchMode):
 def _storages(values: Iterable[Any]) -> set[int]:
     """Addresses, by which views of one tensor are known as the same."""
     return {part.untyped_storage().data_ptr() for value in values for part in stored(value)}
-
-
-@contextlib.contextmanager
-def _gradients_hidden(parameters: list[torch.Tensor]) -> Iterator[None]:
-    gradients = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
 
 
 def _state_bytes(optimizer: Optimizer) -> int:

@@ -94,10 +94,7 @@ def wanted_bytes(error: BaseException) -> Optional[int]:
 
 
 def forget_traceback(error: BaseException) -> None:
-    """Drop what an error's traceback, and those of the errors that it came from, keep alive.
-
-    Call it outside the ``except``. Frames that still run, such as the caller's, keep their variables.
-    """
+    """Drop what the tracebacks of an error, and of those it came from, keep alive, but for frames that still run."""
     for link in _whole_chain(error):
         for frame, _ in traceback.walk_tb(link.__traceback__):
             _clear_variables(frame)

@@ -1,8 +1,8 @@
-"""Work beside the micro-batches that runs out of memory: done once more after memory was freed, or reported in one
-line.
+"""Work that runs out of memory: done once more after memory was freed, or reported in one line.
 
-    second_try   something that changes nothing before it succeeds: measuring, copying, counting, joining
-    last_word    around all of a training or an evaluation: whatever else runs out of memory ends with our message
+    CatchOutOfMemory   around what can fail: how every recovery begins
+    second_try         something that changes nothing before it succeeds: measuring, copying, counting, joining
+    last_word          around all of a training or an evaluation: whatever else runs out of memory ends with our message
 
 A micro-batch has smaller parts to try (``attempts.py``), the optimizer too (``optimizer_guard.py``); these have none.
 """
@@ -13,13 +13,18 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, Optional, TypeVar
 
 import torch
 
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.step.recovery.memory import free_memory
-from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory, is_out_of_memory_in_loader
+from scu_trainer.train.step.recovery.out_of_memory import (
+    forget_traceback,
+    is_out_of_memory,
+    is_out_of_memory_in_loader,
+    wanted_bytes,
+)
 
 Result = TypeVar("Result")
 
@@ -37,6 +42,28 @@ LOADER_FILES = str(Path("torch", "utils", "data"))
 """Where the frames of a data loader that reads in the main process lie."""
 
 
+class CatchOutOfMemory:
+    """``with CatchOutOfMemory() as caught:`` ends where its block runs out of memory; other errors pass through.
+
+    Nothing of the block is kept alive then, so ``free_memory()`` after it (not inside) frees its tensors.
+    ``text``: first line of the error, None where the block ran through. ``wanted_bytes``: of the allocation that
+    failed, where the error says it.
+    """
+
+    text: Optional[str] = None
+    wanted_bytes: Optional[int] = None
+
+    def __enter__(self) -> CatchOutOfMemory:
+        return self
+
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> bool:
+        if not isinstance(error, RuntimeError | MemoryError | OSError) or not is_out_of_memory(error):
+            return False
+        self.text, self.wanted_bytes = _first_line(error), wanted_bytes(error)
+        forget_traceback(error)
+        return True
+
+
 def retry_unchanged(
     function: Callable[[], Result],
     unchanged: Iterable[torch.Tensor] = (),
@@ -44,9 +71,8 @@ def retry_unchanged(
 ) -> Result:
     """``function()``; if it runs out of memory before it has written to any of ``unchanged``, once more after freeing.
 
-    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``. ``is_cured``:
-    whether more memory may cure an error.
-    Raises the error of ``function`` if it has written already, or fails again.
+    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``. ``is_cured``: by
+    more memory. Raises the error of ``function`` if it has written already, or fails again.
     """
     versions = [(tensor, tensor._version) for tensor in unchanged]
     try:
@@ -69,14 +95,9 @@ def second_try(
 
     Raises OutOfMemory where it fails again, or has written already.
     """
-    try:
+    with CatchOutOfMemory() as caught:
         return retry_unchanged(function, unchanged)
-    except (RuntimeError, MemoryError, OSError) as error:
-        if not is_out_of_memory(error):
-            raise
-        text = _first_line(error)
-        forget_traceback(error)
-    raise OutOfMemory(f"{doing} does not fit in memory, even after memory was freed. {advice}. {_said(text)}")
+    raise OutOfMemory(f"{doing} does not fit in memory, even after memory was freed. {advice}. {_said(caught.text)}")
 
 
 @contextlib.contextmanager

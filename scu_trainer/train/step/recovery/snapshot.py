@@ -1,5 +1,4 @@
-"""What a micro-batch changes beside its result, so that a failed one can be taken back: RNG, buffers, gradients, and
-what code of somebody's own counts."""
+"""What a micro-batch changes, so that a failed one can be taken back: RNG, buffers, gradients, and own counters."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from scu_trainer.data.random_states import States, put_back, states
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 logger = logging.getLogger("scu_trainer")
 
@@ -62,10 +61,9 @@ class KeptBuffers:
 class ChangingBuffers:
     """What a forward may change of a model's buffers, put back: values, other tensors in their place, new names.
 
-    Small buffers are copied every time, so it does not matter when they begin to change, or how: batch_norm's kernels
-    and ``.data`` write without counting in ``_version``. Of those beyond ``COPIED_BYTES`` the ones are copied that
-    change, which is seen by ``_version``. One that begins to change in the very window that has to be taken back
-    cannot be: ``restore`` says so by name.
+    Small buffers are copied every time: batch_norm's kernels and ``.data`` write without counting in ``_version``. Of
+    those beyond ``COPIED_BYTES`` only the ones that change are, as ``_version`` shows. One that first changes in the
+    window that has to be taken back cannot be: ``restore`` says so by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -184,12 +182,8 @@ def _forget_new_names(kept: KeptBuffers) -> None:
 
 def _clone_if_it_fits(buffer: torch.Tensor) -> Optional[torch.Tensor]:
     """In the first window, where most of what is large is constant: None is no harm then."""
-    try:
+    with CatchOutOfMemory():
         return buffer.clone()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        forget_traceback(error)
     return None
 
 
@@ -312,29 +306,20 @@ def _entries(container: Any) -> Iterable[Any]:
     return (*container, *container.values()) if isinstance(container, dict) else container
 
 
-@dataclass
 class WindowSnapshot:
-    """The state of RNG, buffers and gradients before a micro-batch. ``parameters``: the trainable ones; ``attributes``:
-    what the trainer and modules count or collect while a loss is computed."""
+    """The state of RNG, buffers and gradients before a micro-batch. ``parameters``: the trainable ones; ``counting``:
+    modules and their trainer, whose ``plain_attributes`` count or collect while a loss is computed."""
 
-    rng: States
-    buffers: ChangingBuffers
-    copies: KeptBuffers
-    parameters: Sequence[nn.Parameter]
-    gradients: list[tuple[int, int]]
-    attributes: Attributes
-
-    @classmethod
-    def take(
-        cls,
+    def __init__(
+        self,
         devices: Sequence[str],
         buffers: ChangingBuffers,
         parameters: Sequence[nn.Parameter],
         counting: tuple[Sequence[nn.Module], Any] = ((), None),
-    ) -> WindowSnapshot:
-        """``counting``: of ``plain_attributes``."""
-        gradients, attributes = gradient_versions(parameters), plain_attributes(*counting)
-        return cls(generators(devices), buffers, buffers.copies(), parameters, gradients, attributes)
+    ) -> None:
+        self.buffers, self.parameters = buffers, parameters
+        self.gradients, self.attributes = gradient_versions(parameters), plain_attributes(*counting)
+        self.rng, self.copies = generators(devices), buffers.copies()
 
     @property
     def is_whole(self) -> bool:
@@ -342,8 +327,7 @@ class WindowSnapshot:
         return all(one.copy is not None or one.tensor is None for one in self.copies.buffers)
 
     def restore_surroundings(self) -> None:
-        """RNG, attributes and buffers as they were; gradients are the caller's. Raises as
-        ``ChangingBuffers.restore``."""
+        """RNG, attributes and buffers, but no gradients. Raises as ``ChangingBuffers.restore``."""
         put_back(self.rng)
         put_back_attributes(self.attributes)
         self.buffers.restore(self.copies)
@@ -355,14 +339,13 @@ class WindowSnapshot:
 
 def generators(devices: Iterable[str] = ()) -> States:
     """Those of torch (for the CPU and ``devices``), of numpy and of Python, as they are now."""
-    return states() + [_device_rng(torch.device(n)) for n in devices if torch.device(n).type not in ("cpu", "meta")]
+    return states() + of_devices(map(torch.device, devices))
 
 
-def _device_rng(device: torch.device) -> tuple[Callable[[Any], None], Any]:
-    generators = getattr(torch, device.type)
-    if device.index is None:
-        return generators.set_rng_state, generators.get_rng_state()
-    return functools.partial(generators.set_rng_state, device=device), generators.get_rng_state(device)
+def of_devices(devices: Iterable[torch.device]) -> States:
+    """Of the ``devices`` that are accelerators."""
+    modules = [(getattr(torch, one.type), one) for one in devices if one.type not in ("cpu", "meta")]
+    return [(functools.partial(m.set_rng_state, device=one), m.get_rng_state(one)) for m, one in modules]
 
 
 def gradient_versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
