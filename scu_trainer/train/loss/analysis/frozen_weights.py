@@ -48,10 +48,6 @@ class WrittenWeights(TorchDispatchMode):
         moved = any(w._version != version or w.data_ptr() != values.data_ptr() for w, values, version in self._weights)
         return moved or bool(self._kept)
 
-    @property
-    def copies(self) -> list[torch.Tensor]:
-        return [copy for copies in self._kept.values() for copy in copies]
-
     @torch.no_grad()
     def put_back(self) -> None:
         """What was kept. By ``data``: a backward may still need these weights, with the values of before."""

@@ -25,10 +25,6 @@ class SharedPrefixes:
     kept: Tensor
     source: Tensor
 
-    @property
-    def saved(self) -> int:
-        return len(self.source) - len(self.kept)
-
     def copied(self, states: Tensor, dim: int) -> Tensor:
         """Of kept tokens along ``dim`` to all tokens."""
         return _Copied.apply(states, self.source, dim)

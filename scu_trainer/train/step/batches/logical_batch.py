@@ -2,7 +2,7 @@
 
 The loader still delivers batches of ``per_device_train_batch_size``; a window takes as many rows of them as memory
 allows and keeps the rest for the next. An epoch stays the number of optimizer steps that it was planned to have, so
-with smaller batches part of the data is not reached in it; how many rows is counted.
+with smaller batches part of the data is not reached in it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ class LogicalBatches:
         self._exponent = EXPONENTS[rule]
         self._read = read
         self._kept: list[Any] = []
-        self.trained_rows = 0
 
     def window(self, loader: Iterator[Any], count: int) -> list[Any]:
         """``count`` batches of ``rows`` rows, the last ones smaller or missing where the loader ends."""
         batches = [batch for batch in (self._next(loader) for _ in range(count)) if batch is not None]
         taken = sum(second_try(functools.partial(self._read, batch), "reading a batch").rows for batch in batches)
-        self.trained_rows += taken
         if batches:
             self.factor = (taken / (count * self.nominal_rows)) ** self._exponent
         return batches
