@@ -16,6 +16,9 @@ from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.audit import Auditor, with_scaled_gradient
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import read_layout
+from scu_trainer.train.step.batches.window import AccumulationWindow
 from tests.train.test_loss_kinds import MIXES, WEIGHTS, Net, contrast
 
 STEPS, ROWS, ACCUMULATION = 9, 6, 2
@@ -292,11 +295,18 @@ def test_audits_keep_nothing_for_a_backward_where_no_gradient_can_be_compared(tm
     assert trainer.micro_batches.analysis.audits == 3 and grad and not any(grad)
 
 
-def test_an_audit_that_the_kernel_refuses_pages_gets_smaller_and_ends_no_run():
-    def refused():
+def test_an_audit_that_the_kernel_refuses_pages_gets_smaller_and_ends_no_run(monkeypatch):
+    asked = []
+
+    def refused(window, groups, num_items, own):
+        asked.append(sum(map(len, groups)))
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    assert Auditor(Net(contrast), None, None)._fitting(refused) == (None, False)
+    auditor = Auditor(Net(contrast), None, None)
+    monkeypatch.setattr(auditor, "_compared", refused)
+    window = AccumulationWindow([read_layout({"labels": torch.zeros(64, dtype=torch.int64)})], Reduction("rows"))
+    assert auditor.audit(window, window.pooled(32, None, 1), None, turn=1, own=False) is None
+    assert len(asked) > 1 and asked == sorted(asked, reverse=True)
 
 
 def test_the_gradient_of_a_small_loss_is_taken_in_float16_as_training_takes_it():

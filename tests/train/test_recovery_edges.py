@@ -175,7 +175,7 @@ def test_an_input_that_once_had_no_row_of_its_own_never_has():
 
 def test_all_generators_go_back():
     draw = [lambda: torch.rand(1).item(), lambda: float(np.random.rand()), random.random]
-    snapshot = WindowSnapshot(["cpu"], ChangingBuffers(nn.Linear(1, 1)), [])
+    snapshot = WindowSnapshot([torch.device("cpu")], ChangingBuffers(nn.Linear(1, 1)), [])
     first = [one() for one in draw]
     snapshot.restore_surroundings()
     assert [one() for one in draw] == first

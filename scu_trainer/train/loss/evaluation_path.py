@@ -1,7 +1,5 @@
-"""The losses of held-out rows of a causal language model: without logits and without padding, as in training, where
-that gives what the logits give; else from the logits.
-
-The model is asked on two short rows, before the first batch (``agreement.py``).
+"""The losses of held-out rows of a causal language model: without logits and padding, as in training, where that gives
+what the logits give (asked on two short rows before the first batch, ``agreement.py``); else from the logits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""One optimizer step's gradients, micro-batch by micro-batch; a micro-batch that runs out of memory is taken back, cut
-and run again.
+"""One optimizer step's gradients: micro-batches that run out of memory are taken back, cut and run again.
 
-    micro-batches = plan
     for each micro-batch:   too large by now?  cut it before it fails
                             snapshot (RNG, buffers, gradients) -> forward, backward
-                            out of memory?  put back what the snapshot holds; gradients of this window are made again
-                            if touched
+                            out of memory?  put back what the snapshot holds; if gradients were touched, make those of
+                            this window again
 
 Nothing here knows the Trainer: ``attempt`` runs one micro-batch, ``sizes`` decides how large a micro-batch may be.
 """
@@ -22,23 +20,10 @@ import torch
 from torch import nn
 
 from scu_trainer.train.step.batches.window import MicroBatch
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
-
-
-class Sizes(Protocol):
-    """How large a micro-batch may be."""
-
-    def fit(self, micro_batch: MicroBatch) -> Sequence[MicroBatch]:
-        """The micro-batch, or smaller ones where it would not fit."""
-
-    def before(self, micro_batch: MicroBatch) -> None: ...
-
-    def after(self, micro_batch: MicroBatch) -> None: ...
-
-    def failed(self, micro_batch: MicroBatch, caught: CatchOutOfMemory) -> Sequence[MicroBatch]:
-        """Smaller micro-batches of the same rows. Raises OutOfMemory where there are none."""
 
 
 class Held(Protocol):
@@ -65,7 +50,7 @@ class AttemptSite:
     counting: tuple[Sequence[nn.Module], Any] = ((), None)
 
     def __post_init__(self) -> None:
-        self.devices = sorted({str(p.device) for p in self.parameters} | {str(self.device)})
+        self.devices = list({self.device, *(p.device for p in self.parameters)})
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def snapshot(self) -> WindowSnapshot:
@@ -95,14 +80,14 @@ class AttemptSite:
 def run(
     micro_batches: Sequence[MicroBatch],
     attempt: Callable[[MicroBatch, bool], torch.Tensor],
-    sizes: Sizes,
+    sizes: MicroBatchSizer,
     place: AttemptSite,
     held: Held | None = None,
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Every row once: the micro-batches in the order in which they ran, with their losses. Gradients add up in
-    ``.grad``.
+    """Every row once: the micro-batches in the order in which they ran, with their losses.
 
-    ``attempt(micro_batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows.
+    ``attempt(micro_batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows. Gradients
+    add up in ``.grad``.
 
     Raises what ``attempt`` raises, but for out-of-memory; OutOfMemory (from ``sizes``) for a micro-batch that fails and
     cannot be cut, with gradients, RNG and buffers as they were before it.
@@ -122,7 +107,7 @@ def run(
                 waiting.extendleft(reversed(fitting))
                 continue
         snapshot = snapshot or place.snapshot()
-        sizes.before(micro_batch)
+        sizes.before()
         with CatchOutOfMemory() as caught:
             loss = attempt(micro_batch, not waiting)
         if caught.text is None:
@@ -148,12 +133,12 @@ def _again(done: Sequence[tuple[MicroBatch, torch.Tensor]]) -> list[MicroBatch]:
 
 
 def run_once(
-    micro_batches: Sequence[MicroBatch], attempt: Callable[[MicroBatch, bool], torch.Tensor], sizes: Sizes
+    micro_batches: Sequence[MicroBatch], attempt: Callable[[MicroBatch, bool], torch.Tensor], sizes: MicroBatchSizer
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
     """``run`` without recovery: memory is measured, and what does not fit is raised."""
     done = []
     for number, micro_batch in enumerate(micro_batches, start=1):
-        sizes.before(micro_batch)
+        sizes.before()
         done.append((micro_batch, attempt(micro_batch, number == len(micro_batches))))
         sizes.after(micro_batch)
     return done

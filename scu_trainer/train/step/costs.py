@@ -43,11 +43,10 @@ class StepTimes(TrainerCallback):
 
 
 class StepPeaks(TrainerCallback):
-    """The most that this process holds of the training device while an optimizer step runs: forward, backward and
-    update, not evaluations and saves between steps.
+    """The most that this process holds of the training device within optimizer steps, not in evaluations and saves.
 
-    ``gauge``: None where the device keeps no peak; then nothing is known. ``loop``: a memory loop with a gauge of the
-    same device restarts the peak inside each step, so that nobody else may; what it has seen is in its statistics.
+    ``gauge``: None where the device keeps no peak; then nothing is known. ``loop``: a memory loop, which restarts the
+    peak inside each step, so that nobody else may; what it has seen is in its statistics.
     """
 
     def __init__(self, gauge: Optional[Gauge], loop: Optional[MicroBatchSizer] = None) -> None:

@@ -72,7 +72,7 @@ class MemoryStatistics:
 
 
 class MicroBatchSizer:
-    """One training run's memory control; also the ``Sizes`` that ``attempts.run`` asks.
+    """One training run's memory control.
 
     ``gauge``: None without ``memory_control``. ``gradient_bytes``: the most that gradients add within a window.
     ``on_row`` gets every row for memory_history.json.
@@ -116,10 +116,8 @@ class MicroBatchSizer:
     def begin(
         self, window: AccumulationWindow, step: int, keep_step: Optional[AllReduceMax] = None
     ) -> list[MicroBatch]:
-        """The micro-batches of this window, before memory has had its say on each.
-
-        ``keep_step``: given where all ranks must run the same number of micro-batches; how they agree on it.
-        """
+        """The micro-batches of this window, before memory has had its say on each. ``keep_step``: how ranks agree where
+        all must run the same number of them."""
         self._window, self.step, self._attempts = window, step, 0
         self.has_length = window.has_length
         self._retried.clear()
@@ -255,6 +253,7 @@ class MicroBatchSizer:
     # -- what attempts.run asks ----------------------------------------------------------------------------------------
 
     def fit(self, micro_batch: MicroBatch) -> Sequence[MicroBatch]:
+        """The micro-batch, or smaller ones where it would not fit."""
         limit = self._cap
         room = self._predicted_limit(micro_batch)
         if room is not None and room < min(limit, micro_batch.tokens):
@@ -292,7 +291,7 @@ class MicroBatchSizer:
         room = limit - keep_free - self._base_bytes - self._growth_bytes
         return control.fitting_tokens(self.law, self.state, room, micro_batch.length)
 
-    def before(self, micro_batch: MicroBatch) -> None:
+    def before(self) -> None:
         self._attempts += 1
         if self._is_learning:
             self._look()
@@ -333,6 +332,7 @@ class MicroBatchSizer:
         return reading
 
     def failed(self, micro_batch: MicroBatch, caught: CatchOutOfMemory) -> Sequence[MicroBatch]:
+        """Smaller micro-batches of the same rows. Raises OutOfMemory where there are none."""
         settings, reading = self.settings, self._look()
         wanted = f" ({_gib(caught.wanted_bytes)} wanted)" if caught.wanted_bytes else ""
         if self._rests:  # nothing was read before this step: what is in use now, after freeing, counts instead

@@ -1,9 +1,8 @@
 """The Trainer's side of micro-batches: the whole optimizer window is worked off in the first ``training_step`` of it.
 
-The stock loop prefetches the window's accumulation batches and calls ``training_step`` once for each. All forward and
-backward work is done at the first call, through the stock ``training_step`` micro-batch by micro-batch, because only
-then are all rows at hand and nothing has been reduced over ranks yet. The later calls return the losses that are
-already known.
+The stock loop prefetches the window's accumulation batches and calls ``training_step`` once for each. All work is done
+at the first call, when all rows are at hand and nothing has been reduced over ranks yet, through the stock
+``training_step`` micro-batch by micro-batch. Later calls return the losses that are known by then.
 """
 
 from __future__ import annotations

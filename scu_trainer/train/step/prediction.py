@@ -39,10 +39,8 @@ FEWER_LOGITS = (
 
 
 class Halving:
-    """Runs ``count`` rows in one go while that fits, in parts of half the size where it does not.
-
-    ``largest_rows``: the size that fitted after an out-of-memory, None before one; later calls begin with it.
-    """
+    """Runs rows in one go while that fits, in parts of half the size where it does not. ``largest_rows``: the size that
+    fitted after an out-of-memory, with which later calls begin; None before one."""
 
     def __init__(self) -> None:
         self.largest_rows: Optional[int] = None
@@ -131,7 +129,7 @@ class Prediction:
         (collecting logits, metrics, the loader) ran out of memory, with the random numbers of before."""
         if not self._can_begin_again(loader):
             return evaluate()
-        states = generators([str(self.trainer.args.device)])
+        states = generators([self.trainer.args.device])
         counted = plain_attributes((), counting_owner(self.trainer))
         try:
             return evaluate()

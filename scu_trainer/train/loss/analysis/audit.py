@@ -1,7 +1,7 @@
 """Batches of the running training as a whole against the sum over its micro-batches: what says that a reduction holds.
 
-In training mode without noise, on the micro-batches that memory made of the batch. All of them forward only; a sample
-with its gradient, which feels terms that grow from zero long before the value does.
+In training mode without noise. All micro-batches forward only; a sample of rows with its gradient, which feels terms
+that grow from zero long before the value does.
 """
 
 from __future__ import annotations
@@ -62,27 +62,19 @@ class Auditor:
         the first audit is of all batches against all micro-batches, for a loss that acts on many rows only, and later
         ones take gradients. None where the loss is not finite, nothing is learned, or no two rows fit."""
         if own and turn == 0:
-            found, fits = self._fitting(lambda: self._of_window(window, micro_batches, num_items))
-            if fits:
-                return found
+            with CatchOutOfMemory():
+                return self._of_window(window, micro_batches, num_items)
+            free_memory()
         number = turn % len(window.batches)
         groups = [[row for row in micro_batch.rows if row[0] == number] for micro_batch in micro_batches]
         groups, before = [group for group in groups if group], None
         most_tokens = max(micro_batch.tokens for micro_batch in micro_batches)
         while sum(map(len, groups)) > 1 and (sample := _sampled(window, groups, most_tokens, turn)) != before:
-            parts = _at_least_two(sample)
-            found, fits = self._fitting(lambda: self._compared(window, parts, num_items, own))  # noqa: B023
-            if fits:
-                return found
+            with CatchOutOfMemory():
+                return self._compared(window, _at_least_two(sample), num_items, own)
+            free_memory()
             before, most_tokens = sample, sum(_tokens(window, sample)) // 2
         return None
-
-    def _fitting(self, compare: Callable[[], Optional[Audited]]) -> tuple[Optional[Audited], bool]:
-        """(what ``compare`` finds, whether it fits in memory)."""
-        with CatchOutOfMemory():
-            return compare(), True
-        free_memory()
-        return None, False
 
     def _of_window(
         self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any

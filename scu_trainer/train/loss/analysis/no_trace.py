@@ -47,7 +47,7 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
     buffers = [(module, dict(module._buffers), _copies(module)) for module in modules if module._buffers]
     # A hook may read what a loss has set on its trainer before; a counter that began inside goes.
     attributes = [_attributes(holder, keeps_new=holder is owner) for holder in holders]
-    random_states = generators({str(p.device) for p in model.parameters()})
+    random_states = generators({p.device for p in model.parameters()})
     frozen = frozen_weights(model, owner)
     written = WrittenWeights(frozen) if frozen else None
     if not training:

@@ -1,10 +1,9 @@
 """The rows of a micro-batch end to end, as one row without padding, through one forward of a causal language model.
 
 Embedding, layers and loss see (1, tokens). Positions start over with every row, and attention goes by rows, whose
-lengths the host knows, so that nothing waits for the device. FlashAttention, where the model was loaded with it, takes
-the borders as transformers hands them over. In the place of transformers' "sdpa" it is torch's own kernel for rows of
-unequal length (``torch.nn.attention.varlen``, where this torch has it) on a card from Ampere on in half precision, and
-one call per length elsewhere.
+lengths the host knows, so that nothing waits for the device. FlashAttention, if the model was loaded with it, takes the
+borders as transformers hands them over. "sdpa" is replaced by torch's kernel for rows of unequal length
+(``torch.nn.attention.varlen``) on a card from Ampere on in half precision, and by one call per length elsewhere.
 
 Layers hand on ``ROWS``, an argument of our own, to their attention. It is one of the layer's arguments, so a layer that
 is computed again in the backward pass has it then, too.

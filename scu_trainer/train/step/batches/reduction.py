@@ -55,11 +55,9 @@ class Reduction:
     ``mixes``: why no split is exact, where rows act on each other; ``kind`` is then the nearest that there is.
     ``trims``: cutting padding off leaves the loss as it was; None while no padded row has been seen. ``reads_padding``
     says how it was seen that it does not.
-    ``may_be_cut``: False where the model fails on few rows, or takes them for something else (pairs): no memory is so
-    short that a batch is cut then.
-    ``known``: the public function that computes the loss, by its full name; None where the loss was only asked.
-    ``column``: name of the input with the weights of rows. ``tied``: other kinds that came out the same, because the
-    rows asked count alike in them.
+    ``may_be_cut``: False where the model fails on few rows, or takes them for something else (pairs), however short
+    memory is. ``known``: the public function that computes the loss, by its full name; None where it was only asked.
+    ``column``: name of the input with the weights of rows. ``tied``: other kinds in which the rows asked count alike.
     """
 
     kind: str

@@ -122,11 +122,8 @@ def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_deco
 
 
 def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Batch:
-    """``read_layout`` with what ``model`` says of itself.
-
-    ``not_by_rows``: inputs that in some earlier batch had another number of entries than rows (images of a
-    conversation); that the numbers agree in this batch is chance.
-    """
+    """``read_layout`` with what ``model`` says of itself. ``not_by_rows``: inputs that had another number of entries
+    than rows in an earlier batch (images of a conversation); that the numbers agree in this one is chance."""
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     batch = read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
     found = next((name for name in not_by_rows if batch.obstacle is None and name in inputs), None)
@@ -255,10 +252,8 @@ def signature(batch: Batch) -> tuple:
 
 
 def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, trim: bool = True) -> Any:
-    """A batch of ``rows``, its padding cut to the longest of them. The rows come out grouped by their batch.
-
-    All rows of one batch that needs no trimming come back as that very batch.
-    """
+    """A batch of ``rows``, grouped by their batch, its padding cut to the longest of them; the very batch where that
+    would be no other."""
     groups: dict[int, list[int]] = {}
     for number, row in rows:
         groups.setdefault(number, []).append(row)

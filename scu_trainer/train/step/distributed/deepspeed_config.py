@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, Optional, get_args
+from typing import Any, get_args
 
 from transformers import TrainingArguments
 
@@ -37,10 +37,8 @@ def source_of(training: TrainingArguments) -> str:
 
 
 def fill(training: TrainingArguments) -> dict[str, Any]:
-    """The configuration with every "auto" that the settings decide filled in; of ``--deepspeed`` and of ``accelerate
-    launch`` alike, which the stock Trainer would fill only after the model is loaded.
-
-    Raises SettingsError where the two contradict each other.
+    """The configuration, of ``--deepspeed`` or ``accelerate launch``, with every "auto" that the settings decide filled
+    in; the stock Trainer does that after the model is loaded. Raises SettingsError where the two contradict each other.
     """
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -90,10 +88,8 @@ def check_schedule(config: dict[str, Any], training: TrainingArguments, source: 
 def _check_lengths(params: dict[str, Any], training: TrainingArguments, source: str) -> None:
     """The stock Trainer compares these two when it knows the number of steps: after everything is loaded."""
     steps = training.max_steps
-    expected: dict[str, Optional[int]] = {"total_num_steps": None, "warmup_num_steps": None}
-    if steps > 0:
-        expected = {"total_num_steps": steps, "warmup_num_steps": max(1, training.get_warmup_steps(steps))}
-    for name, value in expected.items():
+    warmup = max(1, training.get_warmup_steps(steps)) if steps > 0 else None
+    for name, value in {"total_num_steps": steps if steps > 0 else None, "warmup_num_steps": warmup}.items():
         found = params.get(name, "auto")
         if found not in ("auto", value):
             says = "the number of steps follows from the data" if value is None else f"the configuration says {value}"

@@ -36,11 +36,8 @@ def check_deepspeed(
     memory: MemorySettings,
     regularization: Optional[RegularizationSettings],
 ) -> None:
-    """Fill the DeepSpeed configuration from the settings; does nothing without DeepSpeed.
-
-    Raises SettingsError for a configuration that contradicts the settings or itself, ControlError for a loop that
-    cannot work with it.
-    """
+    """Fill the DeepSpeed configuration, if there is one, from the settings. Raises SettingsError where it contradicts
+    them or itself, ControlError for a loop that cannot work with it."""
     if not uses_deepspeed(training):
         return
     share_process_group()
@@ -59,10 +56,7 @@ def check_deepspeed(
 
 def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only: bool) -> None:
     """Raise CheckpointError for an optimizer state that this launch cannot read: DeepSpeed reads what as many ranks
-    have written in the same stage, and the stock Trainer would start over.
-
-    weights_only: starting over is what is wanted.
-    """
+    have written in the same stage, and the stock Trainer would start over, which ``weights_only`` asks for."""
     saved, here = _saved_under(checkpoint), _launched_under(training)
     if saved is None or here is None or saved == here or (weights_only and not uses_deepspeed(training)):
         return

@@ -142,11 +142,8 @@ def share_process_group() -> None:
 
 
 def leave_process_group(succeeded: bool) -> None:
-    """The last thing that a launched process does.
-
-    After success the ranks wait for each other: the first holds the store that the others still talk to while they
-    close their connections. After a failure none may wait, a rank that failed alone would wait forever.
-    """
+    """The last thing that a launched process does. After success the ranks wait for each other: the first holds the
+    store that the others talk to while they close their connections. One that failed alone would wait forever."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

@@ -14,10 +14,8 @@ from scu_trainer.train.step.distributed.sharded import is_fsdp
 
 
 def ranks_for(trainer) -> Ranks:
-    """The launcher's rules. ``trainer``: a Trainer whose model is wrapped, as it is when training begins.
-
-    Raises ControlError for launchers and models whose micro-batches could hang or train something else.
-    """
+    """The launcher's rules for a ``trainer`` whose model is wrapped, as it is when training begins. Raises ControlError
+    for launchers and models whose micro-batches could hang or train something else."""
     refuse_arguments(trainer)
     if trainer.is_deepspeed_enabled:
         return deepspeed_ranks(trainer)

@@ -1,5 +1,4 @@
-"""What the memory loop needs from the launcher: micro-batches that may fail alone, one reduction over ranks, one
-agreement.
+"""What the memory loop needs from the launcher: micro-batches that may fail alone, and one reduction over ranks.
 
     with ranks.window():                          # nothing in here communicates, so a micro-batch may run again
         for i, micro_batch in enumerate(micro_batches):
@@ -45,8 +44,7 @@ class Ranks:
     """One process: nothing to share. Base of what the launchers need.
 
     ``recoverable``: a micro-batch that ran out of memory may run again. ``even_micro_batches``: all ranks must run the
-    same number of micro-batches, or their collectives no longer match. ``weights``: what is trained, as the model has
-    it.
+    same number of micro-batches, or their collectives no longer match. ``weights``: what is trained.
     """
 
     recoverable = True

@@ -1,5 +1,4 @@
-"""Recovering micro-batches under DeepSpeed: ZeRO-1 and ZeRO-2 through the engine's own delayed reduction; ZeRO-3
-cannot.
+"""Recovering micro-batches under DeepSpeed's ZeRO-1 and ZeRO-2, through the engine's own delayed reduction.
 
 Full local gradients stay until the window ends, so ZeRO-2 needs the gradient memory of ZeRO-1 here.
 """

@@ -57,8 +57,6 @@ __all__ = [
 
 CPU = torch.device("cpu")
 
-MEMINFO = "proc/meminfo"
-
 
 @dataclass(frozen=True)
 class MemoryReading:
@@ -205,7 +203,7 @@ class CpuGauge(Gauge):
 
     def __init__(self, root: Path = cgroup.ROOT, system_memory: Optional[Callable[[], Any]] = None):
         self._root = root
-        self._system_memory = system_memory or functools.partial(machine_memory, root, KernelFile(root, MEMINFO))
+        self._system_memory = system_memory or functools.partial(machine_memory, KernelFile(root, "proc/meminfo"))
         self._status = KernelFile(root, "proc/self/status")
         self._clear_refs = KernelFile(root, "proc/self/clear_refs", os.O_WRONLY)
         self._has_status = os.path.exists(self._status.path)
@@ -291,10 +289,10 @@ class MachineMemory(NamedTuple):
     available: int
 
 
-def machine_memory(root: Path = cgroup.ROOT, meminfo: Optional[KernelFile] = None) -> Any:
+def machine_memory(meminfo: KernelFile) -> Any:
     """``total`` and ``available`` bytes, as psutil has them, which parses all of /proc/meminfo: 0.1 ms each time."""
     try:
-        text = b"\n" + (meminfo or KernelFile(root, MEMINFO)).read()
+        text = b"\n" + meminfo.read()
         total_bytes, available_bytes = (_kilobytes(text, name) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, ValueError):  # no Linux, or one that hides it
         total_bytes = available_bytes = 0

@@ -57,6 +57,8 @@ class CatchOutOfMemory:
         return self
 
     def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> bool:
+        if error is None:  # first, as it is nearly always
+            return False
         if not isinstance(error, RuntimeError | MemoryError | OSError) or not is_out_of_memory(error):
             return False
         self.text, self.wanted_bytes = _first_line(error), wanted_bytes(error)

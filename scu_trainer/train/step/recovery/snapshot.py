@@ -140,7 +140,10 @@ class ChangingBuffers:
             elif one.copy is None and one.tensor is not None and _version(one.tensor) != one.version:
                 lost.append(one)
             one.module._buffers[one.name] = one.tensor
-        _forget_new_names(kept)
+        known = {(one.module, one.name) for one in kept.buffers}
+        for module in kept.modules:
+            for name in [name for name in module._buffers if (module, name) not in known]:
+                del module._buffers[name]
         if lost:
             self._changing |= {one.module for one in lost}
             raise OutOfMemory(self._lost_text(lost))
@@ -171,13 +174,6 @@ def _all_modules(model: nn.Module) -> list[nn.Module]:
             if children := module._modules:
                 waiting.extend(reversed(children.values()))
     return list(found)
-
-
-def _forget_new_names(kept: KeptBuffers) -> None:
-    known = {(one.module, one.name) for one in kept.buffers}
-    for module in kept.modules:
-        for name in [name for name in module._buffers if (module, name) not in known]:
-            del module._buffers[name]
 
 
 def _clone_if_it_fits(buffer: torch.Tensor) -> Optional[torch.Tensor]:
@@ -312,7 +308,7 @@ class WindowSnapshot:
 
     def __init__(
         self,
-        devices: Sequence[str],
+        devices: Sequence[torch.device],
         buffers: ChangingBuffers,
         parameters: Sequence[nn.Parameter],
         counting: tuple[Sequence[nn.Module], Any] = ((), None),
@@ -337,9 +333,9 @@ class WindowSnapshot:
         return self.gradients != gradient_versions(self.parameters)
 
 
-def generators(devices: Iterable[str] = ()) -> States:
+def generators(devices: Iterable[torch.device] = ()) -> States:
     """Those of torch (for the CPU and ``devices``), of numpy and of Python, as they are now."""
-    return states() + of_devices(map(torch.device, devices))
+    return states() + of_devices(devices)
 
 
 def of_devices(devices: Iterable[torch.device]) -> States:
