@@ -409,7 +409,7 @@ class MicroBatchStep:
         """Whether the losses of a window add up to several means where the stock loop takes them for one."""
         trainer = self.trainer
         is_mean = self.reduction is not None and self.reduction.is_mean
-        if not is_mean or trainer.current_gradient_accumulation_steps == 1:
+        if not is_mean or trainer.current_gradient_accumulation_steps < 2:
             return False
         if trainer.loss_is_scaled_for_ga is not None:
             return trainer.loss_is_scaled_for_ga

@@ -160,7 +160,7 @@ class _Watch:
 
 
 class CallCounters:
-    """What goes up by one per call, of which cut batches make others than the stock loop. ``holders``: may count."""
+    """What goes up by one per call in ``holders``: cut batches make other numbers of calls than the stock loop."""
 
     def __init__(self, holders: Collection[Any]) -> None:
         self._holders = [one for one in holders if _own_name(one)]

@@ -1,6 +1,6 @@
 """Gradients that are added where they belong: straight into ``weight.grad``.
 
-autograd scales a gradient in one pass and adds it in another, once per micro-batch, and that of an embedding is a whole
+Autograd scales a gradient in one pass and adds it in another, once per micro-batch, and that of an embedding is a whole
 table, mostly zeros: 0.1 s on a CPU with 128,000 words of size 256; adding the rows of 510 tokens takes 0.1 ms.
 """
 
@@ -27,7 +27,7 @@ def may_add_to_gradient(weight: Tensor, ctx: Any, position: int) -> bool:
         return False
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return False
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # ranks hook deeper than is seen here
         return False
     return _is_accumulated(weight, ctx.next_functions[position][0])
 
