@@ -16,8 +16,12 @@ A gauge alone, in any loop of your own::
     >>> reading.free_bytes == reading.limit_bytes - reading.used_bytes
     True
 
-Memory is freed *outside* the ``except`` of an error that ``is_out_of_memory``: inside it the interpreter itself keeps
-the traceback, hence the failed step's tensors (``CatchOutOfMemory`` in ``second_try.py``).
+Recovering (``CatchOutOfMemory`` is in ``second_try.py``). Inside the block the failed step's tensors are still alive::
+
+    with CatchOutOfMemory() as caught:
+        run(micro-batch)
+    if caught.text is not None:
+        free_memory()  # and then smaller parts; the failed allocation wanted caught.wanted_bytes
 """
 
 from __future__ import annotations
