@@ -50,7 +50,7 @@ from scu_trainer.settings import (
 from scu_trainer.settings.base import check_text, check_values, hints_of, require, short
 from scu_trainer.settings.mixture import FILE_SUFFIXES, dataset_of
 from scu_trainer.settings.regularization import SAMPLED
-from scu_trainer.settings.safety import beside_early_stopping
+from scu_trainer.settings.safety import SAVE_STEPS, STOCK_SAVE_STEPS, beside_early_stopping
 from scu_trainer.settings.stock import ALLOWED
 from scu_trainer.settings.tasks import KINDS, TaskSettings
 
@@ -81,6 +81,7 @@ TRAINING_DEFAULTS = {
     "report_to": "tensorboard",  # it is a dependency, so its scalars are always there
     "logging_steps": 10,
     "logging_nan_inf_filter": False,  # a NaN loss is shown, not replaced by the last mean
+    "save_steps": SAVE_STEPS,
     "save_total_limit": 3,
 }
 
@@ -405,9 +406,12 @@ def _choose_optimizer(parser: HfArgumentParser, typed: Any, arguments: Sequence[
 
 def _choose_evaluations(parser: HfArgumentParser, typed: Any, arguments: Sequence[str]) -> tuple[str, ...]:
     """Set what early stopping needs as well, unless given; returns a note."""
+    given = _given(arguments, field_names(parser))
+    if typed.load_best_model_at_end and "save_steps" not in given:
+        parser.set_defaults(save_steps=STOCK_SAVE_STEPS)  # a share cannot be a multiple of eval_steps
     if typed.early_stopping_patience is None:
         return ()
-    chosen = beside_early_stopping(vars(typed), _given(arguments, field_names(parser)))
+    chosen = beside_early_stopping(vars(typed), given)
     parser.set_defaults(**chosen)
     said = ", ".join(f"{name}: {as_word(value)}" for name, value in chosen.items())
     return (f"early stopping: {said}",) if chosen else ()

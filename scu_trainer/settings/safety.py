@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Optional
@@ -18,6 +19,11 @@ ALLOWED = {
     "divergence_factor": Allowed(above=1),
     "grace_period_s": Allowed(above=0),
 }
+
+SAVE_STEPS = 0.1
+"""``save_steps`` unless it is given: a kill costs a tenth of the run, or what it costs a stock run if that is less."""
+FEWEST_SAVE_STEPS, STOCK_SAVE_STEPS = 10, 500
+"""Of that tenth: short runs are not there to write checkpoints, and no long run is to lose more than a stock one."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,13 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
         f"save_epochs: {safety.save_epochs} may leave out the best checkpoint that load_best_model_at_end "
         f"needs; drop one of them",
     )
+
+
+def steps_between_saves(save_steps: float, steps: int) -> float:
+    """``save_steps`` as it acts in a run of ``steps``: the one that nobody gave depends on them."""
+    if save_steps != SAVE_STEPS:
+        return save_steps
+    return min(STOCK_SAVE_STEPS, max(FEWEST_SAVE_STEPS, math.ceil(steps * SAVE_STEPS)))
 
 
 # -- early stopping ----------------------------------------------------------------------------------------------------

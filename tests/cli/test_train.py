@@ -407,6 +407,13 @@ def test_a_mistake_may_be_made_on_purpose(capsys, flags, tmp_path):
     assert (tmp_path / "run" / "scu_metrics.json").is_file()
 
 
+def test_a_run_saves_on_its_way_unless_told_otherwise(flags, tmp_path):
+    assert train.main([*flags, "--max_steps", "25", "--eval_strategy", "no"]) == 0
+    checkpoints = sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert checkpoints == [10, 20, 25]
+    assert json.loads((tmp_path / "run" / "checkpoint-10" / "trainer_state.json").read_text())["save_steps"] == 10
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_says_at_the_end_what_was_read(capsys, flags, workers):
     words = ["--streaming", "true", "--max_eval_documents", "4", "--dataloader_num_workers", str(workers)]

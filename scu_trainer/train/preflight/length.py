@@ -11,6 +11,7 @@ from transformers import get_scheduler
 from transformers.trainer_utils import has_length
 
 from scu_trainer.settings.base import plain
+from scu_trainer.settings.safety import STOCK_SAVE_STEPS
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 
@@ -69,9 +70,8 @@ FEW_EVALUATIONS = Check(
 FEWEST_STEPS = 10
 SHORT_RUN_STEPS = 20
 """In a shorter run nobody misses a log line or a checkpoint."""
-STOCK_SAVE_STEPS = 500
-"""Nobody asked for this value, so only in a run of some length it deserves a word."""
 UNASKED_RUN_STEPS, LONG_RUN_STEPS = 100, 1000
+"""Where nobody asked for a value, only a run of some length deserves a word."""
 
 
 def before_loading(job: Job) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from typing import Any, Optional, TypeVar
 from rich.console import Console
 from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_utils import has_length
 
 from scu_trainer.data.text.mixture_plan import rows_of_others
 from scu_trainer.errors import OutOfMemory, SettingsError, Stopped, StorageError
@@ -27,6 +28,7 @@ from scu_trainer.run_files import RunStatus, read_json, require_writable, write_
 from scu_trainer.safe_paths import require_own_folder
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.settings.base import check_values
+from scu_trainer.settings.safety import steps_between_saves
 from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT, seed_of_data
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.checkpoints.compatibility import check_compatibility
@@ -90,7 +92,7 @@ def look_only(job: Job) -> None:
     """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
     console = console_of_run()
     early = _begin(job, console)
-    parts = job.kind.load(job, console)
+    parts = _loaded(job, console)
     _look(job, parts, early, Path(job.training.output_dir), console)
 
 
@@ -106,6 +108,15 @@ def _begin(job: Job, console: Console) -> list[Finding]:
         report(early, console, "stop")
     check_values(type(job.training), vars(job.training), {**ALLOWED, **LEFT_TO_PREFLIGHT})
     return early
+
+
+def _loaded(job: Job, console: Console) -> TrainingComponents:
+    """Data and model; how long the run is going to be also settles how often it saves."""
+    parts, training = job.kind.load(job, console), job.training
+    train = parts.data.train
+    steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
+    training.save_steps = steps_between_saves(training.save_steps, steps)
+    return parts
 
 
 def _look(
@@ -134,7 +145,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
             console.print(start.line, soft_wrap=True)
         if start.is_done:
             return read_json(start.output_dir / "scu_metrics.json")
-        parts = job.kind.load(job, console)
+        parts = _loaded(job, console)
         findings = _look(job, parts, early, start.output_dir, console)
         description = _description(job, parts, configuration, findings)
         _look_at_checkpoint(job, start, description, console)
