@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 from transformers.trainer_utils import HubStrategy
 
+from scu_trainer.cli.publishing import sharing
 from scu_trainer.cli.train import main
+from scu_trainer.errors import HubError
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.pushing import Pushes
 from tests.hub.runs import documents, flags
@@ -22,7 +24,9 @@ MODEL = {"config.json", "generation_config.json", "model.safetensors"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 TRAIN_ALL = """
 import json, sys
+from scu_trainer.cli.publishing import sharing
 from scu_trainer.cli.train import main
+from scu_trainer.errors import HubError
 print(json.dumps([main(words) for words in json.loads(sys.argv[1])]))
 """
 RUNS = {
@@ -136,6 +140,14 @@ def test_an_adapter_of_a_local_base_is_refused_before_anything_is_loaded(tmp_pat
     told = capsys.readouterr().err
     assert "push_to_hub would send an adapter of the embedded base" in told and "--merged" in told
     assert not (tmp_path / "run").exists()
+
+
+def test_the_second_try_of_the_last_push_is_as_private_as_the_first(finished):
+    wanted = {"hub_model_id": "model", "hub_revision": "of today", "hub_private_repo": True, "hub_token": WRONG}
+    with pytest.raises(HubError) as failed:
+        sharing._push(finished.run, SimpleNamespace(**wanted))
+    command = f"scu-trainer push {finished.run} --repo_id OWNER/model --revision 'of today' --private"
+    assert str(failed.value).endswith(f"When that is fixed: {command}")
 
 
 def test_a_full_disk_costs_the_push_alone(tmp_path):

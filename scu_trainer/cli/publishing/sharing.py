@@ -82,8 +82,13 @@ def _push(run: Path, training: TrainingArguments) -> None:
             say=lambda line: print(line, file=sys.stderr),
         )
     except HubError as error:
-        raise HubError(
-            f"trained and saved in {run}, but not pushed: {error}. When that is fixed: scu-trainer push "
-            f"{shlex.quote(str(run))} --repo_id {repo_id}"
-        ) from error
+        again = f"scu-trainer push {shlex.quote(str(run))}{_where(repo_id, training)}"
+        raise HubError(f"trained and saved in {run}, but not pushed: {error}. When that is fixed: {again}") from error
     print(f"pushed: {sent['url']}" + (f"\n{CARD_KEPT}" if sent["is_card_kept"] else ""))
+
+
+def _where(repo_id: str, training: TrainingArguments) -> str:
+    """As flags of push: a repository that was to be private must not be made public by the second try."""
+    owned = repo_id if "/" in repo_id else f"OWNER/{repo_id}"
+    revision = f" --revision {shlex.quote(training.hub_revision)}" if training.hub_revision else ""
+    return f" --repo_id {shlex.quote(owned)}{revision}{' --private' if training.hub_private_repo else ''}"
