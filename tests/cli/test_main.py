@@ -35,6 +35,11 @@ def test_a_program_may_be_started_without_its_input():
     assert done.returncode == 2 and "without a terminal there is no menu" in done.stderr
 
 
+def test_it_starts_by_the_name_of_the_package_too():
+    done = subprocess.run([sys.executable, "-m", "scu_trainer", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("usage: scu-trainer COMMAND")
+
+
 def test_a_current_folder_that_was_removed(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

@@ -148,8 +148,9 @@ def test_status_of_one_and_all_as_text_and_json(by_hand, capsys):
         assert words in said
     assert typed("status", by_hand.path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["lambda"] == 0.5
-    assert typed("status", "--json") == 0
-    assert [found["name"] for found in json.loads(capsys.readouterr().out)] == ["by_hand"]
+    for words in (("status", "--json"), ("list", "--json"), ("--root", "runs", "list", "--json")):
+        assert typed(*words) == 0
+        assert [found["name"] for found in json.loads(capsys.readouterr().out)] == ["by_hand"]
     assert typed("status") == 0 and "40/80" in capsys.readouterr().out
 
 
@@ -242,6 +243,7 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
         (["start", "--config", "recipes/short.yaml", "--nice", "-5"], "nice is -5; allowed: 0"),
         (["start", "--config", "recipes/short.yaml", "--root", "recipes/short.yaml"], "is a file where a directory"),
         (["list", "--root", "recipes/short.yaml"], "recipes/short.yaml is a file; give the directory that holds"),
+        (["--root", "recipes/short.yaml", "list"], "recipes/short.yaml is a file; give the directory that holds"),
         (["status", "by_hnd"], "no run 'by_hnd' in runs (did you mean 'by_hand'?)"),
         (["status", "by_hand", "--lines", "3"], "unrecognized: --lines 3; see"),
         (["logs", "by_hand", "--line=3"], "unrecognized: --line=3 (did you mean '--lines'?); see"),

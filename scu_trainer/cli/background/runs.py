@@ -54,7 +54,7 @@ def _main(argv: list[str], hands: Hands) -> int:
         return _start(options, flags, hands)
     if options.root.is_file():
         raise SettingsError(f"--root {options.root} is a file; give the directory that holds the runs")
-    acts = {"list": _list, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}
+    acts = {"list": _status, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}
     return acts[options.action](options, hands)
 
 
@@ -65,9 +65,12 @@ def _parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)  # before the action means the same
     actions = parser.add_subparsers(dest="action", required=True, metavar=ACTIONS, parser_class=Parser)
     _add_start(actions)
-    _add(actions, "list", "list all runs, one per line")
+    found = _add(actions, "list", "list all runs, one per line")
+    found.add_argument("--json", action="store_true", help="as JSON: an array")
+    found.set_defaults(name=None)
     found = _add(actions, "status", "show what a run is doing; without a name, all runs", name="?")
     found.add_argument("--json", action="store_true", help="as JSON: one object, or an array without a name")
     found = _add(actions, "monitor", "watch a run until it ends; Ctrl-C leaves it running", name=None)
@@ -87,7 +90,7 @@ def _add(actions, action: str, text: str, name: Optional[str] = "") -> argparse.
     parser = actions.add_parser(action, help=text, description=text)
     if name != "":
         parser.add_argument("name", metavar="NAME", nargs=name, help="name of the run, or its directory")
-    parser.add_argument("--root", type=Path, default=ROOT, help="directory that holds the runs (runs)")
+    parser.add_argument("--root", type=Path, default=argparse.SUPPRESS, help="directory that holds the runs (runs)")
     return parser
 
 
@@ -269,12 +272,6 @@ def _resume(options: argparse.Namespace, hands: Hands) -> int:
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-def _list(options: argparse.Namespace, hands: Hands) -> int:
-    found = [report(run, hands.machine) for run in all_runs(options.root)]
-    screens.show_table(found, options.root)
-    return 0
-
-
 def _status(options: argparse.Namespace, hands: Hands) -> int:
     seeds = runs_of(options.name, options.root) if options.name is not None else []
     if seeds and not (options.root / options.name).exists():
@@ -286,9 +283,11 @@ def _status(options: argparse.Namespace, hands: Hands) -> int:
         else:
             screens.show_facts(found)
         return 0
-    if not options.json:
-        return _list(options, hands)
-    print(json.dumps([report(run, hands.machine).as_dict() for run in all_runs(options.root)], indent=2))
+    every = [report(run, hands.machine) for run in all_runs(options.root)]
+    if options.json:
+        print(json.dumps([one.as_dict() for one in every], indent=2))
+    else:
+        screens.show_table(every, options.root)
     return 0
 
 
