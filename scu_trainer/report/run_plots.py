@@ -27,6 +27,7 @@ SAME_SCORE = 0.002
 """Share by which an evaluation in batches and the scoring of documents differ in rounding and means."""
 FAR_LIMIT = 2.5
 """A limit this many times the peak is reported in words: drawn, it would flatten everything else."""
+MOST_NAMED = 8
 
 Draw = Callable[[Sequence[RunFiles]], list[Panel]]
 
@@ -42,20 +43,29 @@ def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
         ("rate", "Learning rate and gradient", partial(_logged_panels, figures=RATES), why_no_loss),
     )
     loss, *others = (_plot(key, title, draw, why, runs) for key, title, draw, why in kinds)
-    said = [f"{_of(run, runs)}{why}" for run in runs if (why := why_half_a_loss(run))]
+    said = _said(runs, why_half_a_loss, is_alone=len(runs) == 1)
     return [replace(loss, notes=[*dict.fromkeys([*loss.notes, *said])]), *others]
 
 
 def _plot(key: str, title: str, draw: Draw, why: Callable[[RunFiles], str], runs: Sequence[RunFiles]) -> Plot:
     panels = [panel for panel in draw(runs) if panel.lines or panel.bands]
     empty = [run for run in runs if not draw([run])]
-    notes = [f"{_of(run, runs)}{why(run)}" for run in empty]
+    notes = _said(empty, why, is_alone=len(runs) == 1)
     shown = [_without_needless_legend(panel) for panel in panels] if len(runs) == 1 else panels
     return Plot(key, title, shown, _alt(title, panels, runs), notes)
 
 
-def _of(run: RunFiles, runs: Sequence[RunFiles]) -> str:
-    return "" if len(runs) == 1 else f"{run.name}: "
+def _said(runs: Sequence[RunFiles], why: Callable[[RunFiles], str], is_alone: bool) -> list[str]:
+    """Each reason once, after the names of its runs; a run without a reason is not named."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(why(run), []).append(run.name)
+    return [reason if is_alone else f"{_named(of)}: {reason}" for reason, of in names.items() if reason]
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _without_needless_legend(panel: Panel) -> Panel:
