@@ -168,7 +168,8 @@ def _registered(run: Run, child: Any, hands: Hands) -> RunRecord:
 
 
 def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
-    """The same command again, in the same directory. Returns the record and the checkpoint that it goes on from."""
+    """The same command again, in the same directory, or in the current one where that is gone: a project may have been
+    moved. Returns the record and the checkpoint that it goes on from."""
     before = _own_record(run, "resumed")
     with FileLock(run.folder / "start.lock"):  # of two at once the second finds it alive
         seen = report(run, hands.machine)
@@ -182,8 +183,9 @@ def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
             raise SettingsError(f"processes of {run.name} are still ending; try again, or runs stop {run.name} --now")
         checkpoint = newest_checkpoint(run.path, seen.progress.step)
         require_room(run.path, NEEDED_BYTES, "--root")
-        same = {name: getattr(before, name) for name in ("flags", "options", "cwd", "environment")}
-        record = _record(hands, **same, starts=before.starts + 1, goes_on=True)
+        same = {name: getattr(before, name) for name in ("flags", "options", "environment")}
+        cwd = before.cwd if Path(before.cwd).is_dir() else str(Path.cwd())
+        record = _record(hands, **same, cwd=cwd, starts=before.starts + 1, goes_on=True)
         return _begin(run, record, hands), checkpoint
 
 

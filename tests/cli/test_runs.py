@@ -81,6 +81,22 @@ def test_from_start_to_resume(place, capsys):
     assert "long-2 starts over: there is no checkpoint" in capsys.readouterr().out
 
 
+def test_a_project_that_was_moved_goes_on_where_it_is_now(place, monkeypatch, capsys):
+    (place / "before").mkdir()
+    monkeypatch.chdir(place / "before")
+    assert typed("start", "--config", place / "recipes" / "long.yaml", "--max_ram_percent", "100") == 0
+    reaches("long", "running")
+    assert typed("stop", "long") == 0
+    (place / "before").rename(place / "now")
+    monkeypatch.chdir(place / "now")
+    capsys.readouterr()
+    assert typed("resume", "long") == 0
+    said = capsys.readouterr().out
+    assert f"long was started in {place / 'before'}, which is gone; paths now start from {place / 'now'}" in said
+    reaches("long", "running")
+    assert typed("stop", "long", "--now") == 0
+
+
 def test_each_seed_is_a_run_of_its_own_and_their_spread_is_told(place, capsys):
     (place / "job.yaml").write_text("max_steps: 2\nuse_cpu: true\nseeds: [0, 1]\n")
     started = ("start", "--config", "job.yaml", "--max_steps", "7", "--max_ram_percent", "100")

@@ -262,7 +262,10 @@ def _because(detail: str) -> str:
 
 def _resume(options: argparse.Namespace, hands: Hands) -> int:
     run = find(options.name, options.root)
+    before = run.record()
     record, checkpoint = resume(run, hands)
+    if before is not None and before.cwd != record.cwd:
+        screens.say(f"{run.name} was started in {before.cwd}, which is gone; paths now start from {record.cwd}")
     begins = f"resumes from {checkpoint}" if checkpoint else "starts over: there is no checkpoint"
     screens.say(f"{run.name} {begins}, process {record.process.pid}")
     _say_commands(options.name, options.root)
