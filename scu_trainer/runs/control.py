@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 import uuid
@@ -177,7 +178,13 @@ def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
             seen = report(run, hands.machine)
         if seen.state.is_alive:
             raise SettingsError(f"{run.name} is {seen.state.status} already; nothing to resume")
-        if seen.state.status in ("finished", "elsewhere", "unreadable"):
+        if seen.state.status == "elsewhere":
+            words = ["--config", str(run.config), "--output_dir", str(run.path), *before.flags]
+            raise SettingsError(
+                f"{run.name} cannot be resumed: {seen.state.detail}. If it has ended there, this resumes it here: "
+                f"scu-trainer train {shlex.join(words)}"
+            )
+        if seen.state.status in ("finished", "unreadable"):
             raise SettingsError(f"{run.name} cannot be resumed: {seen.state.detail or 'it is finished'}")
         if before.process is not None and not _all_gone(before, hands, ENDS_WITHIN_S):
             raise SettingsError(f"processes of {run.name} are still ending; try again, or runs stop {run.name} --now")

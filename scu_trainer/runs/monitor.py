@@ -63,8 +63,10 @@ def follow(run: Run, lines: int, machine: Machine, sleep: Callable[[float], None
 
 
 def _added(path: Path, read_bytes: int) -> tuple[str, int]:
-    """Whole lines after the first ``read_bytes``, and how far that is."""
-    if not path.is_file() or path.stat().st_size <= read_bytes:
+    """Whole lines after the first ``read_bytes``, and how far that is. A log that is shorter was rotated."""
+    size_bytes = path.stat().st_size if path.is_file() else 0
+    read_bytes = 0 if size_bytes < read_bytes else read_bytes
+    if size_bytes == read_bytes:
         return "", read_bytes
     with open(path, "rb") as file:
         file.seek(read_bytes)

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,20 @@ def test_a_project_that_was_moved_goes_on_where_it_is_now(place, monkeypatch, ca
     assert f"long was started in {place / 'before'}, which is gone; paths now start from {place / 'now'}" in said
     reaches("long", "running")
     assert typed("stop", "long", "--now") == 0
+
+
+def test_a_run_that_was_copied_from_another_machine_says_what_resumes_it_here(place, capsys):
+    assert typed("start", "--config", "recipes/long.yaml", "--max_steps", "7", "--max_ram_percent", "100") == 0
+    reaches("long", "running")
+    run = Run(Path("runs/long"), "long")
+    assert typed("stop", "long", "--now") == 0
+    run.change(process=replace(run.record().process, host="far"))
+    RunStatus(run.path / "run.json").update(status="running", error=None)
+    capsys.readouterr()
+    assert typed("resume", "long") == 2
+    said = capsys.readouterr().err
+    assert "it was started on far: only that machine can tell whether it is alive" in said
+    assert "scu-trainer train --config runs/long/background/config.yaml --output_dir runs/long --max_steps 7" in said
 
 
 def test_each_seed_is_a_run_of_its_own_and_their_spread_is_told(place, capsys):
@@ -200,6 +215,23 @@ def test_a_log_is_followed_to_the_last_word(by_hand):
             RunStatus(by_hand.path / "run.json").update(status="finished", pid=99999999)
 
     assert "".join(follow(by_hand, 1, Machine(), sleep)) == "three\nfour\nfive\n"
+
+
+def test_a_log_that_is_rotated_is_followed_from_its_new_beginning(by_hand):
+    RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid())
+    log = by_hand.path / "logs" / "train.log"
+    rotations = iter(
+        [lambda: log.write_text("new\n"), lambda: log.rename(f"{log}.1"), lambda: log.write_text("newer\n")]
+    )
+
+    def sleep(seconds):
+        rotate = next(rotations, None)
+        if rotate is None:
+            RunStatus(by_hand.path / "run.json").update(status="finished", pid=99999999)
+        else:
+            rotate()
+
+    assert "".join(follow(by_hand, 1, Machine(), sleep)) == "three\nnew\nnewer\n"
 
 
 def test_the_monitor_ends_with_the_run_and_leaves_a_line_for_each_look(by_hand, capsys):
