@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -102,3 +103,13 @@ def test_a_place_where_no_folder_can_be_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"cannot be written \(Not a directory\)"):
         RunLock(tmp_path / "file" / "run")
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match=rf"new/{LOCK_FILE} cannot be written \(No space left on device\)"):
+        RunLock(tmp_path / "new")
+    assert not (tmp_path / "new").exists()

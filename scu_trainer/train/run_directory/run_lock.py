@@ -43,8 +43,14 @@ class RunLock:
             raise StorageError(
                 f"{run} is being written by {holder}; wait for it or stop it, or give this run another output_dir"
             )
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:  # it has no name of a file in it
+            self.release()
+            raise StorageError(
+                f"{run / LOCK_FILE} cannot be written ({error.strerror}); free some space or set another output_dir"
+            ) from error
 
     def release(self) -> None:
         """Closing twice is harmless. The name of the file stays: deleting it would race with the next start."""
