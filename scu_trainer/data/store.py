@@ -82,10 +82,13 @@ def write_arrow(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.Re
     batches = iter(batches)
     with _storage_errors(path.parent):
         writer = pyarrow.ipc.new_stream(str(path), schema)
-    with writer:
+    try:
         for batch in batches:  # outside the guard: what reading raises is not the disk's fault
             with _storage_errors(path.parent):
                 writer.write_batch(batch)
+    finally:
+        with _storage_errors(path.parent):
+            writer.close()
 
 
 def open_arrow(path: Path) -> datasets.Dataset:

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 
+import pyarrow
 import pytest
 
 from scu_trainer.data import default_cache_dir
-from scu_trainer.data.store import built_once, digest_of, open_arrow
+from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
 from scu_trainer.errors import StorageError
 
 KILLED = """
@@ -72,6 +73,13 @@ def test_a_folder_that_cannot_be_written_names_cache_dir(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="set cache_dir to another folder"):
         built_once(tmp_path / "file" / "folder", os.mkdir)
+
+
+def test_a_disk_that_is_full_when_rows_are_written_names_cache_dir(tmp_path):
+    schema = pyarrow.schema([("row", pyarrow.int64())])
+    (tmp_path / "rows.arrow").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match="cache_dir"):
+        write_arrow(tmp_path / "rows.arrow", schema, [pyarrow.record_batch([[1, 2]], schema=schema)])
 
 
 def test_a_full_disk_names_cache_dir(tmp_path, monkeypatch):
