@@ -74,8 +74,11 @@ def progress(run: Run, status: Mapping[str, Any]) -> Progress:
 
 
 def seconds(moment: Any) -> Optional[float]:
-    """Seconds since 1970 of a moment in ISO form."""
-    return datetime.fromisoformat(moment).timestamp() if isinstance(moment, str) else None
+    """Seconds since 1970 of a moment in ISO form; None for anything else."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except (TypeError, ValueError):
+        return None
 
 
 # -- ends of files -----------------------------------------------------------------------------------------------------

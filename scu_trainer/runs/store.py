@@ -24,6 +24,8 @@ FOLDER = "background"
 NAME = re.compile(r"[^\W_][\w.-]{0,63}")  # letters of any alphabet
 ENDED = ("stopped", "finished", "failed")
 """Statuses of run.json after which no process is expected."""
+TEXTS, NUMBERS = ("status", "error", "unit"), ("pid", "step", "max_steps", "loss", "eta_s")
+"""Of run.json, which other programs write, too, with other things in it."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,10 @@ class Run:
         found = read_json(path) if path.is_file() else {}
         if not isinstance(found, Mapping):
             raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
+        kinds = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, (int, float))}
+        for name, kind in kinds.items():
+            if found.get(name) is not None and not isinstance(found[name], kind):
+                raise StorageError(f"{path} holds {found[name]!r} as its {name}, which no run writes; move it away")
         return dict(found)
 
     def record(self) -> Optional[RunRecord]:

@@ -191,6 +191,27 @@ def test_why_a_run_died_stands_below_the_table(by_hand, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "by_hand: ValueError: no"
 
 
+@pytest.mark.parametrize(
+    "content", ['{"step": "x"}', '{"status": 3}', '{"loss": [1]}', '{"pid": "a", "updated": "now"}']
+)
+def test_what_another_program_calls_run_json_hides_no_other_run(by_hand, capsys, content):
+    other = by_hand.path.with_name("other")
+    other.mkdir()
+    (other / "run.json").write_text(content)
+    assert typed("list") == 0
+    said = capsys.readouterr().out
+    assert (
+        "│by_hand │ finished" in said
+        and "│other   │ unreadable" in said
+        and "which no run writes; move it away" in said
+    )
+
+
+def test_a_moment_that_is_none_is_not_known(by_hand, capsys):
+    (by_hand.path / "run.json").write_text('{"status": "finished", "updated": "now", "started": 5, "step": 3}')
+    assert typed("status", "by_hand") == 0 and "finished" in capsys.readouterr().out
+
+
 def test_no_runs_yet(place, capsys):
     assert typed("list") == 0
     assert "no runs in runs yet; scu-trainer runs start --config FILE" in capsys.readouterr().out
