@@ -119,6 +119,14 @@ def test_auto_starts_in_the_directory_of_a_run_that_saved_nothing_whole(tmp_path
     assert "without a usable checkpoint" in begun.line
 
 
+def test_auto_names_an_earlier_run_that_has_saved_more_than_the_last(tmp_path):
+    first = run_at(tmp_path / "run", updated_s=1.0, start_number=1)
+    newest = checkpoint(first, 100)
+    last = run_at(tmp_path / "run-2", step=3, updated_s=2.0, start_number=2, output_dir_asked_for="run")
+    assert start(first).output_dir == last and start(first).checkpoint is None
+    assert f"{first} is unfinished, too: --resume_from_checkpoint {newest} resumes that one" in start(first).line
+
+
 def test_auto_leaves_a_finished_run_and_a_foreign_directory_alone(tmp_path):
     finished = run_at(tmp_path / "run", "finished")
     checkpoint(finished, 4)

@@ -230,8 +230,18 @@ def _go_on(run: Path, request: Request) -> Start:
         _require_same_ranks(run, request.world_size)
     newest, skipped = newest_checkpoint(run, request.world_size, request.weights_only)
     if newest is None:
-        return Start(run, line=f"{run} holds a run without a usable checkpoint; it starts over there")
+        line = f"{run} holds a run without a usable checkpoint; it starts over there"
+        return Start(run, line=line + _saved_before(run, request))
     return Start(run, str(newest), going_on(newest, skipped))
+
+
+def _saved_before(run: Path, request: Request) -> str:
+    """Where the run that was started last has saved nothing, an earlier one may have."""
+    for other in sorted(_runs_of(request.output_dir), key=_start_order, reverse=True):
+        newest, _ = newest_checkpoint(other, request.world_size, request.weights_only)
+        if other != run and newest is not None and not _is_finished(other):
+            return f" ({other} is unfinished, too: --resume_from_checkpoint {newest} resumes that one)"
+    return ""
 
 
 def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
