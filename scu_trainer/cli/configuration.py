@@ -408,7 +408,8 @@ def _choose_evaluations(parser: HfArgumentParser, typed: Any, arguments: Sequenc
     """Set what early stopping needs as well, unless given; returns a note."""
     given = _given(arguments, field_names(parser))
     if typed.load_best_model_at_end and "save_steps" not in given:
-        parser.set_defaults(save_steps=STOCK_SAVE_STEPS)  # a share cannot be a multiple of eval_steps
+        typed.save_steps = STOCK_SAVE_STEPS  # a share cannot be a multiple of eval_steps
+        parser.set_defaults(save_steps=typed.save_steps)
     if typed.early_stopping_patience is None:
         return ()
     chosen = beside_early_stopping(vars(typed), given)

@@ -156,3 +156,9 @@ def test_the_command_says_why_the_run_ended(tmp_path, capsys):
     assert "early stopping" in printed and "eval_loss did not improve on" in printed
     figures = json.loads((tmp_path / "run" / "scu_metrics.json").read_text())["early_stopping"]
     assert figures["metric"] == "eval_loss" and figures["best_step"] < figures["step"] < 60
+
+
+def test_the_best_model_alone_is_saved_as_often_as_the_stock_trainer_does():
+    words = ["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--eval_steps", "250"]
+    job = read_job(None, words)
+    assert job.training.save_steps == 500 and "save_steps" not in job.changed_from
