@@ -14,6 +14,7 @@ import torch
 from scu_trainer.cli import train
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import RunStatus, write_json
+from scu_trainer.train.checkpoints.compatibility import changed_settings
 from scu_trainer.train.run_directory import resume as subject
 from scu_trainer.train.run_directory.resume import AUTO, Request, Start, decide, newest_checkpoint
 from scu_trainer.train.session import session
@@ -189,6 +190,17 @@ def test_the_same_run_goes_on_where_another_was_started_since(tmp_path, wanted, 
     run_at(tmp_path / "run-2", since, configuration={"seed": 2}, start_number=2, **{subject.ASKED_FOR: "run"})
     begun = decide(Request(wanted, tmp_path / "run", 1, configuration={"seed": 1}))
     assert (begun.output_dir, begun.checkpoint) == (tmp_path / "run", str(newest))
+
+
+@pytest.mark.parametrize("written", ["./rows.jsonl", "{}/rows.jsonl", "../{}/rows.jsonl"])
+def test_the_same_path_may_be_written_in_another_way(tmp_path, monkeypatch, written):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "others.jsonl"):
+        (tmp_path / name).touch()
+    now = written.format(tmp_path.name if written.startswith("..") else tmp_path)
+    assert changed_settings({"dataset": "rows.jsonl"}, {"dataset": now}) == {}
+    for other in ("others.jsonl", "gone.jsonl"):
+        assert changed_settings({"dataset": other}, {"dataset": now}) == {"dataset": (other, now)}
 
 
 def test_a_run_that_was_started_over_and_finished_is_not_taken_up_again(tmp_path):

@@ -7,8 +7,10 @@ says the consequence.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +112,15 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
     newer version has settings that the older one had not."""
     plain = json.loads(json.dumps(dict(now), default=str))
     names = [name for name in before if name in plain and name not in HARMLESS]
-    return {name: (before[name], plain[name]) for name in names if before[name] != plain[name]}
+    return {name: (before[name], plain[name]) for name in names if _differ(before[name], plain[name])}
+
+
+def _differ(before: Any, now: Any) -> bool:
+    """A path may be written in several ways."""
+    if before != now and isinstance(before, str) and isinstance(now, str):
+        with contextlib.suppress(OSError, ValueError):  # no path, or of something that is gone
+            return not os.path.samefile(before, now)
+    return before != now
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
