@@ -300,7 +300,7 @@ class LoopEvents(TrainerCallback):
         for loop in self.trainer.loops if args.should_save else ():
             if loop.history_file is not None:
                 stand_until = loop.rows_stand_until(state.global_step)
-                loop.history = opened(folder, loop.history_file, stand_until)
+                loop.history = opened(folder, loop.history_file, stand_until, begins=state.global_step == 0)
                 self._recording.append(loop)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
@@ -337,12 +337,12 @@ class LoopEvents(TrainerCallback):
             group["lr"] = rate * factor
 
 
-def opened(output_dir: str, name: str, step: int) -> History:
-    """The history file of a run that goes on after ``step``."""
+def opened(output_dir: str, name: str, step: int, begins: bool) -> History:
+    """The history file of a run that goes on after ``step``, an epoch where rows are of epochs, or ``begins``."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     history = History(Path(output_dir) / name)
     dropped = history.truncate_after(step)
-    if dropped and step == 0:
+    if dropped and begins:
         logger.warning(
             "removed the %d rows of %s in %s, which are of an earlier training: this one writes its own. To keep both, "
             "give each an output_dir of its own", dropped, name, output_dir,

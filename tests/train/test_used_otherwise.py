@@ -16,7 +16,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge
-from tests.tiny import Examples, Rows, UnevenRows, arguments, llama, pad, same, weights_of
+from tests.tiny import Examples, Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
 from tests.train.test_off_is_stock import BareLoss, Points, tensors, untimed
 
 LOOPS = {
@@ -179,6 +179,14 @@ def test_the_second_training_has_its_own_statistics(tmp_path, caplog):
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert rows[-1]["tokens"] == firsts[2]
     assert read_json(tmp_path / "scu_config.json")["tokens_n"] == trainer.regularizer.progress.tokens_n
+
+
+def test_a_run_that_goes_on_in_its_first_epoch_is_no_earlier_training(tmp_path, caplog):
+    saves = {"curriculum": CurriculumSettings("none"), "save_strategy": "steps", "save_steps": 3, "max_steps": 9}
+    trained(llama(), tmp_path, **saves)  # its first epoch is eight steps
+    assert len(read_rows(tmp_path / "curriculum.json")) > 0
+    trained(llama(), tmp_path, resume=str(tmp_path / "checkpoint-3"), **saves)
+    assert "of an earlier training" not in caplog.text
 
 
 def test_skipped_steps_and_notices_are_those_of_the_last_training(tmp_path):

@@ -27,7 +27,7 @@ class LogHistoryCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            self.history = opened(args.output_dir, LOG_FILE, state.global_step)
+            self.history = opened(args.output_dir, LOG_FILE, state.global_step, begins=state.global_step == 0)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.history is not None and state.log_history:
