@@ -248,6 +248,8 @@ def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(ev
         (["--tasks", "without_data"], "the data of task without_data cannot be read: "),
         (["--tasks", ","], "tasks is empty"),
         (["--limit", "3"], "limit is for tasks of lm-evaluation-harness; add --tasks NAME"),
+        (["--limit", "3"], "max_eval_documents is the most held-out documents"),
+        (["--batch_size", "3"], "batch_tokens is the size of a forward pass over held-out data"),
         (["--tasks", "first_or_second", "--limit", "2.5"], "limit is 2.5; give a whole number of questions"),
         (
             ["--tasks", "first_or_second", "--stride", "9"],

@@ -240,6 +240,14 @@ def test_a_target_in_reach_is_not_talked_about():
     assert notices_of(started(sigma=0.5, max_steps=4000), 80) == []
 
 
+def test_a_run_that_ends_while_s_is_still_let_up_says_so():
+    slow, quick = ({"max_steps": 24, "sigma": 0.05, "time_constant": steps} for steps in (10.0, 2.0))
+    (notice,) = notices_of(started(**slow), 24)
+    assert notice.startswith("SCU slowed S before its target: S is ")
+    assert "(10 steps); lower scu_time_constant, or train longer" in notice
+    assert notices_of(started(**quick), 24) == []
+
+
 def test_lost_control_is_said_once_with_the_way_out():
     notices = notices_of(started(max_shrink=1e-6), 3 * STUCK_DECISIONS, move=lambda step: 0.05)
     assert len(notices) == 1

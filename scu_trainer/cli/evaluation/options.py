@@ -17,6 +17,11 @@ HOW_TO_SCORE = {
     "confidence": Allowed(above=0, below=1),
     "resamples": Allowed(least=1),
 }
+ELSEWHERE = {
+    "batch_size": "; batch_tokens is the size of a forward pass over held-out data",
+    "limit": "; max_eval_documents is the most held-out documents",
+}
+"""Options of the harness that may have been meant for held-out data, and what has that effect there."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ class HarnessOptions:
         typed = [name for name in typed if getattr(self, name) is not False]  # 0 is typed
         require(
             self.tasks is not None or not typed,
-            f"{typed and typed[0]} is for tasks of lm-evaluation-harness; add --tasks NAME, or drop it",
+            f"{typed and typed[0]} is for tasks of lm-evaluation-harness; add --tasks NAME, or drop it"
+            f"{ELSEWHERE.get(typed[0], '') if typed else ''}",
         )
         require(self.tasks is None or bool(self.names), "tasks is empty; give names separated by commas")
         limit = self.limit

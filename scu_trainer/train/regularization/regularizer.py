@@ -267,7 +267,14 @@ class Regularizer:
             self.progress.outlook_done = True
             return
         if self.state.lam > 0 and self.law.name == "model":
-            return  # close enough to be braked: growth no longer tells where S would go by itself
+            # Braked: growth no longer tells where S would go by itself.
+            if seen.step >= last and self.state.s_ema < (1 - BAND) * self.state.target_s:
+                self._notice(
+                    f"SCU slowed S before its target: S is {self.state.s_ema:.3g} after {last} steps, below the target "
+                    f"{self.state.target_s:.3g}, because S is let up to it over a few times scu_time_constant "
+                    f"({self.law.time_constant:g} steps); lower scu_time_constant, or train longer"
+                )
+            return
         if self.progress.milestone is None:
             if seen.step >= OUTLOOK_STEPS:
                 self.progress.milestone = [seen.step, y]
