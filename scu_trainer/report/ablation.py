@@ -119,6 +119,8 @@ def _differences(found: Comparison) -> Plot:
 
 
 def _interval_plot(key: str, title: str, panel: str, label: str, rows: Sequence[ValueRange], zero: bool) -> Plot:
+    if not rows:
+        return Plot(key, title, notes=("there is one arm, and nothing to compare it with",))
     if not any(row.points or row.value is not None for row in rows):
         return Plot(key, title, notes=("no run has finished yet, so there is nothing to draw",))
     said = [

@@ -229,7 +229,7 @@ def test_typed_flags_give_way_to_recommended_ones():
 
 
 def written(folder, name, estimate) -> None:
-    (folder / name).mkdir()
+    (folder / name).mkdir(parents=True)
     (folder / name / "scu_metrics.json").write_text(json.dumps({"memory_estimate": estimate}))
 
 
@@ -244,6 +244,12 @@ def test_accuracy_compares_runs_that_have_both_figures(tmp_path, capsys):
     assert plan.main(["--accuracy", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "+10.0%" in shown and "-25.0%" in shown and shown.index("far") < shown.index("near")
+
+
+def test_accuracy_finds_the_runs_of_several_seeds(tmp_path, capsys):
+    written(tmp_path, "job/runs/job-seed0", {"predicted_peak_bytes": 110, "measured_peak_bytes": 100})
+    assert plan.main(["--accuracy", str(tmp_path)]) == 0
+    assert "1 run: median error 10.0%" in capsys.readouterr().out
 
 
 def test_accuracy_of_no_runs(tmp_path, capsys):

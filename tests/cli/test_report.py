@@ -130,6 +130,7 @@ def test_what_is_no_run_is_refused_with_what_is_allowed(capsys, tmp_path):
     make_run(tmp_path / "runs" / "first")
     assert "holds none of run.json" in refused(capsys, tmp_path / "empty")
     assert "it holds runs: first; give one of them" in refused(capsys, tmp_path / "runs")
+    assert f"as {tmp_path / 'runs' / 'first'}" in refused(capsys, tmp_path), "the folder of a sweep"
     assert "did you mean 'first'" in refused(capsys, "frist", "--root", tmp_path / "runs")
     assert "is given twice" in refused(capsys, tmp_path / "runs/first", tmp_path / "runs" / ".." / "runs" / "first")
     assert "not a number of seconds" in refused(capsys, tmp_path / "runs/first", "--watch", "0")

@@ -395,6 +395,14 @@ def test_arms_of_a_comparison_are_told_apart_and_have_their_targets():
     assert [level.label for level in panel.levels] == ["target 0.01 of arm-3", "target 0.1"]
 
 
+def test_several_seeds_of_one_job_have_no_differences():
+    job = {"arm": "job", "held_out_bpt": {"value": 6.8}}
+    content = {"arms": [{"name": "job"}], "runs": [], "table": [job], "seeds": [0, 1], "reference": "job"}
+    arms, paired, *_ = comparison_plots(Comparison(Path(), content, {}))
+    assert arms.panels and not paired.panels
+    assert paired.notes == ("there is one arm, and nothing to compare it with",)
+
+
 def test_a_run_that_the_comparison_left_out_is_no_point(made, tmp_path):
     folder = make_comparison(tmp_path / "study")
     content = json.loads((folder / "comparison.json").read_text())

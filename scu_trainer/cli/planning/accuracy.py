@@ -33,7 +33,7 @@ def accuracy(folder: Path, as_json: bool) -> int:
     """Raises StorageError if ``folder`` is none."""
     if not folder.is_dir():
         raise StorageError(f"{folder} is not a folder; give the one that holds the runs")
-    metrics = sorted({*folder.glob(METRICS), *folder.glob(f"*/{METRICS}")})
+    metrics = sorted(folder.glob(f"**/{METRICS}"))  # runs of several seeds, a search or a comparison lie deeper
     found = list(compared(metrics, folder))
     errors = [abs(one.error) for one in found]
     summary = {"runs": len(found), "without_both": len(metrics) - len(found)}

@@ -102,8 +102,9 @@ def _no_run(folder: Path, word: str, root: Path) -> str:
         known = [run.name for run in all_runs(root)]
         there = f"; runs in {root}: {_listed(known)}" if known else ""
         return f"{word} is not there{nearest(Path(word).name, known)}{there}; give the directory of a run"
-    inside = [path.name for path in sorted(folder.iterdir()) if is_run(path)] if folder.is_dir() else []
-    runs = f"; it holds runs: {_listed(inside)}; give one of them, as {folder / inside[0]}" if inside else ""
+    below = folder / "runs" if (folder / "runs").is_dir() else folder  # where a sweep keeps them
+    inside = [path.name for path in sorted(below.iterdir()) if is_run(path)] if below.is_dir() else []
+    runs = f"; it holds runs: {_listed(inside)}; give one of them, as {below / inside[0]}" if inside else ""
     files = ", ".join((STATUS_FILE, *BEGUN[:3], COMPARISON_FILE))
     return f"{folder} is not the directory of a run or comparison: it holds none of {files} and the like" + (
         runs or "; give a directory that scu-trainer train or compare wrote"
