@@ -359,6 +359,18 @@ def test_memory_is_compared_with_what_is_free(free_share, expected, tmp_path, mo
     assert ids(room.before_training(job, model, tmp_path, 10)) == ["memory-too-small"]
 
 
+@pytest.mark.parametrize(
+    ("task", "how"),
+    [
+        ("text-generation", "to loss, or to perplexity with greater_is_better: false"),
+        ("image-classification", "to loss, or to accuracy with greater_is_better: true"),
+    ],
+)
+def test_a_metric_is_proposed_with_its_direction(task, how):
+    job = job_of(task=task, eval_strategy="epoch", metric_for_best_model="f1")
+    assert [finding.fix for finding in surroundings._best_metric(job)] == [f"set metric_for_best_model {how}"]
+
+
 def test_a_limited_number_of_checkpoints_fills_no_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda path: 2**20)
     every = {"save_steps": 1, "max_steps": 1000}

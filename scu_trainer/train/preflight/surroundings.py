@@ -138,7 +138,10 @@ def _best_metric(job: Job) -> Iterator[Finding]:
     there = figures_of_evaluation(job)
     if name not in there:
         what = f"an evaluation gives {', '.join(there)}, and no {name}"
-        yield BEST_METRIC.found(what, "metric_for_best_model", f"set metric_for_best_model to {there[-1]} or loss")
+        other = next((name for name in LARGER_IS_BETTER if name in there), there[-1])
+        greater = str(other in LARGER_IS_BETTER).lower()
+        how = f"set metric_for_best_model to loss, or to {other} with greater_is_better: {greater}"
+        yield BEST_METRIC.found(what, "metric_for_best_model", how)
     wanted = {**dict.fromkeys(SMALLER_IS_BETTER, False), **dict.fromkeys(LARGER_IS_BETTER, True)}.get(name)
     if wanted is not None and bool(training.greater_is_better) != wanted:
         sense = "larger" if wanted else "smaller"
