@@ -40,7 +40,7 @@ class Guard:
             self._check(scope, Headers(scope=scope))
         except BadRequest as refused:
             return await refused.response()(scope, receive, send)
-        await self.app(scope, receive, send)
+        await self.app({**scope, "method": _method(scope)}, receive, send)
 
     def _check(self, scope: Any, headers: Headers) -> None:
         if self._hosts is not None:
@@ -50,7 +50,7 @@ class Guard:
         route = MODELS if scope["path"].startswith(f"{MODELS}/") else scope["path"]  # of one model by its name
         if route not in ROUTES:
             raise BadRequest(f"{scope['path']} is not served; available: {', '.join(ROUTES)}", status=404)
-        if scope["method"] != ROUTES[route]:
+        if _method(scope) != ROUTES[route]:
             raise BadRequest(f"{scope['path']} takes only {ROUTES[route]}", status=405)
 
     def _check_stranger(self, hosts: Collection[str], headers: Headers) -> None:
@@ -67,3 +67,8 @@ class Guard:
                 code="invalid_api_key",
                 status=401,
             )
+
+
+def _method(scope: Any) -> str:
+    """HEAD is GET without a body, which uvicorn leaves out."""
+    return "GET" if scope["method"] == "HEAD" else scope["method"]

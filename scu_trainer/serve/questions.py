@@ -13,6 +13,9 @@ from typing import Any, Optional
 
 from transformers import GenerationConfig
 
+from scu_trainer.data.messages import REASONING
+from scu_trainer.data.records import Chat
+from scu_trainer.data.text.rendering import rendered_away
 from scu_trainer.errors import DataError, SettingsError, nearest
 from scu_trainer.serve.errors import BadRequest
 from scu_trainer.serve.guard import CHAT
@@ -34,11 +37,22 @@ WITHOUT_EFFECT = (
     "stream_options",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_retention",
 )
 """Notes of the client to itself or to a cache, and the count of tokens at the end of a stream, which is always sent."""
 
 NEUTRAL = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
 """Values that ask for what is done anyway. So do null, 0, false, and what is empty."""
+
+ZERO_ASKS = ("n", "best_of", "logprobs")
+"""Fields whose 0 is not nothing: ``logprobs: 0`` asks for the probability of each token."""
+
+DRAWS_FROM_ALL = {"top_p": 1, "top_k": 0}
+"""What programs send along without asking for draws."""
+
+MOST_STOPS, LONGEST_STOP = 4, 64
+"""Strings, as OpenAI has it, and letters of each: transformers compares each letter with the whole vocabulary, which
+takes 4 s for 64 letters and 128,000 words on one core."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,8 @@ class Asker:
         self.check_model(body.get("model"))
         _check_fields(body)
         numbers = {name: _number(body, name, kind) for name, kind in NUMBERS.items() if body.get(name) is not None}
+        if body.get(foreign := "prompt" if path == CHAT else "messages"):
+            raise BadRequest(f"{path} takes no {foreign}", foreign)
         if path == CHAT:
             asked = {"messages": _messages(body.get("messages"))}
             token_ids = self._encoded(asked["messages"])
@@ -89,13 +105,33 @@ class Asker:
 
     def _encoded(self, messages: list[Message]) -> list[int]:
         try:
-            return self.talker.encoded(messages)
+            token_ids = self.talker.encoded(messages)
         except DataError as error:
             raise BadRequest(str(error), "messages") from error
+        self._check_rendered(messages)
+        return token_ids
+
+    def _check_rendered(self, messages: list[Message]) -> None:
+        """Raises BadRequest for what the model would not see. Reasoning of earlier turns may be left out by a template
+        that knows of reasoning, as the models do."""
+        text = self.talker.rendered(messages)
+        missing = [*rendered_away(Chat(messages, prompt_turns=len(messages)), text, learns_prompt=False)]
+        template = str(self.talker.tokenizer.chat_template)
+        if "reasoning" in missing and any(name in template for name in REASONING):
+            missing.remove("reasoning")
+        unnamed = [{what: said for what, said in message.items() if what != "name"} for message in messages]
+        if unnamed != messages and self.talker.rendered(unnamed) == text:
+            missing.append("name")
+        if missing:
+            why = "its chat template leaves out" if self.talker.has_template else "it has no chat template for"
+            message = f"{self.name} would not see {', '.join(missing)}: {why} that; send the messages without it"
+            raise BadRequest(message, "messages")
 
     def _config(self, numbers: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
         if prompt_tokens == 0:
             raise BadRequest("the prompt is empty", "prompt")
+        if "temperature" not in numbers and not self.settings.config(self.talker).do_sample:
+            numbers = {name: value for name, value in numbers.items() if value != DRAWS_FROM_ALL.get(name)}
         try:
             settings = _settings(self.settings, numbers)
         except SettingsError as error:
@@ -142,7 +178,8 @@ def _settings(before: AnswerSettings, numbers: Mapping[str, Any]) -> AnswerSetti
 def _check_fields(body: Mapping[str, Any]) -> None:
     known = {*NUMBERS, *OTHERS, *WITHOUT_EFFECT}
     for name, value in body.items():
-        if name not in known and value and value != NEUTRAL.get(name):
+        asks = value or (name in ZERO_ASKS and value is not None and value is not False)
+        if name not in known and asks and value != NEUTRAL.get(name):
             raise BadRequest(f"{name} is not offered by this server; leave it out", name)
 
 
@@ -169,6 +206,8 @@ def _stop(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise BadRequest("stop must be a string or a list of strings", "stop")
+    if len(texts) > MOST_STOPS or max(map(len, texts)) > LONGEST_STOP:
+        raise BadRequest(f"stop may have up to {MOST_STOPS} strings of up to {LONGEST_STOP} letters", "stop")
     return texts
 
 
@@ -195,6 +234,10 @@ def _message(place: int, message: Any) -> Message:
     if more:
         raise BadRequest(f"{where} has {', '.join(more)}; this server takes role and content", where)
     own = {"reasoning_content": reasoning} if reasoning else {}
+    if name := message.get("name"):
+        if not isinstance(name, str):
+            raise BadRequest(f"{where}.name must be a string", where)
+        own["name"] = name
     return {"role": message["role"], "content": _text(where, message.get("content")), **own}
 
 

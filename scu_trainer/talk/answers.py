@@ -15,6 +15,9 @@ from scu_trainer.settings.base import require
 from scu_trainer.talk.model import Message, Talker
 from scu_trainer.train.step.prediction import Halving
 
+LOWEST_TEMPERATURE = 1e-30
+"""Logits divided by less can be more than a float32 holds."""
+
 GOOD_BEFORE_GROWTH = 8
 """Batches that fit one after the other before a larger one is tried again."""
 
@@ -37,6 +40,8 @@ class AnswerSettings:
             value = getattr(self, name)
             greedy = "; for greedy answers leave it out and set do_sample to false" if value == 0 else ""
             require(value is None or value > 0, f"{name} is {value}; it must be above 0{greedy}")
+        require(self.temperature is None or self.temperature >= LOWEST_TEMPERATURE,
+                f"temperature is {self.temperature}; the lowest is {LOWEST_TEMPERATURE:g}")  # fmt: skip
         require(self.top_p is None or 0 < self.top_p <= 1, f"top_p is {self.top_p}; allowed: above 0, up to 1")
         require(self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 or more")
         drawn = [name for name in ("temperature", "top_p", "top_k") if getattr(self, name) is not None]

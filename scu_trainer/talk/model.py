@@ -62,12 +62,18 @@ class Talker:
     def encoded(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt. Without a template the texts stand one after the other, to be gone on with."""
         if not self.has_template:
-            return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+            return self.tokenizer(self.rendered(messages))["input_ids"]
         try:
             found = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program, and says in its own words what it does not take
             raise DataError(f"the chat template of {self.name} does not take this conversation: {error}") from error
         return list(found["input_ids"])
+
+    def rendered(self, messages: Sequence[Message]) -> str:
+        """The text of a prompt, of a conversation that ``encoded`` takes."""
+        if not self.has_template:
+            return "\n".join(message["content"] for message in messages)
+        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
 
     def trimmed(self, messages: Sequence[Message], max_new_tokens: int) -> tuple[list[int], int]:
         """Ids of a prompt that leaves room for the answer, and how many of the oldest messages were dropped for it; a

@@ -81,6 +81,7 @@ REFUSED = {
     "the pages of FastAPI": ("/docs", "GET", {}, 404),
     "another method": (CHAT, "GET", {}, 405),
     "of another route": (MODELS, "OPTIONS", {}, 405),
+    "the head of an answer": (CHAT, "HEAD", {}, 405),
 }
 
 
@@ -88,6 +89,8 @@ REFUSED = {
 def test_what_is_refused(site, path, method, headers, status):
     answer = site.ask(path, method, headers)
     assert answer.status_code == status
+    if method == "HEAD":
+        return
     assert answer.json()["error"]["type"] == "invalid_request_error" and answer.json()["error"]["message"]
     assert "access-control-allow-origin" not in answer.headers
 
@@ -95,6 +98,7 @@ def test_what_is_refused(site, path, method, headers, status):
 def test_its_own_names_and_pages_are_answered(site):
     assert site.ask(MODELS).status_code == site.ask(MODELS, headers={"Origin": f"http://{HOST}"}).status_code == 200
     assert site.ask(HEALTH).json() == {"status": "ok"}
+    assert site.ask(HEALTH, "HEAD").status_code == site.ask(MODELS, "HEAD").status_code == 200, "monitors ask so"
 
 
 def test_one_model_is_found_by_its_name(site):
@@ -179,6 +183,16 @@ WRONG = {
     "a seed too large": ({"seed": 2**64}, 400, "seed", "64 bits"),
     "a word for a switch": ({"stream": "yes"}, 400, "stream", "true or false"),
     "stops that are none": ({"stop": ["a", 1]}, 400, "stop", "a string or a list of strings"),
+    "too many stops": ({"stop": [*"abcde"]}, 400, "stop", "up to 4 strings of up to 64 letters"),
+    "a stop that is compared for minutes": ({"stop": "a" * 65}, 400, "stop", "up to 4 strings of up to 64 letters"),
+    "no answers": ({"n": 0}, 400, "n", "n is not offered"),
+    "the probability of each token": ({"logprobs": 0}, 400, "logprobs", "not offered"),
+    "a number that logits cannot be divided by": ({"temperature": 1e-320}, 400, None, "the lowest is 1e-30"),
+    "a text beside messages": ({"prompt": "hello"}, 400, "prompt", "/v1/chat/completions takes no prompt"),
+    "a name that the template leaves out": (
+        {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, 400, "messages", "tiny would not see name",
+    ),
+    "a name that is none": ({"messages": [{"role": "user", "content": "x", "name": 7}]}, 400, "messages[0]", ".name"),
     "too long": ({"messages": [{"role": "user", "content": "x " * 200}]}, 400, "messages", "128 positions"),
 }  # fmt: skip
 
@@ -230,6 +244,38 @@ def test_the_reasoning_of_an_answer_may_be_sent_back_and_is_rendered(site, talke
     assert site.post(messages=answered).json()["usage"]["prompt_tokens"] == rendered
     answered[1].pop("reasoning_content")
     assert len(talker.encoded(answered)) < rendered
+
+
+TEMPLATE = "{% for message in messages if message.role in ('user', 'assistant') %}{{ message.content }}{% endfor %}"
+NAMED = "{% for message in messages %}{{ message.name }}: {{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "none"])
+def test_what_the_model_would_not_see_is_refused(talker, template):
+    talker.tokenizer.chat_template, site = template, Site(talker)
+    thought = [*HELLO, {"role": "assistant", "content": "yes", "reasoning_content": "they greet"}, *HELLO]
+    refused = site.post(messages=thought)
+    assert refused.status_code == 400 and "tiny would not see reasoning" in refused.json()["error"]["message"]
+    brief = site.post(messages=[{"role": "developer", "content": "be brief"}, *HELLO])
+    assert (brief.status_code == 200) == (template is None), "without a template all texts are gone on with"
+    assert template is None or "words of the role 'developer'" in brief.json()["error"]["message"]
+
+
+def test_what_a_template_renders_or_leaves_out_by_design_is_taken(talker):
+    talker.tokenizer.chat_template = NAMED
+    assert Site(talker).post(messages=[{**HELLO[0], "name": "Ann"}]).status_code == 200
+    talker.tokenizer.chat_template = TEMPLATE + "{% if not messages %}{{ messages[0].reasoning_content }}{% endif %}"
+    thought = [*HELLO, {"role": "assistant", "content": "yes", "reasoning_content": "they greet"}, *HELLO]
+    assert Site(talker).post(messages=thought).status_code == 200, "as Qwen3 does with turns before the last"
+
+
+def test_what_draws_from_all_tokens_does_not_make_a_greedy_server_draw(talker):
+    greedy = Site(talker).post().json()["choices"]
+    assert Site(talker).post(top_p=1, top_k=0).json()["choices"] == greedy
+    asker = Asker(talker, "tiny", AnswerSettings(do_sample=True, top_k=5, top_p=0.5))
+    asked, _ = asker.forwarded(CHAT, {"model": "tiny", "messages": HELLO, "top_p": 1, "top_k": 0})
+    config = json.loads(asked["generation_config"])
+    assert config["do_sample"] and config["top_k"] == 0 and config.get("top_p", 1) == 1
 
 
 def test_a_temperature_draws_and_zero_does_not(talker):
