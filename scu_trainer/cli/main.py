@@ -93,7 +93,9 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
         try:
-            return command(list(sys.argv[1:] if argv is None else argv), *given, **named)
+            code = command(list(sys.argv[1:] if argv is None else argv), *given, **named)
+            sys.stdout.flush()  # at the end of the process nobody would hear that it failed
+            return code
         except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -147,7 +149,11 @@ def plain_console(**options: Any) -> Console:
     """rich's, which prints brackets in a name as they are."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, **options)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # for ``guarded``, which is no failure; rich would exit with 1
+
+    return Plain(highlight=False, markup=False, **options)
 
 
 @contextlib.contextmanager

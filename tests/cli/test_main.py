@@ -1,6 +1,7 @@
 """What every command does before its own work."""
 
 import errno
+import os
 import subprocess
 import sys
 
@@ -65,3 +66,18 @@ def test_closed_streams_are_open_for_child_processes_and_take_every_name():
     said += "sys.exit(subprocess.run([sys.executable, '-c', child], check=False).returncode)"
     program = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", said]
     assert subprocess.run(program, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("printing", ["print('x')", "plain_console().print('x')"], ids=["plain", "rich"])
+def test_a_reader_of_a_pipe_that_has_seen_enough_is_no_failure(printing):
+    """Such as ``head -1``. What is printed last is written when the command ends."""
+    program = f"""
+import sys
+from scu_trainer.cli.main import guarded, plain_console
+sys.exit(guarded(lambda _: {printing} or 0)([]))
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as gone:
+        done = subprocess.run([sys.executable, "-c", program], stdout=gone, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
