@@ -164,6 +164,12 @@ def test_a_dry_run_writes_nothing(config, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_seeds_are_separated_as_arms_are(config, tmp_path, capsys):
+    more = ["--dry_run", "--seeds", "3,1", "2"]
+    assert compare.main(words(config, tmp_path / "out", *more), Hands(spawn=nothing_starts)) == 0
+    assert "x 3 seeds" in capsys.readouterr().out
+
+
 def test_the_list_of_arms_follows_the_job(config, capsys):
     assert compare.main(["--config", str(config), "--list", "--max_steps", "100"]) == 0
     shown = capsys.readouterr().out
@@ -174,8 +180,10 @@ def test_the_list_of_arms_follows_the_job(config, capsys):
     ("more", "said"),
     [
         (["--seed", "1"], "--seed is set by the comparison: each run has its own: give --seeds"),
+        (["--random_seed", "1"], "--seed is set by the comparison: each run has its own: give --seeds"),
         (["--no-scu"], "arms turn the loop on and off"),
         (["--seeds", "1", "1"], "seeds are 1 1; give different whole numbers"),
+        (["--seeds", "0,x"], "seeds are 0,x; give different whole numbers"),
         (["--confidence", "95"], "confidence is 95; it must be at least 0.5 and below 1, such as 0.95"),
         (["--jobs", "0"], "jobs is 0; it must be 1 or more"),
         (["--reference", "model"], "reference 'model' is not an arm; arms: none, fixed_3"),

@@ -135,6 +135,8 @@ def test_what_is_no_run_is_refused_with_what_is_allowed(capsys, tmp_path):
     assert "is given twice" in refused(capsys, tmp_path / "runs/first", tmp_path / "runs" / ".." / "runs" / "first")
     assert "not a number of seconds" in refused(capsys, tmp_path / "runs/first", "--watch", "0")
     assert "give the runs before --watch" in refused(capsys, "--watch", tmp_path / "runs/first")
+    message = refused(capsys, tmp_path / "runs/first", "--output", tmp_path / "page.html")
+    assert "names the folder of the report, not its page" in message and str(tmp_path / "page") in message
     assert "did you mean '--output'" in refused(capsys, tmp_path / "runs/first", "--otput", "x")
     assert "required: RUN" in refused(capsys)
     study = make_comparison(tmp_path / "study")

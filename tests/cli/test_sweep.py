@@ -91,6 +91,14 @@ def test_its_folder_under_the_name_of_other_commands(job, monkeypatch, tmp_path)
     assert cli(["sweep", *words, "--output", str(tmp_path / "out")]) == 0 and folders == [tmp_path / "out"]
 
 
+@pytest.mark.parametrize("flag", ["--seed", "--random_seed", "--random-seed"])
+def test_its_seed_under_the_name_of_another_program(job, monkeypatch, tmp_path, flag):  # noqa: F811
+    seeds = []
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: seeds.append(self.plan.settings["seed"]) or 0)
+    words = ["--config", str(job), "--search", "lr=1e-5:1e-3", "--output_dir", str(tmp_path / "out")]
+    assert cli(["sweep", *words, flag, "3"]) == 0 and seeds == [3]
+
+
 def test_a_broken_package_is_one_line_before_anything_runs(job, monkeypatch, tmp_path, capsys):  # noqa: F811
     (tmp_path / "broken/optuna").mkdir(parents=True)
     (tmp_path / "broken/optuna/__init__.py").write_text("raise ImportError('libodd.so: no such file')")

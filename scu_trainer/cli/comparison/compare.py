@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "--arms", nargs="+", metavar="ARM", help="arms, separated by commas or spaces; default: all forms below"
     )
     parser.add_argument("--arm", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help="an arm of your own")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    parser.add_argument("--seeds", nargs="+", default=["0", "1", "2"], metavar="N", help="default: 0 1 2")
     parser.add_argument(
         "--output_dir", "--output", default="runs/compare", metavar="FOLDER", help="default: runs/compare"
     )

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.cli.names.translation import name_of
+from scu_trainer.cli.names.known import known_names
+from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.errors import SettingsError, UserError, nearest
 from scu_trainer.hardware.probe import ram_bytes, usable_cores
 from scu_trainer.runs import room
@@ -46,13 +47,11 @@ OF_A_RUN = {
 def check_words(options: argparse.Namespace, flags: Sequence[str]) -> None:
     if options.config is None:
         raise SettingsError("--config is missing: give the YAML or JSON file of the job, or --table FOLDER")
-    for flag in flags:
-        name = name_of(flag).removeprefix("no_")
-        if flag.startswith("--") and name in OURS:
-            raise SettingsError(f"{flag} is set by the comparison: {OURS[name]}")
-    if len(set(options.seeds)) < len(options.seeds) or min(options.seeds) < 0:
-        seeds = " ".join(map(str, options.seeds))
-        raise SettingsError(f"seeds are {seeds}; give different whole numbers from 0 on, such as 0 1 2")
+    for typed, _ in flags_of(translated(flags, known_names())[0]):
+        name = typed.removeprefix("no_")
+        if name in OURS:
+            raise SettingsError(f"--{typed} is set by the comparison: {OURS[name]}")
+    options.seeds = _seeds(options.seeds)
     if not 0.5 <= options.confidence < 1:
         raise SettingsError(f"confidence is {options.confidence:g}; it must be at least 0.5 and below 1, such as 0.95")
     if options.jobs is not None and options.jobs < 1:
@@ -61,6 +60,14 @@ def check_words(options: argparse.Namespace, flags: Sequence[str]) -> None:
         raise SettingsError(
             "compare starts its runs itself, so it needs no launcher; type scu-trainer compare without one"
         )
+
+
+def _seeds(words: Sequence[str]) -> list[int]:
+    """Separated by commas or spaces, as arms are."""
+    found = [word for text in words for word in text.split(",") if word]
+    if not found or not all(word.isdecimal() for word in found) or len(set(map(int, found))) < len(found):
+        raise SettingsError(f"seeds are {' '.join(words)}; give different whole numbers from 0 on, such as 0 1 2")
+    return [int(word) for word in found]
 
 
 def refuse_push(push_to_hub: Any, each: str) -> None:

@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         "--trials", type=int, default=12, metavar="N", help="trials in addition to the job as it is; default: 12"
     )
     parser.add_argument("--output_dir", "--output", default="runs/sweep", metavar="FOLDER", help="default: runs/sweep")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the job and of the search; default: 0")
+    parser.add_argument(
+        "--seed", "--random_seed", type=int, default=0, help="seed of the job and of the search; default: 0"
+    )
     parser.add_argument(
         "--confirm_seeds", type=int, default=0, metavar="N",
         help="then train the job and the best again with this many other seeds, and judge by those; default: 0",

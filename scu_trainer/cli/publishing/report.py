@@ -40,6 +40,15 @@ def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
     options, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise SettingsError(f"unknown option {unknown[0]}{nearest(unknown[0], FLAGS)}; options: {', '.join(FLAGS)}")
+    if (
+        options.output is not None
+        and options.output.suffix.lower() in (".html", ".htm")
+        and not options.output.is_dir()
+    ):
+        raise SettingsError(
+            f"--output {options.output} names the folder of the report, not its page, which is {PAGE} in it; give a "
+            f"folder, such as --output {options.output.with_suffix('')}"
+        )
     require_packages("a report", "report", ("matplotlib",), loads=True)
     wanted = subjects.find(options.runs, options.root, waits=options.watch is not None)
     folder = options.output or _default_folder(wanted)
