@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Optional
 
@@ -37,7 +38,14 @@ from scu_trainer.data.readers import (
 )
 from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError, nearest
+from scu_trainer.figures import counted
 from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
+
+ABOUT_DATA = frozenset(
+    "dataset_info.json dataset_infos.json readme.txt license.txt licence.txt notice.txt requirements.txt md5sum.txt "
+    "md5sums.txt sha256sum.txt sha256sums.txt checksums.txt".split()
+)
+"""Files, in small letters, that say something of the data beside them."""
 
 MOST_FILES = 1_000_000  # in a folder; more is a whole disk, given by mistake
 MOST_KINDS = 20  # of files that are not read, in a line for a person
@@ -155,12 +163,16 @@ def _from_folder(
         return _from_saved(folder, wanted, settings, columns)
     visible, links = files_and_links(folder)
     files = [path for path in visible if kind_of(path) is not None]
-    names = [Path(shown_name(path)) for path in visible if kind_of(path) is None]
-    others = sorted({name.suffix or str(name) for name in names})[:MOST_KINDS]
+    files = [path for path in files if path.name.lower() not in ABOUT_DATA] or files
+    read = {*files}
+    names = [Path(shown_name(path)) for path in visible if path not in read]
+    others = sorted({(not kind_of(name) and name.suffix) or str(name) for name in names})[:MOST_KINDS]
     if not files:
         found = ", ".join([*others, *map(_shown_link, links[:MOST_NAMES])]) or "nothing"
         raise DataError(f"folder {folder} holds {found}; it needs files of the kinds {' '.join(SUFFIXES)}")
-    notes = (f"{len(names)} files of other kinds in {folder} were not read: {', '.join(others)}",) if names else ()
+    notes = (
+        (f"{counted(len(names), 'file')} of other kinds in {folder}, not read: {', '.join(others)}",) if names else ()
+    )
     notes += notes_of_links(links, folder)
     by_split, said = files_of_splits(files, folder)
     notes += said
@@ -215,7 +227,7 @@ def files_and_links(folder: Path) -> tuple[list[Path], list[Path]]:
 def notes_of_links(links: Sequence[Path], folder: Path) -> tuple[str, ...]:
     """A line for a person about links that were not followed."""
     named = ", ".join(map(_shown_link, links[:MOST_NAMES]))
-    said = f"{len(links):,} links in {folder} were not followed; what is only behind them is not read: {named}"
+    said = f"{counted(len(links), 'link')} in {folder}, not followed; what is only behind is not read: {named}"
     return (said,) if links else ()
 
 
@@ -232,7 +244,13 @@ def _from_files(name: str, files: list[Path], settings: DataSettings, will_split
 
 
 def _read_files(files: list[Path], text_column: str) -> Iterator[Record]:
-    return chain.from_iterable(read_file(path, text_column) for path in files)
+    """Places of files that share a name are told apart by their folders."""
+    often, top = Counter(path.name for path in files), os.path.commonpath([path.parent for path in files])
+    for path in files:
+        folder = os.path.relpath(path.parent, top) if often[path.name] > 1 else os.curdir
+        beside = "" if folder == os.curdir else f"{os.fsencode(folder).decode(errors='replace')}/"
+        for record in read_file(path, text_column):
+            yield record._replace(place=f"{beside}{record.place}") if beside else record
 
 
 def _from_text_file(name: str, path: Path, identity: list, text_column: str, will_split: bool) -> Source:

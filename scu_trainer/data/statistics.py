@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from scu_trainer.figures import counted
+
 MOST_EXAMPLES = 3  # per reason
 
 
@@ -111,20 +113,25 @@ class DataStatistics(Dropping):
         lines += [
             f"documents: {self.rows_read:,} read, {self.documents:,} for training{so_far}, "
             f"{self.eval_documents:,} held out",
-            f"training: {self.blocks:,} rows, {self.train_tokens:,} tokens, {self.supervised_tokens:,} learned{so_far}",
-            f"held out: {self.eval_rows:,} rows, {self.eval_tokens:,} tokens predicted",
+            f"training: {counted(self.blocks, 'row')}, {counted(self.train_tokens, 'token')}, "
+            f"{self.supervised_tokens:,} learned{so_far}",
+            f"held out: {counted(self.eval_rows, 'row')}, {counted(self.eval_tokens, 'token')} predicted",
         ]
         lines += [SourceStatistics(**source).line(so_far) for source in self.sources]
         if self.documents_cut:
-            lines.append(f"{self.documents_cut:,} documents are longer than a row and continue in the next ones")
+            longer = "1 document is" if self.documents_cut == 1 else f"{self.documents_cut:,} documents are"
+            lines.append(f"{longer} longer than a row; what does not fit continues in the next rows")
         if self.answers_cut:
+            cut = "1 conversation is" if self.answers_cut == 1 else f"{self.answers_cut:,} conversations are"
             lines.append(
-                f"{self.answers_cut:,} conversations are cut: their answers continue in a row without the question "
-                "(a larger block_size or packing: false leaves more of them whole)"
+                f"{cut} cut: answers continue in a row without their question (a larger block_size or packing: false "
+                "leaves more of them whole)"
             )
         lines += self._lines_of_losses(so_far)
         if self.heldout_duplicates:
-            lines.append(f"{self.heldout_duplicates:,} held-out documents are also in the training data, word for word")
+            twice = self.heldout_duplicates
+            held_out = "1 held-out document is" if twice == 1 else f"{twice:,} held-out documents are"
+            lines.append(f"{held_out} also in the training data, word for word")
         return [*lines, *self.notes]
 
     def lines_of_reading(self) -> list[str]:
@@ -132,9 +139,9 @@ class DataStatistics(Dropping):
         return [*self._lines_of_columns(), *self._lines_of_losses(""), *self.notes]
 
     def _lines_of_columns(self) -> list[str]:
-        lines = [f"read as: {name} ({count:,} rows)" for name, count in self.formats.items()]
+        lines = [f"read as: {name} ({counted(count, 'row')})" for name, count in self.formats.items()]
         if self.columns_not_used:
-            named = (f"{name} ({count:,} rows)" for name, count in self.columns_not_used.items())
+            named = (f"{name} ({counted(count, 'row')})" for name, count in self.columns_not_used.items())
             lines.append(f"unused columns: {', '.join(named)}")
         return lines
 
@@ -144,14 +151,13 @@ class DataStatistics(Dropping):
             for reason, count in sorted(self.rows_dropped.items())
         ]
         for what, count in self.rendered_away.items():
-            lines.append(f"the chat template leaves out {what}, in {count:,} conversations")
+            lines.append(f"the chat template leaves out {what}, in {counted(count, 'conversation')}")
         if self.empty_answers:
             lines.append(f"answers that say nothing, in conversations with others: {self.empty_answers:,}, not learned")
         for role, count in self.roles_not_known.items():
-            turns = "1 turn" if count == 1 else f"{count:,} turns"
             lines.append(
-                f"role {role!r} is not known ({turns}, first in {self.role_places[role]}): not learned; name it "
-                "assistant in the data if its words are to be learned"
+                f"role {role!r} is not known ({counted(count, 'turn')}, first in {self.role_places[role]}): not "
+                "learned; name it assistant in the data if its words are to be learned"
             )
         return lines
 
@@ -184,10 +190,10 @@ class SourceStatistics:
         """For a person."""
         asked = "" if self.asked_share is None else f"{self.asked_share:.2%} asked, "
         if not self.rows:  # streaming, before the first row
-            return f"source {self.name}: {asked}no row{so_far}, {self.eval_documents:,} documents held out"
+            return f"source {self.name}: {asked}no row{so_far}, {counted(self.eval_documents, 'document')} held out"
         return (
-            f"source {self.name}: {self.rows_read:,} rows read, {self.documents:,} documents for training, "
-            f"{self.eval_documents:,} held out; {asked}{self.row_share:.2%} of the rows ({self.rows:,}) and "
+            f"source {self.name}: {counted(self.rows_read, 'row')} read, {counted(self.documents, 'document')} for "
+            f"training, {self.eval_documents:,} held out; {asked}{self.row_share:.2%} of the rows ({self.rows:,}) and "
             f"{self.token_share:.2%} of the tokens learned ({self.supervised_tokens:,}){so_far}{self._repeated()}"
         )
 

@@ -75,7 +75,7 @@ def test_a_configuration_is_read_with_what_only_training_knows(look, tmp_path, f
 
 def test_the_export_is_what_training_gets(look, tmp_path, capsys):
     path = tmp_path / "rows.out"
-    assert f"rows as they are trained: {path}" in look("--export", path)
+    assert f"rows as trained: {path}" in look("--export", path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     tokenizer = embedded_tokenizer(tmp_path / "cache")
     learned = [text for row in rows for text in row["learned"]]

@@ -99,8 +99,8 @@ def test_class_folders(pets, tmp_path):
     (pets / "cat" / "notes.txt").write_text("no image")
     data = prepared(pets, tmp_path)
     assert data.label_names == ("cat", "dog") and data.statistics.per_class == {"cat": 6, "dog": 6}
-    assert data.statistics.eval == 4 and "1 files of other kinds" in " ".join(data.statistics.notes)
-    assert "were not read: .txt" in " ".join(data.statistics.notes)
+    assert data.statistics.eval == 4 and "1 file of other kinds" in " ".join(data.statistics.notes)
+    assert "not read: .txt" in " ".join(data.statistics.notes)
     assert "classes: 2 (cat, dog), 6 to 6 images each" in data.statistics.lines()
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_read_of_held_out_folders_is_named_as_well(pets, tmp_path):
         prepared(pets, tmp_path, eval_dataset=str(tmp_path / "both" / "test")),
     ):
         notes = "\n".join(data.statistics.notes)
-        assert notes.count("1 links in") == notes.count("1 files of other kinds") == 1
+        assert notes.count("1 link in") == notes.count("1 file of other kinds") == 1
 
 
 def test_names_that_are_no_text(pets, tmp_path):
@@ -296,7 +296,9 @@ def birds(tmp_path) -> Path:
 def test_split_without_classes_is_left_and_noted(birds, tmp_path):
     data = prepared(birds, tmp_path)
     assert (data.statistics.train, data.statistics.eval) == (6, 2)
-    assert any("birds/test has no folders of classes: 1 images" in note for note in data.statistics.notes)
+    assert any(
+        "birds/test has no folders of classes: not read: 1 image there" in note for note in data.statistics.notes
+    )
 
 
 def test_split_beside_training_is_not_looked_at_where_eval_dataset_is_given(birds, tmp_path):

@@ -68,7 +68,7 @@ def test_notes_of_a_mixture_from_the_cache_are_of_today(mixed, files, tmp_path):
     assert not mixed([files["code"], str(folder)]).statistics.notes
     (folder / "read.me").touch()
     [note] = mixed([files["code"], str(folder)]).statistics.notes
-    assert note == f"folder: 1 files of other kinds in {folder} were not read: .me"
+    assert note == f"folder: 1 file of other kinds in {folder}, not read: .me"
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_what_is_not_read_of_an_evaluation_folder_is_named_once(mixed, files, tm
     for streaming in (False, True):
         settings = {"eval_dataset": str(tmp_path / "held out"), "system_column": "sys", "streaming": streaming}
         lines = mixed(weighted(files, web=1, code=1), **settings).statistics.lines()
-        assert "\n".join(lines).count("1 files of other kinds") == 1
+        assert "\n".join(lines).count("1 file of other kinds") == 1
         assert len(lines) == len(set(lines))
 
 

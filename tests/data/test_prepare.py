@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -64,9 +65,7 @@ def test_what_lies_beside_the_data_is_named_as_it_is_now(prepared, jsonl, tmp_pa
     after = prepared(folder)
     assert not before.statistics.notes and after.fingerprint == before.fingerprint
     others, links = after.statistics.notes
-    assert others.endswith("were not read: .\N{REPLACEMENT CHARACTER}") and links.endswith(
-        f"more (a link to {tmp_path})"
-    )
+    assert others.endswith(", not read: .\N{REPLACEMENT CHARACTER}") and links.endswith(f"more (a link to {tmp_path})")
     (folder / "more").unlink(), (folder / os.fsdecode(b"a.\xff")).unlink()
     assert not prepared(folder).statistics.notes
 
@@ -109,6 +108,14 @@ def test_without_packing_long_documents_go_on_in_the_next_rows(prepared, jsonl, 
     predicted = [token for row in data.train for token in row["labels"] if token != -100]
     assert predicted == [*tokenizer(text)["input_ids"][1:], tokenizer.eos_token_id]
     assert data.statistics.documents_cut == 1
+
+
+def test_one_is_not_counted_as_many(prepared, jsonl):
+    rows = [{"text": "one two three four five six seven eight", "id": 1}, *({"text": "nine"} for _ in range(9))]
+    train, held_out = jsonl(rows, "train.jsonl"), jsonl([rows[1]], "eval.jsonl")
+    said = "\n".join(prepared(train, eval_dataset=str(held_out), block_size=64).statistics.lines())
+    assert "unused columns: id (1 row)" in said and "1 held-out document is also in the training data" in said
+    assert not re.search(r"(?<![\d,.])1 (rows|documents|tokens)", said), said
 
 
 def test_statistics_count_what_the_loss_counts(prepared, jsonl):

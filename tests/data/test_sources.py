@@ -85,7 +85,31 @@ def test_folder_reads_each_text_file_as_one_document(source, tmp_path):
     (folder / ".hidden.txt").write_text("hidden")
     result = source(folder)
     assert texts(result) == ["a", "b\n\n\n\nstill b", "c"]
-    assert result.notes == (f"1 files of other kinds in {folder} were not read: .png",)
+    assert result.notes == (f"1 file of other kinds in {folder}, not read: .png",)
+
+
+def test_files_that_describe_the_data_are_no_data(source, tmp_path, jsonl):
+    """As they lie in a folder that was downloaded from the Hub. Alone they are what was asked for."""
+    (tmp_path / "folder").mkdir()
+    jsonl([{"text": "a"}], "folder/rows.jsonl")
+    for name in ("dataset_infos.json", "LICENSE.txt", "sha256sums.txt"):
+        (tmp_path / "folder" / name).write_text('{"default": {"splits": {}}}')
+    result = source(tmp_path / "folder")
+    assert texts(result) == ["a"]
+    [note] = result.notes
+    assert note.endswith("not read: LICENSE.txt, dataset_infos.json, sha256sums.txt")
+    (tmp_path / "folder" / "rows.jsonl").unlink()
+    (tmp_path / "folder" / "dataset_infos.json").unlink()
+    assert len(texts(source(tmp_path / "folder"))) == 2
+
+
+def test_rows_of_files_of_one_name_are_told_apart(source, tmp_path, jsonl):
+    for folder in ("data/a/x", "data/b/x"):
+        (tmp_path / folder).mkdir(parents=True)
+        jsonl([{"text": folder}], f"{folder}/rows.jsonl")
+    jsonl([{"text": "alone"}], "data/b/more.jsonl")
+    places = [record.place for record in source(tmp_path / "data").read()]
+    assert places == ["a/x/rows.jsonl row 1", "more.jsonl row 1", "b/x/rows.jsonl row 1"]
 
 
 def test_links_that_a_folder_does_not_follow_are_named(source, tmp_path):
@@ -99,7 +123,7 @@ def test_links_that_a_folder_does_not_follow_are_named(source, tmp_path):
     result = source(folder)
     assert texts(result) == ["a", "b"]
     assert result.notes == (
-        f"2 links in {folder} were not followed; what is only behind them is not read: gone.jsonl (a link to "
+        f"2 links in {folder}, not followed; what is only behind is not read: gone.jsonl (a link to "
         f"nowhere.jsonl), more (a link to {elsewhere})",
     )
     (folder / "a.jsonl").unlink(), (folder / "c.jsonl").unlink()
@@ -116,7 +140,7 @@ def test_what_is_not_read_of_an_evaluation_folder_is_named(prepared, tmp_path, j
     (folder / "more").symlink_to(tmp_path)
     for settings in ({}, {"streaming": True}):
         notes = "\n".join(prepared(train, eval_dataset=str(folder), **settings).statistics.lines())
-        assert notes.count("1 files of other kinds") == notes.count("1 links in") == 1
+        assert notes.count("1 file of other kinds") == notes.count("1 link in") == 1
 
 
 def test_folder_with_files_named_by_split(source, tmp_path):

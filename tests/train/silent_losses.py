@@ -201,6 +201,14 @@ ROWS: tuple[tuple[str, str, Rows, dict[str, Any], str, bool], ...] = (
         "answer-not-read",
         False,
     ),
+    (
+        "contexts-not-read",
+        "answers as text, with what they are about beside them",
+        lambda i: {"text": f"It is {i}.", "context": f"The shelf has the number {i}."},
+        {},
+        "question-not-read",
+        False,
+    ),
     ("questions-alone", "text_column: question", _pair(), {"text_column": "question"}, "answer-not-read", False),
     (
         "arguments-that-are-no-json",

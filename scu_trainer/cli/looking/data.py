@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser, require_new_file
 from scu_trainer.errors import DataError, SettingsError
+from scu_trainer.figures import counted
 from scu_trainer.imports import without_collector
 from scu_trainer.shipped import recipe
 
@@ -121,14 +122,14 @@ def _seen(console, name, tokenizer, data, statistics, documents, shown, wanted) 
     from scu_trainer.cli.looking.shown import Look
 
     is_part = wanted is not None and len(documents) == wanted
-    sample = f"{'the first' if is_part else 'all'} {len(documents):,} documents of {name}"
+    sample = f"{'the first' if is_part else 'all'} {counted(len(documents), 'document')} of {name}"
     texts = tokenizer.batch_decode([document.input_ids for document in documents], skip_special_tokens=True)
     facts = facts_of(documents, texts)
     tokens, learned = int(facts.lengths.sum()), int(facts.learned.sum())
     lines = [
         *statistics.lines_of_reading(),
-        f"{statistics.rows_read:,} rows read, {len(documents):,} documents; {tokens:,} tokens, {learned:,} learned "
-        f"({learned / tokens:.0%})",
+        f"{counted(statistics.rows_read, 'row')} read, {counted(len(documents), 'document')}; {tokens:,} tokens, "
+        f"{learned:,} learned ({learned / tokens:.0%})",
     ]
     console.print(f"\n{sample}", style="bold", soft_wrap=True)
     for line in lines:
@@ -176,4 +177,4 @@ def _export(path: Path, model: ModelSettings, data: DataSettings, seed: int, tok
     of_model = {"seed": seed, "cache_dir": cache_dir, "model_name": named or "the embedded base"}
     prepared = prepare(packing.applied(data), tokenizer, **of_model)
     count = export(path, prepared.train, tokenizer)
-    console.print(f"{count:,} rows as they are trained: {path}", soft_wrap=True)
+    console.print(f"{counted(count, 'row')} as trained: {path}", soft_wrap=True)

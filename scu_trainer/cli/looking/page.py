@@ -9,6 +9,7 @@ import numpy
 from scu_trainer.cli.looking.facts import STRANGE, Facts, bar, histogram
 from scu_trainer.cli.looking.shown import Look, Stretch, excerpt
 from scu_trainer.data.text.encode import Document
+from scu_trainer.figures import counted
 from scu_trainer.report.page import Page, Section, Stretches, Table, Text, html
 
 BAR_WIDTH = 10
@@ -31,7 +32,7 @@ def data_page(look: Look, written: str) -> str:
 
 def _rows(shown: Sequence[tuple[Document, Sequence[Stretch]]]) -> list[Stretches | Text]:
     rows = [
-        Stretches(f"{document.name}: {len(document.input_ids):,} tokens", [tuple(part) for part in parts])
+        Stretches(f"{document.name}: {counted(len(document.input_ids), 'token')}", [tuple(part) for part in parts])
         for document, parts in shown
     ]
     return [Text("Marked text is learned; the rest is only read."), *rows]

@@ -13,6 +13,7 @@ from rich.text import Text
 from scu_trainer.cli.looking.facts import MOST_SHOWN, STRANGE, Facts, bar, histogram
 from scu_trainer.cli.looking.shown import Stretch, excerpt
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
+from scu_trainer.figures import counted
 
 LEARNED, OPEN, CLOSE = "bold green", "⟦", "⟧"
 BAR_WIDTH = 40
@@ -20,7 +21,7 @@ BAR_WIDTH = 40
 
 def print_row(console: Console, document: Document, parts: Sequence[Stretch]) -> None:
     learned = int((document.labels != NOT_LEARNED).sum())
-    console.print(f"\n{document.name}: {len(document.input_ids):,} tokens, {learned:,} learned", style="bold")
+    console.print(f"\n{document.name}: {counted(len(document.input_ids), 'token')}, {learned:,} learned", style="bold")
     console.print(_painted(console, parts), soft_wrap=True)
 
 

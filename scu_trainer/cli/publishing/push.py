@@ -15,6 +15,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import adapter_hash, add_merge_options, default_output, merge, merge_options
 from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.errors import HubError, ModelError, SettingsError
+from scu_trainer.figures import counted
 from scu_trainer.hub.card import CARD, base_license
 from scu_trainer.hub.facts import Facts, facts_of
 from scu_trainer.hub.files import Upload, require_shared_base, upload_of
@@ -144,7 +145,7 @@ def screen(upload: Upload, typed: argparse.Namespace, license: Optional[str]) ->
     visibility = "private" if typed.private else "public, unless it exists and is private"
     lines = [f"to {typed.repo_id}, branch {typed.revision or 'main'} ({visibility})", ""]
     lines += [f"  {item.path_in_repo:<{WIDTH}} {item.size_bytes:>15,} bytes" for item in upload.items]
-    total = f"{len(upload.items)} files, {readable(upload.size_bytes)}"
+    total = f"{counted(len(upload.items), 'file')}, {readable(upload.size_bytes)}"
     lines += [f"  {total:<{WIDTH}} {upload.size_bytes:>15,} bytes", ""]
     lines += _stay_lines(upload)
     lines.append(f"licence: {license or 'not stated; --license names one'}")

@@ -20,6 +20,7 @@ from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, show
 from scu_trainer.data.records import Record
 from scu_trainer.data.sources import files_and_links, notes_of_links, refuse_hub_settings
 from scu_trainer.errors import DataError, nearest
+from scu_trainer.figures import counted
 from scu_trainer.settings.base import short
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
@@ -95,7 +96,7 @@ def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool,
             notes += [f"{left} was not read" for left in folders[number:]]
             held_out = _of_classes(folder, found, skip_bad, source.label_names, labels)
             return replace(source, held_out=held_out, notes=tuple(notes))
-        notes.append(f"{folder} has no folders of classes: {len(found.files):,} images there were not read")
+        notes.append(f"{folder} has no folders of classes: not read: {counted(len(found.files), 'image')} there")
     return replace(source, notes=tuple(notes))
 
 
@@ -166,7 +167,7 @@ def _of_classes(
         numbers |= {name[:-2]: numbers[name] for name in whole}
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
     kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in found.ignored})[:MOST_KINDS])
-    ignored = (f"{len(found.ignored):,} files of other kinds in {folder} were not read: {kinds}",) if kinds else ()
+    ignored = (f"{counted(len(found.ignored), 'file')} of other kinds in {folder}, not read: {kinds}",) if kinds else ()
     return ImageSource(
         str(folder),
         ["folder", _digest(found.files), list(names)],

@@ -12,6 +12,7 @@ from scu_trainer.data import formats
 from scu_trainer.data.readers import kind_of, read_file
 from scu_trainer.data.sources import files_and_links
 from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.figures import counted
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
@@ -68,7 +69,10 @@ RENDERED_AWAY = Check(
 )
 LOOKS_LIKE = (
     (ANSWER_NOT_READ, (*formats.ANSWERS, "answers", "target", "targets", "reply", "reasoning", "tool_calls")),
-    (QUESTION_NOT_READ, (*formats.PROMPTS, *formats.SYSTEMS, *formats.CHAT_COLUMNS, *formats.TOOLS, "history")),
+    (
+        QUESTION_NOT_READ,
+        (*formats.PROMPTS, *formats.CONTEXTS, *formats.SYSTEMS, *formats.CHAT_COLUMNS, *formats.TOOLS, "history"),
+    ),
     (
         LABEL_NOT_READ,
         (*formats.LABELS, "labels", "score", "rating", "reward", "rank", "correct", "is_correct", "is_bad"),
@@ -106,9 +110,9 @@ def before_training(statistics: Any) -> Iterator[Finding]:
     for check, names in LOOKS_LIKE:
         for column in (column for column in statistics.columns_not_used if column.lower() in names):
             rows = statistics.columns_not_used[column]
-            yield check.found(f"{column!r} has a value in {rows:,} rows and is not read", f"column {column}")
+            yield check.found(f"{column!r} has a value in {counted(rows, 'row')} and is not read", f"column {column}")
     for what, count in statistics.rendered_away.items():
-        yield RENDERED_AWAY.found(f"{what}: left out of {count:,} conversations", "chat_template")
+        yield RENDERED_AWAY.found(f"{what}: left out of {counted(count, 'conversation')}", "chat_template")
 
 
 def _first_file(path: Path) -> Optional[Path]:
