@@ -3,7 +3,8 @@ given and do nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from scu_trainer.settings.base import changed, plain
 from scu_trainer.settings.curriculum import METHODS
@@ -39,8 +40,78 @@ WITHOUT_EFFECT = Check(
     "drop it, or change the other setting",
 )
 
-OF_MEMORY_CONTROL = ("target_headroom_gb", "gc_threshold_gb", "ram_threshold_gb", "pid_kp", "pid_ki", "pid_kd")
+OF_MEMORY_CONTROL = (
+    "target_headroom_gb", "gc_threshold_gb", "ram_threshold_gb", "pid_kp", "pid_ki", "pid_kd", "token_cap",
+    "min_batch_size", "max_batch_size",
+)  # fmt: skip
 OF_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+WITHOUT_ADAM = ("sgd", "rmsprop", "adagrad", "adafactor", "lomo", "adalomo")
+"""How the names of optimizers begin that do not read Adam's settings."""
+
+
+class Idle(NamedTuple):
+    """Fields that do nothing where ``is_idle``, because of ``why``. ``instead``: what to do."""
+
+    names: tuple[str, ...]
+    is_idle: Callable[[Job], bool]
+    why: str
+    instead: str = "drop it"
+
+
+IDLE = (
+    Idle(
+        ("warmup_steps",), lambda job: plain(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau"),
+        "this lr_scheduler_type starts at the full rate", "set lr_scheduler_type: constant_with_warmup, or drop it",
+    ),
+    Idle(
+        ("save_steps",), lambda job: plain(job.training.save_strategy) != "steps",
+        "save_strategy does not count steps", "set save_strategy: steps, or drop it",
+    ),
+    Idle(
+        ("logging_steps",), lambda job: plain(job.training.logging_strategy) != "steps",
+        "logging_strategy does not count steps", "set logging_strategy: steps, or drop it",
+    ),
+    Idle(
+        ("eval_delay",), lambda job: plain(job.training.eval_strategy) == "no", "eval_strategy is no",
+        "set eval_strategy: epoch, or drop it",
+    ),
+    Idle(
+        ("hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push"),
+        lambda job: not job.training.push_to_hub, "push_to_hub is false", "set push_to_hub: true, or drop it",
+    ),
+    Idle(
+        ("adam_beta1", "adam_beta2", "adam_epsilon"),
+        lambda job: plain(job.training.optim).startswith(WITHOUT_ADAM), "this optim does not read it",
+    ),
+    Idle(
+        ("optim_target_modules",), lambda job: not plain(job.training.optim).startswith(("galore", "apollo")),
+        "this optim does not read it",
+    ),
+    Idle(
+        ("length_column_name",), lambda job: job.training.train_sampling_strategy != "group_by_length",
+        "train_sampling_strategy is not group_by_length",
+    ),
+    Idle(
+        ("validation_split_percentage",), lambda job: job.data.eval_dataset is not None,
+        "eval_dataset is what is held out", "drop one of them",
+    ),
+    Idle(("sample_max_new_tokens",), lambda job: job.data.sample_prompts == 0, "sample_prompts is 0"),
+    Idle(("model_revision",), lambda job: job.model.model_name_or_path is None, "the model is the embedded base"),
+    Idle(
+        ("embedded_base_steps",), lambda job: job.model.model_name_or_path is not None,
+        "the model is not the embedded base",
+    ),
+    Idle(
+        ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+        lambda job: job.model.tuning != "qlora" or job.model.load_in_8bit, "no weights are stored in 4 bits",
+        "drop it, or set tuning: qlora without load_in_8bit",
+    ),
+    Idle(("divergence_factor",), lambda job: job.safety.divergence == "off", "divergence is off"),
+    Idle(
+        ("difficulty_alpha", "difficulty_window", "difficulty_stale_epochs"),
+        lambda job: not job.curriculum.methods, "curriculum is none",
+    ),
+)  # fmt: skip
 
 
 def before_loading(job: Job) -> Iterator[Finding]:
@@ -51,11 +122,19 @@ def before_loading(job: Job) -> Iterator[Finding]:
         yield GROUPS_BY_LENGTH.found("train_sampling_strategy: group_by_length", "train_sampling_strategy")
     if training.train_sampling_strategy == "sequential" and job.task.task != TEXT:
         yield NO_SHUFFLE.found("train_sampling_strategy: sequential", "train_sampling_strategy")
+    yield from _idle(job)
     yield from _idle_adapters(job)
     yield from _idle_numbers(job)
     yield from _idle_clipping(job)
     yield from _idle_memory(job)
     yield from _idle_curriculum(job)
+
+
+def _idle(job: Job) -> Iterator[Finding]:
+    for idle in IDLE:
+        given = [name for name in idle.names if name in job.changed_from]
+        if given and idle.is_idle(job):
+            yield WITHOUT_EFFECT.found(f"{', '.join(given)} given, and {idle.why}", ", ".join(given), idle.instead)
 
 
 def _idle_adapters(job: Job) -> Iterator[Finding]:
