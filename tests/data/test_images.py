@@ -71,7 +71,7 @@ def test_digits_are_enlarged_once_and_mapped(tmp_path):
     assert row["pixel_values"].shape == (3, 16, 16) and row["pixel_values"].dtype == numpy.uint8
     assert isinstance(data.train.pixels.base, numpy.memmap) or isinstance(data.train.pixels, numpy.memmap)
     said = " ".join(data.statistics.lines())
-    assert "8 x 8 pixels became 16 x 16 x 3" in said and "1,797 × L" in said
+    assert "8 x 8 pixels became 16 x 16 x 3" in said and "1,797 × gray" in said
 
 
 def test_without_scikit_learn_digits_name_the_package(tmp_path, monkeypatch):
@@ -372,12 +372,19 @@ def test_deep_pixels(pets, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "suffix"), [("L", "png"), ("RGBA", "png"), ("LA", "png"), ("P", "png"), ("CMYK", "jpg")]
+    ("mode", "suffix", "called"),
+    [
+        ("L", "png", "gray"),
+        ("RGBA", "png", "RGB with transparency"),
+        ("LA", "png", "gray with transparency"),
+        ("P", "png", "palette"),
+        ("CMYK", "jpg", "CMYK"),
+    ],
 )
-def test_other_channels_are_converted_as_stock_processors_do_it_and_counted(pets, tmp_path, mode, suffix):
+def test_other_channels_are_converted_as_stock_processors_do_it_and_counted(pets, tmp_path, mode, suffix, called):
     path = picture(pets / "cat" / f"9.{suffix}", seed=9, mode=mode)
     data = prepared(pets, tmp_path, validation_split_percentage=0.0)
-    assert any(f"1 × {mode}" in note for note in data.statistics.notes)
+    assert any(f"1 × {called}" in note for note in data.statistics.notes)
     with PIL.Image.open(path) as image:
         wanted = kind().processor(image, do_rescale=False, do_normalize=False)["pixel_values"][0]
     assert any(numpy.array_equal(data.train[k]["pixel_values"], wanted) for k in range(len(data.train)))
@@ -660,6 +667,18 @@ def test_an_image_in_several_rows_of_the_metadata_is_read_once_and_has_one_class
         prepared(folder, tmp_path)
 
 
+def test_a_column_of_labels_where_folders_are_the_classes(pets, tmp_path):
+    own = ImageSettings(label_column_name="breed")
+    assert any("label_column_name has no effect" in note for note in prepared(pets, tmp_path, own=own).statistics.notes)
+
+
+def test_a_class_that_nothing_is_held_out_of_is_named(pets, tmp_path):
+    picture(tmp_path / "more" / "cat" / "0.png", seed=1)
+    notes = prepared(pets, tmp_path, eval_dataset=str(tmp_path / "more")).statistics.notes
+    assert "no held-out image of 1 class: dog" in notes
+    assert not any("held-out image of" in note for note in prepared(pets, tmp_path).statistics.notes)
+
+
 def test_held_out_class_that_training_lacks(pets, tmp_path):
     for name in ("cat", "dog", "fox"):
         picture(tmp_path / "more" / name / "0.png", seed=zlib.crc32(name.encode()))
@@ -673,7 +692,7 @@ def test_held_out_class_that_training_lacks(pets, tmp_path):
 def test_named_class_without_training_images_is_refused_in_held_out_ones(tmp_path):
     saved = table(tmp_path / "a", [0, 1] * 4, ["no", "yes", "maybe"])
     other = table(tmp_path / "b", [0, 1, 2], ["no", "yes", "maybe"])
-    assert any("no training image of 1 classes: maybe" in note for note in prepared(saved, tmp_path).statistics.notes)
+    assert any("no training image of 1 class: maybe" in note for note in prepared(saved, tmp_path).statistics.notes)
     with pytest.raises(DataError, match=r"row 3: held-out image of a class that training lacks.*'maybe'"):
         prepared(saved, tmp_path, eval_dataset=str(other))
     data = prepared(saved, tmp_path, eval_dataset=str(other), skip_bad_rows=True)

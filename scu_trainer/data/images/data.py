@@ -226,9 +226,12 @@ def _count(
     statistics.train, statistics.eval = len(train), len(evaluated)
     counts = numpy.bincount(stored.labels[train], minlength=len(source.label_names)).tolist()
     statistics.per_class = dict(zip(source.label_names, counts, strict=True))
-    absent = [name for name, count in statistics.per_class.items() if not count]
-    if absent:
-        statistics.notes.append(f"no training image of {len(absent)} classes: {', '.join(absent[:5])}")
+    scored = numpy.bincount(held_out.labels[evaluated], minlength=len(source.label_names)).tolist()
+    for what, counts_of in (("training", counts), ("held-out", scored if len(evaluated) else [])):
+        absent = [name for name, count in zip(source.label_names, counts_of, strict=False) if not count]
+        if absent:
+            classes = "1 class" if len(absent) == 1 else f"{len(absent)} classes"
+            statistics.notes.append(f"no {what} image of {classes}: {', '.join(absent[:5])}")
     if source.held_out is None and not len(evaluated):
         statistics.notes.append("nothing is held out; raise validation_split_percentage or give an eval_dataset")
     statistics.compare(_contents(stored, train), _contents(held_out, evaluated))

@@ -28,8 +28,14 @@ NO_USABLE_LABEL = "image without a usable label"
 MODES = {1: "L", 3: "RGB"}
 """Pillow's name of gray and of colour, by channels."""
 
-CONVERTIBLE = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"))
-"""8 bits per channel or less. Deeper pixels (I, I;16, F) have no agreed range: turned into 8 bits they are clipped."""
+CONVERTIBLE = {
+    "1": "black and white", "L": "gray", "LA": "gray with transparency", "P": "palette",
+    "PA": "palette with transparency", "RGB": "RGB", "RGBA": "RGB with transparency", "RGBX": "RGB with padding",
+    "CMYK": "CMYK", "YCbCr": "YCbCr", "HSV": "HSV", "LAB": "LAB",
+}  # fmt: skip
+"""Pillow's names, and what a person calls them.
+
+8 bits per channel or less. Deeper pixels (I, I;16, F) have no agreed range: turned into 8 bits they are clipped."""
 
 NORMALISING = ("do_rescale", "do_normalize", "include_top")
 """Steps of image processors that change values and not places; EfficientNet's calls a second one include_top."""

@@ -168,6 +168,9 @@ def _of_classes(
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
     kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in found.ignored})[:MOST_KINDS])
     ignored = (f"{counted(len(found.ignored), 'file')} of other kinds in {folder}, not read: {kinds}",) if kinds else ()
+    if not found.is_table and tuple(columns) != LABEL_COLUMNS:
+        column = f"label_column_name has no effect: the classes of {folder} are its folders, and no table is read"
+        ignored = (*ignored, column)
     return ImageSource(
         str(folder),
         ["folder", _digest(found.files), list(names)],

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 import numpy
 import torch
 
-from scu_trainer.data.images.decode import MODES, NORMALISING, Pixels, decode_all
+from scu_trainer.data.images.decode import CONVERTIBLE, MODES, NORMALISING, Pixels, decode_all
 from scu_trainer.data.images.records import ImageSource
 from scu_trainer.data.statistics import Dropping
 from scu_trainer.data.store import built_once, digest_of
@@ -107,7 +107,11 @@ class StoredImages:
 
     def _conversions(self, name: str) -> Optional[str]:
         wanted = MODES[self.shape[0]]
-        found = [f"{count:,} × {mode}" for mode, count in sorted(self.about.modes.items()) if mode != wanted]
+        found = [
+            f"{count:,} × {CONVERTIBLE.get(mode, mode)}"
+            for mode, count in sorted(self.about.modes.items())
+            if mode != wanted
+        ]
         dropped = ", transparency dropped" if any(mode[-1:] == "A" for mode in self.about.modes) else ""
         return (
             f"{name}, turned into {'RGB' if wanted == 'RGB' else 'gray'}: {', '.join(found)}{dropped}"
