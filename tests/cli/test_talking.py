@@ -227,6 +227,17 @@ def test_answers_to_something_else_are_kept(folder, prompts, tmp_path, capsys):
     assert (tmp_path / "mine.jsonl").read_text() == "mine\n"
 
 
+def test_a_length_that_nobody_asked_for_gives_way_to_a_short_model(folder, prompts, tmp_path, capsys):
+    words = ["generate", folder, "--prompts", prompts, "--output", tmp_path / "a.jsonl", "--dtype", "float32"]
+    assert run(*words) == 0
+    assert "answers have up to 32 tokens, a quarter of the 128 positions" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and max(row["tokens"] for row in rows) <= 32
+    assert run(*words, "--max_new_tokens", "256", "--overwrite") == 2, "what was asked for is refused"
+    capsys.readouterr()
+    assert run(*words, "--max_new_tokens", "64") == 2 and "max_new_tokens changed since" in capsys.readouterr().err
+
+
 def test_a_mistake_leaves_no_file_and_costs_no_answers(folder, prompts, tmp_path, capsys):
     output = tmp_path / "a.jsonl"
     too_long = generate(folder, prompts, output, "--max_new_tokens", "1000")

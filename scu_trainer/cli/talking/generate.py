@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ def _parser() -> Parser:
                         help=f"most prompts at a time ({BATCH_ROWS}); fewer if memory is short")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="start over if the output already exists")
     add_options(parser, MAX_NEW_TOKENS)
+    parser.set_defaults(max_new_tokens=None)  # a length that nobody asked for gives way to a short model
     return parser
 
 
@@ -50,23 +51,37 @@ def main(argv: list[str]) -> int:
     if options.output.resolve() == options.prompts.resolve():
         raise SettingsError(f"--output is the file of the prompts, {options.prompts}; give another --output")
     require_writable(options.output.parent, "--output")
-    who = subject(options.run, options)
+    who, is_default = subject(options.run, options), options.max_new_tokens is None
+    options.max_new_tokens = MAX_NEW_TOKENS if is_default else options.max_new_tokens
     with quiet_stdout():
         from scu_trainer.talk.answers import Batches
         from scu_trainer.talk.prompts import read_prompts
 
         settings, rows = answer_settings(options), read_prompts(options.prompts)
-        written = Written(options.output, _asked(who, rows, settings), options.overwrite)
+        asked = _asked(who, rows, settings) | ({"max_new_tokens": None} if is_default else {})
+        written = Written(options.output, asked, options.overwrite)
         done = written.begin()
         for line in written.lines:
             print(line)
         model = talker(who) if done < len(rows) else None
         if model is not None:
+            settings = _fitting(settings, model) if is_default else settings
             batches = Batches(model, settings, options.batch_size)
             dropped = _write_all(written, model, batches, rows[done:], done)
             print("\n".join(_said(batches, dropped)), end="")
     print(f"{len(rows)} answers in {options.output}" + (f", {done} of them from before" if done else ""))
     return 0
+
+
+def _fitting(settings: Any, model: Any) -> Any:
+    """A quarter of the positions of a short model, as ``fitted`` keeps for an answer."""
+    quarter = settings.max_new_tokens if model.positions is None else max(1, model.positions // 4)
+    if quarter < settings.max_new_tokens:
+        print(
+            f"answers have up to {quarter} tokens, a quarter of the {model.positions} positions of {model.name} "
+            "(--max_new_tokens sets another number)"
+        )
+    return replace(settings, max_new_tokens=min(quarter, settings.max_new_tokens))
 
 
 def _write_all(written: Written, model: Any, batches: Any, rows: Sequence[PromptRow], first: int) -> int:
