@@ -244,7 +244,7 @@ def _from_files(name: str, files: list[Path], settings: DataSettings, will_split
 
 
 def _read_files(files: list[Path], text_column: str) -> Iterator[Record]:
-    """Places of files that share a name are told apart by their folders."""
+    """Places in files that share a name differ by their folders."""
     often, top = Counter(path.name for path in files), os.path.commonpath([path.parent for path in files])
     for path in files:
         folder = os.path.relpath(path.parent, top) if often[path.name] > 1 else os.curdir

@@ -4,7 +4,7 @@ given and do nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from scu_trainer.settings.base import changed, plain
 from scu_trainer.settings.curriculum import METHODS
@@ -111,7 +111,23 @@ IDLE = (
         ("difficulty_alpha", "difficulty_window", "difficulty_stale_epochs"),
         lambda job: not job.curriculum.methods, "curriculum is none",
     ),
+    Idle(
+        ("scu_kp", "scu_ki", "scu_integral_clamp", "scu_integral_leak"),
+        lambda job: _law(job) not in (None, "original"), "scu_law is not original",
+    ),
+    Idle(
+        ("scu_time_constant", "scu_growth_alpha"), lambda job: _law(job) not in (None, "model"), "scu_law is not model"
+    ),
+    Idle(("scu_lambda_init",), lambda job: _law(job) == "model", "scu_law is model, which finds lambda by itself"),
+    Idle(
+        ("scu_lambda_final", "scu_schedule"), lambda job: _law(job) not in (None, "schedule"),
+        "scu_law is not schedule",
+    ),
 )  # fmt: skip
+
+
+def _law(job: Job) -> Optional[str]:
+    return None if job.regularization is None else job.regularization.law
 
 
 def before_loading(job: Job) -> Iterator[Finding]:
