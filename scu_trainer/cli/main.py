@@ -92,13 +92,14 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
         _open_closed_streams()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
+        code = 0
         try:
             code = command(list(sys.argv[1:] if argv is None else argv), *given, **named)
             sys.stdout.flush()  # at the end of the process nobody would hear that it failed
             return code
         except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return code
         except OSError as error:
             line = _in_words(error)
             if line is None:

@@ -68,16 +68,20 @@ def test_closed_streams_are_open_for_child_processes_and_take_every_name():
     assert subprocess.run(program, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("printing", ["print('x')", "plain_console().print('x')"], ids=["plain", "rich"])
-def test_a_reader_of_a_pipe_that_has_seen_enough_is_no_failure(printing):
-    """Such as ``head -1``. What is printed last is written when the command ends."""
+@pytest.mark.parametrize(
+    ("printing", "code"), [("print('x')", 3), ("plain_console().print('x')", 0)], ids=["plain", "rich"]
+)
+def test_a_reader_of_a_pipe_that_has_seen_enough_is_no_failure(printing, code):
+    """Such as ``head -1``. What is printed last is written when the command has ended, with a code of its own."""
     program = f"""
 import sys
 from scu_trainer.cli.main import guarded, plain_console
-sys.exit(guarded(lambda _: {printing} or 0)([]))
+sys.exit(guarded(lambda _: {printing} or 3)([]))
 """
     reading, writing = os.pipe()
     os.close(reading)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open(writing, "wb") as gone:
-        done = subprocess.run([sys.executable, "-c", program], stdout=gone, stderr=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+        words = [sys.executable, "-c", program]
+        done = subprocess.run(words, stdout=gone, stderr=subprocess.PIPE, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (code, b"")

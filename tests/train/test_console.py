@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import sys
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,7 @@ from scu_trainer.figures import bits_of
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.session.session import console_of_run
 from tests.tiny import llama, same, trained, weights_of
 
 
@@ -77,3 +80,15 @@ def test_log_level_is_of_the_console(capsys, level, ours, theirs):
         logging.getLogger("transformers").info("what transformers says")
     printed = capsys.readouterr().err
     assert ("a warning of ours" in printed, "what transformers says" in printed) == (ours, theirs)
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_prints(monkeypatch, caplog):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        screen = console_of_run()
+        screen.print("step 1")
+        screen.print("step 2")
+        print("trained", flush=True)
+    assert caplog.text.count("the run goes on without it") == 1

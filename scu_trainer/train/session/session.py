@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -77,9 +78,17 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
         return _run(job, console or console_of_run(), own_log)
 
 
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """A run is worth more than its lines: it goes on where rich would exit."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        logger.warning("the reader of the output is gone (a pipe such as head or less); the run goes on without it")
+
+
 def console_of_run() -> Console:
     """Of the main process alone. Names of files are no markup."""
-    return Console(highlight=False, markup=False, quiet=not is_main_process())
+    return _Screen(highlight=False, markup=False, quiet=not is_main_process())
 
 
 def _show_as_asked(job: Job, log: RunLog) -> None:
