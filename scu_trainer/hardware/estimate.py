@@ -59,7 +59,7 @@ class MemoryEstimate:
         teacher: the weights of a larger model that is learned from.
         exchange: what processes keep to exchange gradients.
         overhead: what the allocator cannot use again.
-        libraries: their code and buffers, and the kernels they compile; on a GPU its context, which no allocator counts.
+        libraries: their code, buffers and compiled kernels; on a GPU its context, which no allocator counts.
     """
 
     weights: int

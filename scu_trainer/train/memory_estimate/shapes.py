@@ -14,7 +14,6 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step.micro_batch_sizer import busy_tokens
 
-
 WINDOWS_DRAWN = 64
 """Accumulation windows of random rows, to see how many sizes their micro-batches have."""
 
