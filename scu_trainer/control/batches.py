@@ -7,6 +7,7 @@ more than long ones (which a fixed number of rows per length-grouped batch would
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
@@ -111,14 +112,9 @@ def _filled(pool: np.ndarray, lengths: np.ndarray, budget_tokens: Optional[int],
 
 def _even_ends(tokens: Sequence[int], most_batches: int) -> list[int]:
     """Ends under the smallest budget that takes no more micro-batches, or the last one would be a crumb."""
-    low, high = 1, tokens[0] * len(tokens)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_ends(tokens, middle)) <= most_batches:
-            high = middle
-        else:
-            low = middle + 1
-    return _ends(tokens, low)
+    budgets = range(1, tokens[0] * len(tokens) + 1)
+    smallest = bisect.bisect_left(budgets, True, key=lambda budget: len(_ends(tokens, budget)) <= most_batches)
+    return _ends(tokens, budgets[smallest])
 
 
 def _ends(tokens: Sequence[int], budget_tokens: int) -> list[int]:

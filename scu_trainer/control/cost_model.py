@@ -15,8 +15,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, pairwise
+from itertools import combinations, pairwise
 from typing import Any, Optional
+
+import numpy as np
 
 CAPACITY = 32
 """Observations kept."""
@@ -32,6 +34,9 @@ LARGEST_EXTRAPOLATION = 8.0
 
 WORTHWHILE_RESIDUAL = 0.01
 """c is looked for only if a and b alone leave this relative error (root mean square)."""
+
+SMALLEST_DIFFERENCE = 1e-5
+"""Smallest singular value, as a share of the largest, of columns that can be told apart."""
 
 RECENT = 16
 """Observations whose residuals count for the margin."""
@@ -60,10 +65,6 @@ class Coefficients:
     fixed: float
     per_token: float
     per_square: float
-
-    @property
-    def are_allowed(self) -> bool:
-        return min(self.fixed, self.per_token, self.per_square) >= 0
 
     def bytes_of(self, tokens: float, quadratic: float) -> float:
         return self.fixed + self.per_token * tokens + self.per_square * quadratic
@@ -172,49 +173,21 @@ def _distance(one: Observation, other: Observation) -> float:
     return abs(math.log(one.tokens / other.tokens)) + abs(math.log(max(1, one.quadratic) / max(1, other.quadratic)))
 
 
-def _least_squares(observations: Sequence[Observation], columns: tuple[int, ...]) -> Coefficients:
+def _least_squares(observations: Sequence[Observation], columns: Sequence[int]) -> Coefficients:
     """Non-negative least squares in the named ``columns`` of (1, tokens, quadratic).
 
-    With three unknowns at most every subset can be tried: the best one without a negative coefficient is the optimum.
+    Where the plain solution has a negative coefficient, or cannot tell the columns apart, one of them is left out.
     """
-    table = [(1.0, seen.tokens, seen.quadratic, seen.bytes) for seen in observations]
-    scales = [max(column) for column in zip(*table, strict=True)]
-    scaled = [[number / scale for number, scale in zip(row, scales, strict=True)] for row in table]
-    moments = [[sum(row[i] * row[j] for row in scaled) for j in range(4)] for i in range(3)]
-    subsets = chain.from_iterable(combinations(columns, size) for size in range(1, len(columns) + 1))
-    solved = [_solution(moments, scales, subset) for subset in subsets]
-    allowed = [found for found in solved if found is not None and found.are_allowed]
-    return min(allowed, key=lambda found: _squares(found, observations))
-
-
-def _solution(moments: list[list[float]], scales: Sequence[float], columns: tuple[int, ...]) -> Optional[Coefficients]:
-    """Least squares in ``columns`` alone, by the normal equations. ``moments``, shape (3, 4): sums of products of the
-    scaled (1, tokens, quadratic) with the same and with the bytes."""
-    solution = _solve([[moments[i][j] for j in (*columns, 3)] for i in columns])
-    if solution is None:
-        return None
-    values = [0.0, 0.0, 0.0]
-    for column, value in zip(columns, solution, strict=True):
-        values[column] = value * scales[3] / scales[column]
-    return Coefficients(*values)
-
-
-def _solve(matrix: list[list[float]]) -> Optional[list[float]]:
-    """Gauss-Jordan elimination with pivoting of n rows of n + 1 numbers; None if the columns cannot be
-    distinguished."""
-    matrix = [list(row) for row in matrix]
-    smallest_pivot = 1e-9 * max(abs(row[i]) for i, row in enumerate(matrix))
-    for i in range(len(matrix)):
-        pivot = max(range(i, len(matrix)), key=lambda row: abs(matrix[row][i]))
-        if abs(matrix[pivot][i]) <= smallest_pivot:
-            return None
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        matrix[i] = [number / matrix[i][i] for number in matrix[i]]
-        for row in range(len(matrix)):
-            if row != i:
-                factor = matrix[row][i]
-                matrix[row] = [number - factor * own for number, own in zip(matrix[row], matrix[i], strict=True)]
-    return [row[-1] for row in matrix]
+    table = np.array([(1.0, *seen.shape, seen.bytes) for seen in observations])
+    scales = table.max(axis=0)
+    scaled, used = table / scales, list(columns)
+    solution, _, rank, _ = np.linalg.lstsq(scaled[:, used], scaled[:, 3], rcond=SMALLEST_DIFFERENCE)
+    if rank < len(used) or solution.min() < 0:
+        fits = [_least_squares(observations, fewer) for fewer in combinations(used, len(used) - 1)]
+        return min(fits, key=lambda fit: _squares(fit, observations))
+    found = np.zeros(3)
+    found[used] = solution * scales[3] / scales[used]
+    return Coefficients(*found.tolist())
 
 
 def _squares(fit: Coefficients, observations: Iterable[Observation]) -> float:

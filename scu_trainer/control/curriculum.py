@@ -134,8 +134,9 @@ def rest_of(
     ``done_micro_batches`` of all ranks of the ``old`` plan were delivered. Raises ValueError if nothing is left.
     """
     start = int(old.batches.ends[done_micro_batches - 1]) if done_micro_batches else 0
-    left = _first_occurrences(old.batches.order[start:])
-    left = left[~np.isin(left, old.batches.order[:start])]
+    done, rest = np.split(old.batches.order, [start])
+    left = rest[np.sort(np.unique(rest, return_index=True)[1])]  # a repeated row once
+    left = left[~np.isin(left, done)]
     cut = _cut(law, left, lengths, _stream(seed, old.epoch, CUT_REST, done_micro_batches))
     batches, repeated = cutting.for_ranks(cut, world)
     return replace(
@@ -251,10 +252,6 @@ def _cut(law: CurriculumConfig, ids: np.ndarray, lengths: np.ndarray, rng: np.ra
 
 def _stream(seed: int, epoch: int, *use: int) -> np.random.Generator:
     return np.random.default_rng([seed, epoch, *use])
-
-
-def _first_occurrences(ids: np.ndarray) -> np.ndarray:
-    return ids[np.sort(np.unique(ids, return_index=True)[1])]
 
 
 def _nothing_left(chosen: Selection) -> str:

@@ -214,10 +214,6 @@ def _original_law(law: ControllerConfig, state: ControllerState, seen: Measureme
     return replace(state, lam=lam, integral=0.0 if saturated else integral, saturated=saturated)
 
 
-def _fixed_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
-    return state
-
-
 def _schedule_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
     done = min(1.0, seen.step / max(1, law.max_steps))
     weight = done if law.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
@@ -227,7 +223,7 @@ def _schedule_law(law: ControllerConfig, state: ControllerState, seen: Measureme
 _LAWS: dict[str, Callable[[ControllerConfig, ControllerState, Measurement], ControllerState]] = {
     "model": _model_law,
     "original": _original_law,
-    "fixed": _fixed_law,
+    "fixed": lambda law, state, seen: state,
     "schedule": _schedule_law,
 }
 

@@ -49,7 +49,8 @@ def assess(steps: Sequence[int], s_values: Sequence[float], target_s: float, sat
     # On the way up lambda is at its floor because there is nothing to hold back yet; that is no trouble.
     judged = saturated[entered or 0 :]
     stuck = sum(bool(word) for word in judged) / len(judged) if judged else 0.0
-    settled = _settling_index(inside)
+    behind = 1 + max((i for i, ok in enumerate(inside) if not ok), default=-1)
+    settled = behind if behind < len(inside) else None
     return Tracking(
         target_s=target_s,
         final_s=s_values[-1] if s_values else 0.0,
@@ -60,13 +61,6 @@ def assess(steps: Sequence[int], s_values: Sequence[float], target_s: float, sat
         saturated_fraction=stuck,
         verdict=_verdict(settled, entered, overshot, errors),
     )
-
-
-def _settling_index(inside: Sequence[bool]) -> Optional[int]:
-    if not inside or not inside[-1]:
-        return None
-    outside = [i for i, ok in enumerate(inside) if not ok]
-    return outside[-1] + 1 if outside else 0
 
 
 def _verdict(settled: Optional[int], entered: Optional[int], overshot: Optional[int], errors: Sequence[float]) -> str:
