@@ -65,9 +65,12 @@ def choose_precision(
         raise SettingsError(f"{' and '.join(asked)} contradict each other; keep one of them")
     if not names:
         return _fastest(device)
-    name = names.pop()
-    _require_possible(name, device, next(iter(asked)))
-    return PrecisionChoice(name, f"{_in_words(name)} ({next(iter(asked))}{_warning(name, device)})")
+    name, who = names.pop(), next(iter(asked))
+    _require_possible(name, device, who)
+    is_slow = name == "bf16" and device.kind == "cpu" and not device.bf16
+    warning = "; this CPU has no instructions for it: slower than float32" if is_slow else ""
+    words = "arithmetic in the type of the weights" if name == "no" else f"{name} autocast"
+    return PrecisionChoice(name, f"{words} ({who}{warning})")
 
 
 def _asked(wanted: str, bf16: bool, fp16: bool, launcher: Optional[str]) -> dict[str, str]:
@@ -104,16 +107,6 @@ def _fastest(device: DeviceFacts) -> PrecisionChoice:
         return PrecisionChoice("fp16", "fp16 autocast (this GPU has no bf16)")
     here = {"cuda": "this GPU has neither bf16 nor fast fp16", "cpu": "this CPU has no bf16 instructions"}
     return PrecisionChoice("no", f"float32 ({here.get(device.kind, f'nothing is known about {device.kind}')})")
-
-
-def _in_words(name: str) -> str:
-    return "arithmetic in the type of the weights" if name == "no" else f"{name} autocast"
-
-
-def _warning(name: str, device: DeviceFacts) -> str:
-    if name == "bf16" and device.kind == "cpu" and not device.bf16:
-        return "; this CPU has no instructions for it: slower than float32"
-    return ""
 
 
 def tf32_default(device: DeviceFacts, wanted: Optional[bool] = None) -> Optional[bool]:

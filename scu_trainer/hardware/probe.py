@@ -5,6 +5,7 @@ torch is imported only by ``accelerators``, and only there can a probe take long
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import importlib.util
 import os
@@ -34,6 +35,15 @@ class Accelerator:
     name: str
     total_bytes: int
     free_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuUser:
+    """A process that holds memory of a GPU. ``used_bytes`` None: the driver does not tell (inside of containers)."""
+
+    pid: int
+    name: str
+    used_bytes: Optional[int]
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,18 @@ def ask_driver(words: Sequence[str]) -> Optional[str]:
         return subprocess.run([tool, *words], capture_output=True, text=True, timeout=LONGEST_S, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return None
+
+
+def gpu_users() -> Optional[list[tuple[str, GpuUser]]]:
+    """(uuid of a GPU without its "GPU-", process on it), of all GPUs; None where the driver does not tell."""
+    fields = "gpu_uuid,pid,process_name,used_gpu_memory"
+    answer = ask_driver([f"--query-compute-apps={fields}", "--format=csv,noheader,nounits"])
+    rows = csv.reader((answer or "").splitlines(), skipinitialspace=True)
+    found = [
+        (uuid.removeprefix("GPU-"), GpuUser(int(pid), ", ".join(name), int(mib) * 2**20 if mib.isdigit() else None))
+        for uuid, pid, *name, mib in (row for row in rows if len(row) >= 4 and row[1].isdigit())
+    ]
+    return None if answer is None else found
 
 
 def free_port() -> int:

@@ -5,8 +5,6 @@ Reads; the one thing that it writes is a file for the speed of a disk, which is 
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import platform
 import shutil
@@ -21,8 +19,9 @@ from scu_trainer.errors import StorageError
 from scu_trainer.hardware import cgroup
 from scu_trainer.hardware.probe import (
     Accelerator,
+    GpuUser,
     accelerators,
-    ask_driver,
+    gpu_users,
     installed_version,
     ram_bytes,
     usable_cores,
@@ -42,15 +41,6 @@ PACKAGES = (
 
 SPEED_TEST_BYTES = 256 * 2**20
 BLOCK_BYTES = 4 * 2**20
-
-
-@dataclass(frozen=True)
-class GpuUser:
-    """A process that holds memory of a GPU. ``used_bytes`` None: the driver does not tell (inside of containers)."""
-
-    pid: int
-    name: str
-    used_bytes: Optional[int]
 
 
 @dataclass(frozen=True)
@@ -165,20 +155,10 @@ def _gpu(item: Accelerator) -> Gpu:
     import torch
 
     properties = torch.cuda.get_device_properties(item.index)
-    uuid, query = getattr(properties, "uuid", None), "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory"
-    answer = None if uuid is None else ask_driver([query, "--format=csv,noheader,nounits"])
-    users = None if answer is None else gpu_users(answer, str(uuid))
+    uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")
+    found = gpu_users() if uuid else None
+    users = None if found is None else tuple(user for gpu, user in found if gpu == uuid)
     return Gpu(**vars(item), compute_capability=f"{properties.major}.{properties.minor}", users=users)
-
-
-def gpu_users(table: str, uuid: str) -> tuple[GpuUser, ...]:
-    """Processes on the GPU ``uuid`` in nvidia-smi's answer: lines of uuid, pid, name, MiB."""
-    rows = csv.reader(io.StringIO(table), skipinitialspace=True)
-    return tuple(
-        GpuUser(int(pid), name, int(used) * 2**20 if used.isdigit() else None)
-        for found, pid, name, used in (row for row in rows if len(row) == 4)
-        if found.removeprefix("GPU-") == uuid.removeprefix("GPU-")
-    )
 
 
 # -- disks -------------------------------------------------------------------------------------------------------------

@@ -69,8 +69,7 @@ def check(
         return [RequirementStatus(name, False, "missing", "any version", INSTALL_ALL) for name in missing_tools]
     if declared is None and installed_version(PROJECT) is None:
         return [RequirementStatus(PROJECT, False, "not installed", "installed in this Python", INSTALL_ALL)]
-    requirements = _parse(importlib.metadata.requires(PROJECT) or [] if declared is None else declared)
-    base, by_extra = requirements
+    base, by_extra = _parse(importlib.metadata.requires(PROJECT) or [] if declared is None else declared)
     names = [requirement.name for group in (base, *by_extra.values()) for requirement in group]
     paths = (output_dir, cache_dir, *needs.folders.values())
     machine = machine or probe(paths=paths, packages=[*names, *needs.packages])

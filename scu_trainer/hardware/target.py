@@ -42,9 +42,8 @@ def here(use_cpu: bool) -> Target:
     facts, machine = device_facts(use_cpu), probe()
     available = int(machine.ram_available_bytes)
     if facts.kind != "cuda":
-        return Target(
-            "this machine's CPU" if facts.kind == "cpu" else "this machine", facts, available, available, True
-        )
+        name = "this machine's CPU" if facts.kind == "cpu" else "this machine"
+        return Target(name, facts, available, available, True)
     gpu = machine.accelerators[0]
     return Target(f"this machine's {gpu.name}", facts, gpu.free_bytes, available, True)
 

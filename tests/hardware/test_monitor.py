@@ -17,15 +17,16 @@ import pytest
 from scu_trainer.cli.machine import hardware
 from scu_trainer.cli.machine import screens as hardware_screens
 from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.hardware import probe
 from scu_trainer.hardware.watching import monitor as subject
 from scu_trainer.hardware.watching.monitor import (
     Level,
     MonitorReading,
     RunReading,
     find_target,
+    gpu_bytes,
     read_run,
     readings,
-    used_by,
 )
 from scu_trainer.hardware.watching.readings_csv import CsvLog
 
@@ -126,10 +127,11 @@ def test_what_is_no_run_and_no_process_is_refused(name, message):
         find_target(name)
 
 
-def test_memory_of_gpus_by_process():
-    table = "101, 2048\n102, 512\n103, [N/A]\n"
-    assert used_by(table, {101, 102, 103}) == 2560 * 2**20
-    assert used_by(table, {7}) is None, "inside of a container the driver knows other numbers"
+def test_memory_of_gpus_by_process(monkeypatch):
+    table = "GPU-a, 101, python, 2048\nGPU-b, 102, python, 512\nGPU-b, 103, python, [N/A]\n"
+    monkeypatch.setattr(probe, "ask_driver", lambda words: table)
+    assert gpu_bytes({101, 102, 103}) == 2560 * 2**20
+    assert gpu_bytes({7}) is None, "inside of a container the driver knows other numbers"
 
 
 def test_readings_keep_the_highest(monkeypatch):

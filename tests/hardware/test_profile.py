@@ -11,6 +11,7 @@ import pytest
 
 from scu_trainer.cli.machine import hardware
 from scu_trainer.errors import StorageError
+from scu_trainer.hardware import probe
 from scu_trainer.hardware import profile as subject
 from scu_trainer.hardware.profile import Cpu, Disk, Gpu, GpuUser, Profile, Ram
 
@@ -43,13 +44,21 @@ def test_without_the_file_it_has_the_systems_name(tmp_path):
     assert cpu.name and cpu.features == ()
 
 
-def test_who_uses_a_gpu():
-    assert subject.gpu_users(ANSWER, "aaaa") == (
-        GpuUser(101, "/usr/bin/python3", 2 * GIB),
-        GpuUser(103, "[Not Found]", None),
-    )
-    assert subject.gpu_users(ANSWER, "GPU-bbbb") == (GpuUser(102, "a, b", GIB // 2),)
-    assert subject.gpu_users("", "aaaa") == ()
+def test_who_uses_a_gpu(monkeypatch):
+    for answer, found in (
+        (
+            ANSWER,
+            [
+                ("aaaa", GpuUser(101, "/usr/bin/python3", 2 * GIB)),
+                ("bbbb", GpuUser(102, "a, b", GIB // 2)),
+                ("aaaa", GpuUser(103, "[Not Found]", None)),
+            ],
+        ),
+        ("", []),
+        (None, None),
+    ):
+        monkeypatch.setattr(probe, "ask_driver", lambda words, answer=answer: answer)
+        assert probe.gpu_users() == found
 
 
 def test_one_line_per_disk_and_paths_need_not_exist(tmp_path):

@@ -5,8 +5,6 @@ Reads only. A number of a process that the system has given to another one in th
 
 from __future__ import annotations
 
-import csv
-import io
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.hardware import cgroup
-from scu_trainer.hardware.probe import Accelerator, accelerators, ask_driver, ram_bytes
+from scu_trainer.hardware.probe import Accelerator, accelerators, gpu_users, ram_bytes
 from scu_trainer.run_files import read_json, read_rows
 
 if TYPE_CHECKING:
@@ -139,7 +137,6 @@ def readings(
     target: Optional[Target] = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    now: Callable[[], float] = time.time,
 ) -> Iterator[MonitorReading]:
     """Every ``interval_s`` seconds, for ``duration_s`` or without end, and no longer than ``target`` lives."""
     highest: dict[str, int] = {}
@@ -153,7 +150,7 @@ def readings(
         run = None if target is None else read_run(target)
         if target is not None and run is None:
             return
-        yield MonitorReading(now(), levels, run)
+        yield MonitorReading(time.time(), levels, run)
         if duration_s is not None and clock() - begun_s + interval_s > duration_s:
             return
         sleep(interval_s)
@@ -224,14 +221,7 @@ def _sizes(process: psutil.Process) -> Optional[tuple[int, Optional[int]]]:
 def gpu_bytes(pids: set[int]) -> Optional[int]:
     """Bytes that these processes hold on GPUs; None where the driver's tool is not there, or knows none of them (inside
     of a container it sees none)."""
-    answer = ask_driver(["--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"])
-    return None if answer is None else used_by(answer, pids)
-
-
-def used_by(table: str, pids: set[int]) -> Optional[int]:
-    """``table``: lines of pid and MiB."""
-    rows = [row for row in csv.reader(io.StringIO(table), skipinitialspace=True) if len(row) == 2 and row[1].isdigit()]
-    ours = [int(used) * 2**20 for pid, used in rows if pid.isdigit() and int(pid) in pids]
+    ours = [user.used_bytes for _, user in gpu_users() or () if user.pid in pids and user.used_bytes is not None]
     return sum(ours) if ours else None
 
 
