@@ -85,6 +85,7 @@ class CadencePreTrainedModel(PreTrainedModel):
     config_class = CadenceConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
+    _input_embed_layer = "words"
     _is_stateful = True
 
     @torch.no_grad()
@@ -112,12 +113,6 @@ class CadenceModel(CadencePreTrainedModel):
         self.layers = nn.ModuleList(nn.GRU(before, after, batch_first=True) for before, after in pairwise(sizes))
         self.dropout = nn.Dropout(config.dropout)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.words
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.words = value
 
     def checkpoint_blocks(self) -> list[nn.Module]:
         """What activation checkpointing may compute again in backward."""
@@ -205,12 +200,6 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
         if config.tie_word_embeddings:  # or a Trainer would warn, at each resume, that it is missing
             self._keys_to_ignore_on_save = ["lm_head.weight"]
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
 
     def checkpoint_blocks(self) -> list[nn.Module]:
         """What activation checkpointing may compute again in backward."""

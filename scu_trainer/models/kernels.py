@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scu_trainer.errors import ModelError, nearest
+from scu_trainer.models.asking import in_mode
 from scu_trainer.models.checkpointing import StatisticsKept
 from scu_trainer.models.quantize import is_mamba
 
@@ -110,22 +110,11 @@ def kernel_line(model: nn.Module, inputs: dict[str, Any], autocast: Optional[Abs
     ``inputs``: on the device of ``model``, of few tokens. ``autocast``: the context of the training's forward. Mode,
     RNG and running statistics of ``model`` are left as they were. Give the model itself, not its compiled form.
     """
-    with _training_mode(model), _rng_kept(model), StatisticsKept(model), _Watch(model) as watch, torch.enable_grad():
+    with in_mode(model, True), _rng_kept(model), StatisticsKept(model), _Watch(model) as watch, torch.enable_grad():
         with autocast or contextlib.nullcontext():
             model(**inputs)
     attention = f"attention: {watch.attention()}" if watch.attention() else "no attention layers"
     return f"{attention}; mamba: {watch.mamba()}" if watch.calls["mamba"] else attention
-
-
-@contextlib.contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _rng_kept(model: nn.Module) -> AbstractContextManager:
@@ -193,16 +182,12 @@ class _Watch(TorchDispatchMode):
         if not self.mamba_operations:
             return "fused kernels"
         missing = [name for name in MAMBA_PACKAGES if importlib.util.find_spec(name) is None]
-        return f"reference path ({_not_installed(missing)})"
+        if not missing:
+            return f"reference path (although {' and '.join(MAMBA_PACKAGES)} are installed)"
+        return f"reference path ({' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed)"
 
 
 def _kind(module: nn.Module) -> str:
     if is_mamba(module):
         return "mamba"
     return "attention" if "attention" in type(module).__name__.lower() else ""
-
-
-def _not_installed(packages: Sequence[str]) -> str:
-    if not packages:
-        return f"although {' and '.join(MAMBA_PACKAGES)} are installed"
-    return f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed"

@@ -115,11 +115,10 @@ def _takes(config: PretrainedConfig, changes: Mapping[str, Any]) -> bool:
     """Whether a family's own rules allow it: some want the hidden size to be a multiple of the number of heads."""
     from huggingface_hub.errors import StrictDataclassError
 
-    changed = _changed(config, changes)
     if changes["num_key_value_heads"] == config.num_key_value_heads:
         return True
     try:
-        changed.validate()
+        _changed(config, changes).validate()
     except (StrictDataclassError, ValueError):
         return False
     return True

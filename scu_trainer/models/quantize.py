@@ -230,13 +230,8 @@ def _keep_as_loaded(module: nn.Module) -> None:
 # -- what the user sees ------------------------------------------------------------------------------------------------
 
 
-def weight_count(module: nn.Module) -> int:
-    """Weights of a model as its author counts them: two 4-bit weights share a byte, and ``numel`` counts bytes."""
-    return sum(numbers_in(parameter) for parameter in module.parameters())
-
-
 def numbers_in(parameter: torch.Tensor) -> int:
-    """Weights in a parameter: two 4-bit ones share a byte."""
+    """Weights in a parameter: two 4-bit ones share a byte, and ``numel`` counts bytes."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 

@@ -24,6 +24,7 @@ from scu_trainer.models.loading.adapters import adapter_targets
 from scu_trainer.models.loading.load import load_for_evaluation, load_model, prepare_for_tuning
 from scu_trainer.models.quantize import (
     compute_dtype_of,
+    numbers_in,
     prepare_quantized,
     quantizable_layers,
     quantization_config,
@@ -33,7 +34,6 @@ from scu_trainer.models.quantize import (
     skeleton_of,
     stored_bits,
     stored_bytes,
-    weight_count,
 )
 from scu_trainer.settings import ModelSettings
 from tests import tiny
@@ -243,7 +243,7 @@ def test_the_line_counts_every_weight_once(tmp_path, eight, bits, share):
     model = load_model(qlora(tmp_path, load_in_8bit=eight))
     total = sum(p.numel() for p in full.parameters())
     inside = sum(full.get_submodule(name).weight.numel() for name in packed(model))
-    assert weight_count(model) == total
+    assert sum(map(numbers_in, model.parameters())) == total
     line = quantized_line(model)
     assert line.startswith(f"quantized: {inside:,} weights in {bits} bits; {total - inside:,} as they were (")
     kinds = re.search(r"\((.*?)\)", line)[1]

@@ -9,7 +9,7 @@ Source: https://docs.ollama.com/modelfile and https://docs.ollama.com/template
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -17,6 +17,9 @@ MODELFILE = "Modelfile"
 NO_TEMPLATE = "{{ .Prompt }}"
 SYSTEM, USER, ASSISTANT, START, END = "system", "user", "assistant", "", "end"
 TURNS = ((USER,), (USER, ASSISTANT, USER), (USER, ASSISTANT, USER, ASSISTANT, USER))
+CONVERSATIONS = tuple(roles for turns in TURNS for roles in (turns, (SYSTEM, *turns)))
+
+SAID = {SYSTEM: "Be brief.", USER: "How are you?\nWell?", ASSISTANT: "Fine: 1 < 2, thanks."}
 
 Border = tuple[str, str]
 
@@ -38,12 +41,14 @@ class Borders:
 
     def in_go(self) -> str:
         """One line, but for line breaks in the texts themselves."""
-        cases = [_case(role, self._before(role)) for role in (SYSTEM, USER, ASSISTANT) if self._before(role)]
-        body = "".join(
-            f'{{{{ {"else " if n else ""}if eq .Role "{role}" }}}}{text}' for n, (role, text) in enumerate(cases)
-        )
+        before = {role: self._before(role) for role in (SYSTEM, USER, ASSISTANT)}
+        cases = {
+            role: next(iter(texts.values())) if len({*texts.values()}) == 1 else _switch("$before", texts)
+            for role, texts in before.items()
+            if texts
+        }
         return (
-            f'{{{{ $before := "" }}}}{{{{ range .Messages }}}}{body}{{{{ end }}}}{{{{ .Content }}}}'
+            f'{{{{ $before := "" }}}}{{{{ range .Messages }}}}{_switch(".Role", cases)}{{{{ .Content }}}}'
             f"{{{{ $before = .Role }}}}{{{{ end }}}}{self.texts[USER, END]}"
         )
 
@@ -51,14 +56,10 @@ class Borders:
         return {before: text for (before, after), text in self.texts.items() if after == role}
 
 
-def _case(role: str, texts: dict[str, str]) -> tuple[str, str]:
-    if len(set(texts.values())) == 1:
-        return role, next(iter(texts.values()))
-    words = [
-        f'{{{{ {"else " if n else ""}if eq $before "{before}" }}}}{text}'
-        for n, (before, text) in enumerate(texts.items())
-    ]
-    return role, "".join(words) + "{{ end }}"
+def _switch(name: str, texts: Mapping[str, str]) -> str:
+    """The text for the value of ``name``, in Go."""
+    cases = (f'if eq {name} "{value}" }}}}{text}' for value, text in texts.items())
+    return "{{ " + "{{ else ".join(cases) + "{{ end }}"
 
 
 def borders_of(tokenizer: Any) -> Optional[Borders]:
@@ -66,16 +67,13 @@ def borders_of(tokenizer: Any) -> Optional[Borders]:
     if not getattr(tokenizer, "chat_template", None):
         return None
     texts: dict[Border, str] = {}
-    for roles in TURNS:
-        for with_system in (False, True):
-            _read(tokenizer, (SYSTEM, *roles) if with_system else roles, texts)
+    for roles in CONVERSATIONS:
+        _read(tokenizer, roles, texts)
     borders = Borders(texts)
-    is_same = all(
-        _rendered(tokenizer, messages) in (None, borders.rendered(messages))
-        for roles in TURNS
-        for messages in (_said(roles), _said((SYSTEM, *roles)))
-    )
-    return borders if is_same and (USER, END) in texts and not _unwritable(texts.values()) else None
+    said = [_messages(roles, [SAID[role] for role in roles]) for roles in CONVERSATIONS]
+    is_same = all(_rendered(tokenizer, messages) in (None, borders.rendered(messages)) for messages in said)
+    is_writable = not any(sign in text for text in texts.values() for sign in ("{{", "}}", '"""'))
+    return borders if is_same and (USER, END) in texts and is_writable else None
 
 
 def template_of(tokenizer: Any) -> tuple[Optional[str], str]:
@@ -92,9 +90,7 @@ def template_of(tokenizer: Any) -> tuple[Optional[str], str]:
 def _read(tokenizer: Any, roles: Sequence[str], texts: dict[Border, str]) -> None:
     """Fills ``texts`` from one conversation; what an earlier one gave stays."""
     contents = [f"\u2301{n}\u2301" for n in range(len(roles))]
-    text = _rendered(
-        tokenizer, [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-    )
+    text = _rendered(tokenizer, _messages(roles, contents))
     if text is None or any(text.count(content) != 1 for content in contents):
         return
     before = START
@@ -105,9 +101,8 @@ def _read(tokenizer: Any, roles: Sequence[str], texts: dict[Border, str]) -> Non
     texts.setdefault((before, END), text)
 
 
-def _said(roles: Sequence[str]) -> list[dict[str, str]]:
-    said = {SYSTEM: "Be brief.", USER: "How are you?\nWell?", ASSISTANT: "Fine: 1 < 2, thanks."}
-    return [{"role": role, "content": said[role]} for role in roles]
+def _messages(roles: Sequence[str], contents: Sequence[str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> Optional[str]:
@@ -117,15 +112,8 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> Optional[str]:
     except Exception:  # a template is a program, and raises what it likes: no system message, for instance
         return None
     first = tokenizer.bos_token
-    return text.removeprefix(first) if first and _begins_with(tokenizer, first) else text
-
-
-def _begins_with(tokenizer: Any, token: str) -> bool:
-    return tokenizer("a")["input_ids"][:1] == [tokenizer.convert_tokens_to_ids(token)]
-
-
-def _unwritable(texts: Any) -> bool:
-    return any(sign in text for text in texts for sign in ("{{", "}}", '"""'))
+    is_put_there = first and tokenizer("a")["input_ids"][:1] == [tokenizer.convert_tokens_to_ids(first)]
+    return text.removeprefix(first) if is_put_there else text
 
 
 def modelfile(file_name: str, template: Optional[str], stops: Sequence[str], positions: Optional[int]) -> str:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of the files that hold the tokens of a tokenizer."""
 
@@ -66,7 +67,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     name = settings.model_name_or_path
     check_source(name, "tokenizer")
     source = located(name)
-    if Path(source).is_dir() and not _has_tokenizer(Path(source)):
+    if Path(source).is_dir() and not any((Path(source) / file).is_file() for file in TOKENIZER):
         source = base_of(source)
     with as_model_error(source, "tokenizer", settings.model_revision, name):
         announce_code(source, settings)
@@ -87,10 +88,6 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _has_tokenizer(path: Path) -> bool:
-    return (path / "tokenizer_config.json").is_file() or (path / "tokenizer.json").is_file()
-
-
 def _require_vocabulary(source: str, settings: ModelSettings) -> None:
     """Raise ModelError for a folder without a tokenizer, which the library reports as one that it cannot read. A model
     of images has none because it is no language model: that is said first."""
@@ -98,7 +95,7 @@ def _require_vocabulary(source: str, settings: ModelSettings) -> None:
     if not folder.is_dir() or any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         return
     require_causal(_config_of(source, settings), source)
-    missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (folder / name).is_file()]
+    missing = [name for name in TOKENIZER if not (folder / name).is_file()]
     raise ModelError(
         f"cannot load the tokenizer of {source!r}: there is no {' and no '.join(missing)} in that folder; copy the "
         "tokenizer files there from the base model, or write them with tokenizer.save_pretrained"
@@ -122,37 +119,58 @@ def load_model(
     check_source(settings.model_name_or_path)
     require_quantization(settings, device)
     dtype = loading_dtype(settings)
-    folder = None if placement is None else placement.private_folder()
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(name, settings)
         require_safe_weights(name, settings)
         config = _config_of(name, settings)
         require_causal(config, name)
-        packing = _packing(name, settings, device)
-        given: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
+        packing = _packing(config, settings, device)
         if placement is None:
             require_room_for(config, name, _bytes_per_weight(config, dtype, settings), settings.trust_remote_code)
-        if settings.tuning == "qlora":
-            given["device_map"] = {"": device}
-        if placement is not None:
-            given |= placement.arguments(folder)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            revision=settings.model_revision,
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=safetensors_only(settings),
-            attn_implementation=settings.attn_implementation,
-            ignore_mismatched_sizes=True,  # they are in the report, with their names
-            output_loading_info=True,
-            **given,
+        own = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": settings.attn_implementation}
+        model, random = read_model(AutoModelForCausalLM, name, settings, dtype, device, packing, placement, **own)
+    if random:
+        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
+        raise ModelError(
+            f"the weights of {name!r} are not those of the causal language model in its config.json: {random[0]}{more} "
+            "missing or of another shape; give the folder of a complete causal language model"
         )
-    model.offload_folder = folder  # there as long as the model is
-    _require_complete(name, report)
     if settings.tuning != "qlora":
         return model
     release_mapped_files()  # what was packed is not read again
     return prepare_quantized(model)
+
+
+def read_model(
+    kind: Any,
+    name: str,
+    settings: ModelSettings,
+    dtype: Union[str, torch.dtype],
+    device: Optional[torch.device] = None,
+    packing: Optional[BitsAndBytesConfig] = None,
+    placement: Optional[Placement] = None,
+    **more: Any,
+) -> tuple[PreTrainedModel, list[str]]:
+    """(model of the class ``kind``, names of the weights that its files lack or hold in another shape, which
+    transformers fills with random numbers). ``packing``: into 4 or 8 bits on ``device``. ``more``: of the kind."""
+    folder = None if placement is None else placement.private_folder()
+    given = {} if packing is None else {"quantization_config": packing}
+    if device is not None and settings.tuning == "qlora":
+        given["device_map"] = {"": device}
+    if placement is not None:
+        given |= placement.arguments(folder)
+    model, report = kind.from_pretrained(
+        name,
+        dtype=dtype,
+        revision=settings.model_revision,
+        use_safetensors=safetensors_only(settings),
+        ignore_mismatched_sizes=True,  # they are in the report, with their names
+        output_loading_info=True,
+        **given,
+        **more,
+    )
+    model.offload_folder = folder  # there as long as the model is
+    return model, sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
 
 
 def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
@@ -162,12 +180,6 @@ def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
     return torch.float32 if settings.tuning == "full" else "auto"
-
-
-def random_weights(report: dict) -> list[str]:
-    """Names of the weights that the files lack or hold in another shape: transformers fills them with random numbers.
-    ``report``: its loading info."""
-    return sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
 
 
 def causal_config(settings: ModelSettings) -> PretrainedConfig:
@@ -204,11 +216,10 @@ def check_weights(settings: ModelSettings) -> bool:
     return bool(files) or any((folder / file).is_file() for file in PICKLED_WEIGHTS)
 
 
-def _packing(name: str, settings: ModelSettings, device: torch.device) -> Optional[BitsAndBytesConfig]:
+def _packing(config: PretrainedConfig, settings: ModelSettings, device: torch.device) -> Optional[BitsAndBytesConfig]:
     """How weights are packed into 4 or 8 bits as they are read; None where they are not, or lie packed in the files."""
     if settings.tuning != "qlora":
         return None
-    config = _config_of(name, settings)
     skeleton = skeleton_of(config, settings.trust_remote_code)
     return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
 
@@ -243,18 +254,7 @@ def plan_placement(
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(name, settings)
         there = replace(settings, model_name_or_path=name)
-        return place(there, memory, free, _packing(name, settings, device))
-
-
-def _require_complete(name: str, report: dict) -> None:
-    """Raise ModelError for weights that the files do not hold."""
-    random = random_weights(report)
-    if random:
-        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
-        raise ModelError(
-            f"the weights of {name!r} are not those of the causal language model in its config.json: {random[0]}{more} "
-            "missing or of another shape; give the folder of a complete causal language model"
-        )
+        return place(there, memory, free, _packing(_config_of(name, settings), settings, device))
 
 
 def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> nn.Module:

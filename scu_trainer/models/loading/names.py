@@ -166,12 +166,17 @@ def as_model_error(
     try:
         yield
     except Exception as error:
-        if not _is_of_the_files(error) or _is_out_of_memory(error):
+        import torch
+        from safetensors import SafetensorError
+
+        # The tokenizers library, which is no Python, raises nothing more narrow than Exception itself.
+        is_of_the_files = isinstance(error, loading_errors()) or type(error) is Exception
+        if not is_of_the_files or isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
         if needs_code(error):
             raise code_refusal(located(name), revision) from error
         first, hint = _first_line(error), ""
-        if _is_torn(error):
+        if isinstance(error, SafetensorError):
             hint = f"; {_torn_file(name)} is damaged or cut off: copy or download it again"
         elif not Path(name).expanduser().exists():
             hint = f"; there is no folder {name} here{near_folder(name)}"
@@ -183,23 +188,12 @@ def as_model_error(
         raise ModelError(f"cannot load the {what} of {name!r}: {first}{hint}") from error
 
 
-def _is_of_the_files(error: Exception) -> bool:
-    # The tokenizers library, which is no Python, raises nothing more narrow than Exception itself.
-    return not isinstance(error, UserError) and (isinstance(error, loading_errors()) or type(error) is Exception)
-
-
 def near_folder(name: str) -> str:
     """Phrase that names the nearest of the folders beside a path that is not there; nothing for a name alone."""
     path = Path(name).expanduser()
     beside = [other.name for other in path.parent.glob("*") if os.path.isdir(other)] if path.parent.name else []
     near = get_close_matches(path.name, beside, n=1, cutoff=NEAR)  # the same folder above makes no two names alike
     return f" (did you mean {str(path.parent / near[0])!r}?)" if near else ""
-
-
-def _is_torn(error: Exception) -> bool:
-    from safetensors import SafetensorError
-
-    return isinstance(error, SafetensorError)
 
 
 def _torn_file(name: str) -> str:
@@ -233,9 +227,3 @@ def loading_errors() -> tuple[type[Exception], ...]:
 
     builtin = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, UserWarning, pickle.UnpicklingError)
     return (*builtin, *STUMBLES, StrictDataclassError, SafetensorError)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError)

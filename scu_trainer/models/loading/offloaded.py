@@ -31,7 +31,7 @@ def input_device(model: nn.Module) -> torch.device:
     weight = next(model.parameters())
     if not weight.is_meta:
         return weight.device
-    return torch.device(next(_execution_device(module) for _, module, _ in _offloaded(model)))
+    return torch.device(next(module._hf_hook.execution_device for _, module, _ in _offloaded(model)))
 
 
 def _offloaded(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
@@ -40,10 +40,6 @@ def _offloaded(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]
         for name, weight in module.named_parameters(recurse=False):
             if weight.is_meta:
                 yield name, module, weight
-
-
-def _execution_device(module: nn.Module) -> Union[int, str, torch.device]:
-    return module._hf_hook.execution_device
 
 
 @contextlib.contextmanager
@@ -57,7 +53,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
     away = list(_offloaded(model))
     for name, module, weight in away:
-        shape = torch.zeros((), dtype=weight.dtype, device=_execution_device(module)).expand(weight.shape)
+        shape = torch.zeros((), dtype=weight.dtype, device=module._hf_hook.execution_device).expand(weight.shape)
         module._parameters[name] = nn.Parameter(shape, requires_grad=False)
     try:
         yield

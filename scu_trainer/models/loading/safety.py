@@ -116,7 +116,9 @@ def tensors_only(checkpoint: Optional[str | Path]) -> Iterator[None]:
     from torch.serialization import safe_globals
 
     try:
-        with safe_globals(_projectors()):
+        # Of the optimizers that this process has loaded: no other run reads them.
+        loaded = ((sys.modules[module], name) for module, name in PROJECTORS if module in sys.modules)
+        with safe_globals([getattr(module, name) for module, name in loaded]):
             yield
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -131,11 +133,6 @@ PROJECTORS = (
 )
 """What GaLore and APOLLO keep in an optimizer's state beside tensors: numbers and a matrix, without code of their own
 where they are read."""
-
-
-def _projectors() -> list[type]:
-    """Of the optimizers that this process has loaded: no other run reads them."""
-    return [getattr(sys.modules[module], name) for module, name in PROJECTORS if module in sys.modules]
 
 
 def reason_of(error: BaseException) -> str:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import AdapterPlan
 from scu_trainer.models.loading.dispatch import Free, Placement, place
-from scu_trainer.models.loading.load import for_evaluation, random_weights
+from scu_trainer.models.loading.load import for_evaluation, read_model
 from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter
-from scu_trainer.models.loading.safety import require_safe_weights, safetensors_only
+from scu_trainer.models.loading.safety import require_safe_weights
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
@@ -188,19 +188,7 @@ def new_trident(
     settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes
 ) -> TridentForSensorClassification:
     """From scratch, on the CPU."""
-    return TridentForSensorClassification(_new_config(own, heads, shapes)).to(_dtype(settings))
-
-
-def adapter_plan(model: TridentForSensorClassification, is_random: bool = False) -> AdapterPlan:
-    """Adapters on the transformer blocks only; heads are trained whole, and where nothing was trained before all other
-    layers too. peft has no name for this kind of task."""
-    trained = [HEAD, *([REPORT] if model.report is not None else []), *(model.outside_blocks() if is_random else [])]
-    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=trained)
-
-
-def _new_config(own: SensorSettings, heads: Heads, shapes: Shapes) -> TridentConfig:
-    channels = {f"{name}_channels": shapes[name][0] for name in VECTORS if name in shapes}
-    return TridentConfig(
+    config = TridentConfig(
         branches=list(own.branches),
         hidden_size=own.sensor_hidden_size,
         intermediate_size=2 * own.sensor_hidden_size,
@@ -210,9 +198,17 @@ def _new_config(own: SensorSettings, heads: Heads, shapes: Shapes) -> TridentCon
         stem_channels=own.sensor_channels,
         patch=own.sensor_patch,
         dropout=own.sensor_dropout,
-        **channels,
+        **{f"{name}_channels": shapes[name][0] for name in VECTORS if name in shapes},
         **heads.fields(),
     )
+    return TridentForSensorClassification(config).to(_dtype(settings))
+
+
+def adapter_plan(model: TridentForSensorClassification, is_random: bool = False) -> AdapterPlan:
+    """Adapters on the transformer blocks only; heads are trained whole, and where nothing was trained before all other
+    layers too. peft has no name for this kind of task."""
+    trained = [HEAD, *([REPORT] if model.report is not None else []), *(model.outside_blocks() if is_random else [])]
+    return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=trained)
 
 
 def _dtype(settings: ModelSettings) -> torch.dtype:
@@ -241,27 +237,11 @@ def _loaded(
     placement: Optional[Placement] = None,
 ) -> TridentForSensorClassification:
     name = base_of(settings.model_name_or_path)
-    folder = None if placement is None else placement.private_folder()
     packing = _packing(settings, own, config, device)
-    given: dict[str, Any] = {} if packing is None else {"quantization_config": packing}
-    if settings.tuning == "qlora":
-        given["device_map"] = {"": device}
-    if placement is not None:
-        given |= placement.arguments(folder)
     with as_model_error(name, "model"):
         require_safe_weights(name, settings)
-        model, report = TridentForSensorClassification.from_pretrained(
-            name,
-            dtype=_dtype(settings),
-            revision=settings.model_revision,
-            use_safetensors=safetensors_only(settings),
-            ignore_mismatched_sizes=True,  # they are in the report, with their names
-            output_loading_info=True,
-            **given,
-            **heads.fields(),
-        )
-    model.offload_folder = folder  # there as long as the model is
-    lacking = random_weights(report)
+        kind, dtype = TridentForSensorClassification, _dtype(settings)
+        model, lacking = read_model(kind, name, settings, dtype, device, packing, placement, **heads.fields())
     new = (f"{HEAD}.", *([] if config.report_words else [f"{REPORT}."]))
     inside = [key for key in lacking if not key.startswith(new)]
     if inside:

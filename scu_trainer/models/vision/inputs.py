@@ -48,7 +48,8 @@ class PixelInputs:
         pixels = args[0] if args else kwargs.get("pixel_values")
         if pixels is None or pixels.dtype != torch.uint8:
             return None
-        ready = self.ready(pixels, model.training, _weights_type(model))
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        ready = self.ready(pixels, model.training, dtype)
         return ((ready, *args[1:]), kwargs) if args else (args, {**kwargs, "pixel_values": ready})
 
     @torch.compiler.disable  # random parameters are drawn on the CPU: nothing to gain from compiling them
@@ -103,10 +104,6 @@ def require_stock_pixels(
             f"the image processor {type(processor).__name__} does more to pixels than scale each channel, which "
             f"cannot be repeated on the device; give the model with another processor, for instance ViTImageProcessor"
         )
-
-
-def _weights_type(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def attached(model: nn.Module) -> Optional[PixelInputs]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.asking import evaluating
-from scu_trainer.models.loading.load import for_evaluation, loading_dtype, random_weights
+from scu_trainer.models.loading.load import for_evaluation, loading_dtype, read_model
 from scu_trainer.models.loading.names import as_model_error, base_of, is_adapter, located
-from scu_trainer.models.loading.safety import announce_code, require_safe_weights, safetensors_only
+from scu_trainer.models.loading.safety import announce_code, require_safe_weights
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs
 from scu_trainer.models.vision.view import View, classes_of, known_classes, load_config
 from scu_trainer.settings import ModelSettings
@@ -131,18 +131,15 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
     with as_model_error(name, "image classifier", settings.model_revision):
         announce_code(name, settings)
         require_safe_weights(name, settings)
-        model, report = AutoModelForImageClassification.from_pretrained(
+        model, random = read_model(
+            AutoModelForImageClassification,
             name,
-            dtype=loading_dtype(settings),
-            revision=settings.model_revision,
+            settings,
+            loading_dtype(settings),
             trust_remote_code=settings.trust_remote_code,
-            use_safetensors=safetensors_only(settings),
             attn_implementation=settings.attn_implementation,
-            ignore_mismatched_sizes=True,  # they are in the report, with their names
-            output_loading_info=True,
             **_classes(label_names),
         )
-    random = random_weights(report)
     inside = [key for key in random if key.startswith(f"{model.base_model_prefix}.")]
     if inside:
         raise ModelError(
