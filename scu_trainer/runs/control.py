@@ -133,12 +133,11 @@ def _words(run: Run) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Of this process, what a later resume needs; without secrets."""
-    found = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
-    return {name: value for name, value in found.items() if redact(value) == value and not _is_secret(name)}
-
-
-def _is_secret(name: str) -> bool:
-    return bool({"KEY", *SECRET_PARTS}.intersection(name.split("_")))
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(KEPT) and redact(value) == value and {"KEY", *SECRET_PARTS}.isdisjoint(name.split("_"))
+    }
 
 
 def _environment_of(record: RunRecord) -> dict[str, str]:

@@ -141,15 +141,12 @@ def last_error(console: Path) -> Optional[str]:
 
 def newest_checkpoint(run: Path, step: Optional[int] = None) -> Optional[str]:
     """Name of the newest whole one, by the sizes in its manifest. Past ``step`` one is of an earlier start."""
-    found = {int(match[1]): path for path in run.glob("checkpoint-*") if (match := _number(path))}
+    numbered = ((path.name.removeprefix("checkpoint-"), path) for path in run.glob("checkpoint-*"))
+    found = {int(number): path for number, path in numbered if number.isdecimal()}
     for number in sorted(found, reverse=True):
         if (step is None or number <= step) and _is_whole(found[number]):
             return found[number].name
     return None
-
-
-def _number(path: Path) -> Optional[re.Match]:
-    return re.fullmatch(r"checkpoint-(\d+)", path.name)
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -160,11 +157,10 @@ def _is_whole(checkpoint: Path) -> bool:
         return True  # the stock Trainer writes none
     content = _object(manifest)
     listed = None if content is None else content.get("files")
-    return isinstance(listed, dict) and all(_has_size(checkpoint / name, entry) for name, entry in listed.items())
-
-
-def _has_size(path: Path, entry: Mapping[str, Any]) -> bool:
-    return path.is_file() and path.stat().st_size == entry["bytes"]
+    return isinstance(listed, dict) and all(
+        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == entry["bytes"]
+        for name, entry in listed.items()
+    )
 
 
 def _object(path: Path) -> Optional[dict[str, Any]]:

@@ -86,7 +86,9 @@ class _Supervisor:
         self.run.change(phase="training", waiting=None)
         self.is_training = True
         if record.options.launcher != "python":
-            self._launch(record, words)
+            sys.stdout.flush()
+            start = [sys.executable, "-P", "-m", "scu_trainer.cli.main", "launch", record.options.launcher]
+            self.outside.become([*start, *words])
         return self.outside.train(words)
 
     def _register(self) -> RunRecord:
@@ -138,26 +140,17 @@ class _Supervisor:
         print(f"waiting {waiting}", flush=True)
         self.run.change(waiting=waiting)
 
-    def _launch(self, record: RunRecord, words: Sequence[str]) -> None:
-        command = [sys.executable, "-P", "-m", "scu_trainer.cli.main", "launch", record.options.launcher, *words]
-        sys.stdout.flush()
-        self.outside.become(command)
-
     def say_last(self, code: int, error: Optional[str] = None) -> None:
         """How it ended, wherever training has not said so itself. A second request to stop changes nothing now."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            self._settle(code, error)
+            if self.run.status().get("status") not in ENDED:
+                settle(self.run, AFTERWARDS.get(code, "failed"), error or self._why(code))
+            self.run.change(exit_code=code, ended=datetime.now(UTC).isoformat(timespec="seconds"))
         except StorageError as failure:  # a full disk: whoever asks for the status finds the cause in the log
             print(f"the last message was not written: {failure}", file=sys.stderr, flush=True)
-
-    def _settle(self, code: int, error: Optional[str]) -> None:
-        status = self.run.status().get("status")
-        if status not in ENDED:
-            settle(self.run, AFTERWARDS.get(code, "failed"), error or self._why(code))
-        self.run.change(exit_code=code, ended=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def _why(self, code: int) -> Optional[str]:
         if code == 0:

@@ -195,20 +195,20 @@ def require_same(before: ComparisonPlan, now: ComparisonPlan) -> None:
     """Raise SettingsError naming the difference where the folder holds another comparison. Threads may differ: those
     of before hold."""
     found = _other("seeds", before.seeds, now.seeds)
-    found += _other("arms", _names(before.arms), _names(now.arms))
+    found += _other("arms", [arm.name for arm in before.arms], [arm.name for arm in now.arms])
     for name in before.resolved.keys() & now.resolved.keys():
         if fingerprint(before.resolved[name]) != fingerprint(now.resolved[name]):
             found += [f"{text} (arm {name})" for text in differences(before.resolved[name], now.resolved[name])]
     if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise SettingsError(
-            f"{now.folder} holds another comparison: {'; '.join(found[:3])}{more}; type its command "
-            f"({before.command}), or give another --output_dir"
+            f"{now.folder} holds another comparison: {first_few(found)}; type its command ({before.command}), or give "
+            "another --output_dir"
         )
 
 
-def _names(arms: Sequence[Arm]) -> tuple[str, ...]:
-    return tuple(arm.name for arm in arms)
+def first_few(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
 
 
 def _other(what: str, before: Sequence[Any], now: Sequence[Any]) -> list[str]:

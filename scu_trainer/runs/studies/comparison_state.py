@@ -12,7 +12,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json
 from scu_trainer.runs.progress import START_LINE, tail
 from scu_trainer.runs.store import Run
-from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences, run_name
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences, first_few, run_name
 
 Key = tuple[str, int]
 """Arm and seed."""
@@ -62,10 +62,9 @@ def _require_own(plan: ComparisonPlan, key: Key, folder: Path) -> None:
     if content.get("seed") != key[1]:
         wrong.append(f"seed was {content.get('seed')}, now {key[1]}")
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise SettingsError(
-            f"{folder} holds a run of other settings than arm {key[0]}: {'; '.join(wrong[:3])}{more}; move it away, or "
-            "give another --output_dir"
+            f"{folder} holds a run of other settings than arm {key[0]}: {first_few(wrong)}; move it away, or give "
+            "another --output_dir"
         )
 
 

@@ -106,12 +106,7 @@ VARIANTS = (
         "zero2", "gradients and optimizer state shared out", _zero("zero2", *FULL), "deepspeed", needs=("deepspeed",)
     ),
     Variant(
-        "zero2_2",
-        "ZeRO-2 over two processes",
-        _zero("zero2", *FULL),
-        "deepspeed",
-        2,
-        needs=("deepspeed", "processes"),
+        "zero2_2", "ZeRO-2 over two processes", _zero("zero2", *FULL), "deepspeed", 2, needs=("deepspeed", "processes")
     ),
     Variant(
         "zero2_offload",
@@ -123,11 +118,7 @@ VARIANTS = (
         measured_on="gpu",
     ),
     Variant(
-        "zero2_qlora",
-        "4-bit weights under ZeRO-2",
-        _zero("zero2", *QLORA),
-        "deepspeed",
-        needs=("deepspeed", "qlora"),
+        "zero2_qlora", "4-bit weights under ZeRO-2", _zero("zero2", *QLORA), "deepspeed", needs=("deepspeed", "qlora")
     ),
     Variant(
         "zero3_2",

@@ -158,7 +158,9 @@ def _refuses(variant, plan: VariantPlan, loop: str, words: str, allowed, has_gpu
 
 def _started(variant: Variant, plan: VariantPlan, flags: Sequence[str], has_gpu: bool) -> tuple[int, str]:
     """Run the command to its end. Exit code and last words."""
-    own = [_absolute(word.replace("{scratch}", str(plan.scratch))) for word in variant.flags]
+    # Our own files wherever one stands; what a person typed is found from where they are.
+    places = [str(ROOT / word) if word.startswith("ds_configs/") else word for word in variant.flags]
+    own = [word.replace("{scratch}", str(plan.scratch)) for word in places]
     flags = [*plan.flags(variant.processes), *own, *flags, *([] if has_gpu else ["--use_cpu", "true"])]
     words = command(variant.launcher, flags, variant.processes, has_gpu)
     log = plan.scratch / f"{variant.name}.log"
@@ -177,11 +179,6 @@ def _started(variant: Variant, plan: VariantPlan, flags: Sequence[str], has_gpu:
         finally:
             _end(process)
     return process.returncode, log.read_text(errors="replace")[-LAST_WORDS:].strip()
-
-
-def _absolute(word: str) -> str:
-    """Our own files wherever one stands; what a person typed is found from where they are."""
-    return str(ROOT / word) if word.startswith("ds_configs/") else word
 
 
 def _end(process: subprocess.Popen) -> None:
