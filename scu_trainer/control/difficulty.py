@@ -68,10 +68,8 @@ class Snapshot:
 class Difficulty:
     """Moving average of each sample's loss: the first loss as it is, then ``score += alpha * (loss - score)``.
 
-    ``scores`` (float32, nats, NaN until seen), ``observations`` (int32, finite losses seen), ``last_epoch`` (int32,
-    epoch of the newest of them, -1 for none), ``quarantined`` (bool, gave a loss that is not finite), ``means``
-    (float32, plain mean of all finite losses) and ``labels`` (int32, class, -1 where not known; None until one is) have
-    the shape (samples,): 17 bytes per sample, 21 with labels.
+    ``scores``, ``observations``, ``last_epoch``, ``quarantined``, ``means`` and ``labels`` are as in ``Snapshot``, but
+    live: 17 bytes per sample, 21 once a label is known.
     """
 
     def __init__(self, samples: int, alpha: float, window_epochs: int):

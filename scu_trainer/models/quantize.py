@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError, RequirementError
 from scu_trainer.settings import ModelSettings
@@ -94,13 +94,16 @@ def quantization_config(
     )
 
 
-def skeleton_of(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model of ``config`` on the meta device: names and shapes, no memory."""
+def skeleton_of(
+    config: PretrainedConfig, trust_remote_code: bool = False, auto: Any = None, **options: Any
+) -> PreTrainedModel:
+    """The model of ``config`` on the meta device: names and shapes, no memory. ``auto``: its class of transformers;
+    None: a causal language model."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return (auto or AutoModelForCausalLM).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def is_stored_quantized(settings: ModelSettings, config: PretrainedConfig) -> bool:

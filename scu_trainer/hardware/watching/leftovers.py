@@ -168,15 +168,11 @@ def _file_lock(lock: Path) -> Iterator[None]:
     """That of ``data.store.built_once``: nobody builds the entry while we hold it."""
     from filelock import FileLock, Timeout
 
-    held = FileLock(lock)
     try:
-        held.acquire(timeout=0)
+        with FileLock(lock, timeout=0):
+            yield
     except Timeout:
         raise InUse("it is being made") from None
-    try:
-        yield
-    finally:
-        held.release()
 
 
 def scratch(folder: Path, prefixes: Iterable[str], who: Users) -> Iterator[Leftover]:

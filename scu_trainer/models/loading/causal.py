@@ -3,7 +3,7 @@ have: BERT sees the words that it is to predict."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scu_trainer.errors import ModelError
 
@@ -55,16 +55,11 @@ def _other_kind(config: PretrainedConfig) -> tuple[str, str] | None:
     is_decoder = any(architecture.endswith(("LMHeadModel", "ForCausalLM")) for architecture in architectures)
     if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (is_decoder and getattr(config, "is_decoder", False)):
         return "an encoder, trained to fill in masked words", ELSEWHERE
-    if not is_causal and _sees(config):
+    sees = kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or getattr(config, "vision_config", None) is not None
+    if not is_causal and sees:
         return "a model of images and text", f"{ELSEWHERE}. Its images are not supported"
     if not is_causal and kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return "a model of images", IMAGES
     if not is_causal and kind in auto.CONFIG_MAPPING_NAMES:
         return "no causal language model for transformers", ELSEWHERE
     return None
-
-
-def _sees(config: Any) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
-
-    return config.model_type in SEEING or getattr(config, "vision_config", None) is not None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.models.loading.offload_folder import OffloadFolder
+from scu_trainer.models.quantize import skeleton_of
 from scu_trainer.run_files import require_room, require_writable
 from scu_trainer.settings import MemorySettings, ModelSettings
 from scu_trainer.settings.base import require
@@ -74,7 +75,7 @@ class Placement:
     def line(self, checkpoints: bool) -> str:
         """Where the weights lie, and what is missing for offloading to save memory. ``checkpoints``: whether
         ``checkpoint_every_layer`` is on."""
-        sizes = sorted(self.weight_bytes.items(), key=_order)
+        sizes = sorted(self.weight_bytes.items(), key=lambda entry: (isinstance(entry[0], str), entry[0]))
         parts = ", ".join(f"{_readable(size)} {_where(device)}" for device, size in sizes if size)
         hint = "; without checkpoint_every_layer: true fetched weights are kept until backward: little memory is saved"
         return f"weights: {parts}{hint if self.is_offloaded and not checkpoints else ''}"
@@ -172,14 +173,12 @@ def place(
 
 def _skeleton(settings: ModelSettings, quantization_config: Any, auto: Any) -> tuple[PreTrainedModel, Any]:
     """The model on the meta device, its layers quantized as loading will, and the quantizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.quantizers import AutoHfQuantizer
 
     remote = {"trust_remote_code": settings.trust_remote_code}
     config = AutoConfig.from_pretrained(settings.model_name_or_path, revision=settings.model_revision, **remote)
-    with torch.device("meta"):
-        model = (auto or AutoModelForCausalLM).from_config(config, dtype=_dtype(settings, config), **remote)
+    model = skeleton_of(config, **remote, auto=auto, dtype=_dtype(settings, config))
     if quantization_config is None:
         return model, None
     quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
@@ -264,7 +263,8 @@ def _check_devices(placement: Placement, sizes: _Sizes, limits: Mapping[Device, 
 def _check_soundness(placement: Placement, settings: ModelSettings) -> None:
     if not placement.is_offloaded:
         return
-    away = _phrase(placement.weight_bytes, placement.gpus)
+    sizes = [(at, placement.weight_bytes.get(at)) for at in (["cpu", "disk"] if placement.gpus else ["disk"])]
+    away = " and ".join(f"{_readable(size)} {_where(at)}" for at, size in sizes if size)
     require(
         settings.tuning != "full",
         f"tuning: full trains every weight, and {away} would be stored away from where it is computed, and "
@@ -300,18 +300,8 @@ def _is_rewritten(skeleton: PreTrainedModel, name: str) -> bool:
     return other_files or any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(skeleton))
 
 
-def _phrase(weight_bytes: Mapping[Device, int], gpus: Sequence[int]) -> str:
-    places = ["cpu", "disk"] if gpus else ["disk"]
-    return " and ".join(f"{_readable(weight_bytes[at])} {_where(at)}" for at in places if weight_bytes.get(at))
-
-
 def _where(device: Device) -> str:
     return {"cpu": "in main memory", "disk": "on disk"}.get(device, f"on GPU {device}")
-
-
-def _order(entry: tuple[Device, int]) -> tuple[int, Device]:
-    device = entry[0]
-    return (0, device) if isinstance(device, int) else (1 + ("cpu", "disk").index(device), 0)
 
 
 def _readable(size_bytes: int) -> str:

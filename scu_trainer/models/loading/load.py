@@ -94,7 +94,7 @@ def _require_vocabulary(source: str, settings: ModelSettings) -> None:
     folder = Path(source)
     if not folder.is_dir() or any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         return
-    require_causal(_config_of(source, settings), source)
+    require_causal(read_config(source, settings), source)
     missing = [name for name in TOKENIZER if not (folder / name).is_file()]
     raise ModelError(
         f"cannot load the tokenizer of {source!r}: there is no {' and no '.join(missing)} in that folder; copy the "
@@ -122,7 +122,7 @@ def load_model(
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(name, settings)
         require_safe_weights(name, settings)
-        config = _config_of(name, settings)
+        config = read_config(name, settings)
         require_causal(config, name)
         packing = _packing(config, settings, device)
         if placement is None:
@@ -195,7 +195,7 @@ def config_of(settings: ModelSettings) -> PretrainedConfig:
     name = base_of(settings.model_name_or_path)
     with as_model_error(name, "configuration", settings.model_revision, settings.model_name_or_path):
         announce_code(name, settings)
-        return _config_of(name, settings)
+        return read_config(name, settings)
 
 
 def check_weights(settings: ModelSettings) -> bool:
@@ -224,7 +224,8 @@ def _packing(config: PretrainedConfig, settings: ModelSettings, device: torch.de
     return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
 
 
-def _config_of(name: str, settings: ModelSettings) -> PretrainedConfig:
+def read_config(name: str, settings: ModelSettings) -> PretrainedConfig:
+    """Of the folder or Hub id ``name``."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(
@@ -254,7 +255,7 @@ def plan_placement(
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(name, settings)
         there = replace(settings, model_name_or_path=name)
-        return place(there, memory, free, _packing(_config_of(name, settings), settings, device))
+        return place(there, memory, free, _packing(read_config(name, settings), settings, device))
 
 
 def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> nn.Module:

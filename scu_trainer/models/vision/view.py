@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from scu_trainer.errors import ModelError
+from scu_trainer.models.loading.load import read_config
 from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter, located
 from scu_trainer.models.loading.safety import announce_code
 from scu_trainer.settings import ModelSettings
@@ -46,7 +47,9 @@ def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[
         )
     stored = _stored_processor(settings)
     if stored is None:
-        size = own.image_size or _config_size(config) or usual_size(natural_size())
+        declared = getattr(config, "image_size", None)
+        declared = max(declared) if isinstance(declared, (list, tuple)) else declared
+        size = own.image_size or declared or usual_size(natural_size())
         line = f"{settings.model_name_or_path} has no {PROCESSOR_FILE}: images of {size} x {size} pixels"
         return View(_plain_processor(size, channels), channels, (size, size), line, True)
     processor, size = _of_one_size(stored, own.image_size, channels)
@@ -60,19 +63,13 @@ def usual_size(side: int) -> int:
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """Of an adapter its own, which knows its classes; where it was saved without one, that of its base."""
-    from transformers import AutoConfig
-
     name = settings.model_name_or_path
     check_source(name)
     with as_model_error(name, "configuration", settings.model_revision):
         source = located(name)
         source = source if _has_config(Path(source)) else base_of(source)
         announce_code(source, settings)
-        return AutoConfig.from_pretrained(
-            source,
-            revision=settings.model_revision,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        return read_config(source, settings)
 
 
 def _has_config(path: Path) -> bool:
@@ -93,11 +90,6 @@ def known_classes(settings: ModelSettings) -> tuple[str, ...]:
 def classes_of(config: PretrainedConfig) -> tuple[str, ...]:
     """Names of the classes, by label."""
     return tuple(config.id2label[number] for number in range(config.num_labels))
-
-
-def _config_size(config: PretrainedConfig) -> int | None:
-    size = getattr(config, "image_size", None)
-    return max(size) if isinstance(size, (list, tuple)) else size
 
 
 def _plain_processor(size: int, channels: int) -> BaseImageProcessor:
