@@ -26,11 +26,6 @@ class View:
     warning: Optional[str]
 
 
-def view(run: Run, machine: Machine) -> View:
-    found = report(run, machine)
-    return View(found, tuple(last_lines(log_of(run), LOG_LINES)), last_warning(run))
-
-
 def log_of(run: Run) -> Path:
     """What it prints; of a run that was started by hand the log of the libraries, the only one there is."""
     return run.console if run.console.is_file() else run.path / "logs" / "train.log"
@@ -39,9 +34,9 @@ def log_of(run: Run) -> Path:
 def watch(run: Run, refresh_s: float, machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iterator[View]:
     """A view every ``refresh_s`` seconds; the last one is of the run that has ended."""
     while True:
-        seen = view(run, machine)
-        yield seen
-        if not seen.report.state.is_alive:
+        found = report(run, machine)
+        yield View(found, tuple(last_lines(log_of(run), LOG_LINES)), last_warning(run))
+        if not found.state.is_alive:
             return
         sleep(refresh_s)
 

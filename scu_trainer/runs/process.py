@@ -55,9 +55,12 @@ class Machine:
     def host(self) -> str:
         return platform.node()
 
-    def boot(self) -> str:
+    @staticmethod
+    @functools.cache
+    def boot() -> str:
         """A name that is new at each boot; where there is none the time of the boot in seconds since 1970."""
-        return _boot()
+        name = Path("/proc/sys/kernel/random/boot_id")
+        return name.read_text().strip() if name.is_file() else f"{psutil.boot_time():.0f}"
 
     def process(self, pid: int) -> Optional[ProcessInfo]:
         return _linux_process(pid) if sys.platform == "linux" else _other_process(pid)
@@ -69,12 +72,6 @@ class Machine:
         if seen is None:
             raise ProcessLookupError(f"there is no process {number}")
         return Identity(number, seen.born, self.boot(), self.host())
-
-
-@functools.cache
-def _boot() -> str:
-    name = Path("/proc/sys/kernel/random/boot_id")
-    return name.read_text().strip() if name.is_file() else f"{psutil.boot_time():.0f}"
 
 
 def _linux_process(pid: int) -> Optional[ProcessInfo]:

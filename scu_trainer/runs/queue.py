@@ -117,14 +117,11 @@ class Line:
         """Who is alive in the line, the one whose turn it is first."""
         return [place for place in self._places() if is_alive(place.process, self._machine)]
 
-    def ahead_of(self, place: QueuePlace) -> list[QueuePlace]:
-        return [other for other in self.waiting() if other.number < place.number]
-
     def take_turn(self, place: QueuePlace) -> bool:
         """Whether it is the turn of ``place``. It is kept until the end of this process."""
         if self._turn is not None:
             return True
-        if self.ahead_of(place):
+        if any(other.number < place.number for other in self.waiting()):
             return False
         lock = FileLock(self.folder / "turn.lock")
         if not lock.acquire():

@@ -4,6 +4,7 @@ ended. It is one process from the start to the end, so its number, its session a
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -105,12 +106,14 @@ class _Supervisor:
 
         Nobody leaves a line but by its end: the next run begins when the memory of this one is free.
         """
-        chosen = self._devices(record)
+        chosen, options = self._devices(record), record.options
+        limits = (options.max_ram_percent, options.max_gpu_percent)
         record = self.run.change(devices=tuple(chosen))
         for name in chosen:
             line = Line(name, self.outside.lines, self.outside.machine)
             place = line.join(record.process, self.run.path)
-            wait_for_turn(line, place, lambda name=name: self._lacks(name, record), self._tell, self.outside.sleep)
+            lacks = functools.partial(self.outside.lacking, name, *limits)
+            wait_for_turn(line, place, lacks, self._tell, self.outside.sleep)
             line.keep_through_exec()
         os.environ.update(room.visible_devices(chosen))
         return self._bind(record, chosen)
@@ -132,9 +135,6 @@ class _Supervisor:
 
     def _length(self, device: str) -> int:
         return len(Line(device, self.outside.lines, self.outside.machine).waiting())
-
-    def _lacks(self, device: str, record: RunRecord) -> Optional[str]:
-        return self.outside.lacking(device, record.options.max_ram_percent, record.options.max_gpu_percent)
 
     def _tell(self, waiting: str) -> None:
         print(f"waiting {waiting}", flush=True)

@@ -37,7 +37,7 @@ def test_first_come_first_served_and_each_device_has_its_own_line(tmp_path):
     machine = Laid(1, 2, 3)
     (one, first), (two, second), (three, third) = joined(tmp_path, machine, 1, 2, 3)
     assert not two.take_turn(second) and one.take_turn(first) and one.take_turn(first)
-    assert [place.process.pid for place in three.ahead_of(third)] == [1, 2]
+    assert [place.process.pid for place in three.waiting()] == [1, 2, 3]
     other = Line("gpu-1", tmp_path, machine)
     assert other.take_turn(other.join(process(3), tmp_path))
     machine.living.remove(1)

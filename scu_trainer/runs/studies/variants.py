@@ -202,29 +202,17 @@ def _end(process: subprocess.Popen) -> None:
 
 def loops_of(folder: Path, metrics: dict[str, Any]) -> dict[str, str]:
     """Which loops acted in a run: decayed weights, cut a window, planned an epoch."""
+    memory = metrics.get("memory")
     evidence = {
-        "regularization": _decayed(folder),
-        "memory": _cut(metrics.get("memory")),
-        "curriculum": _planned(folder),
+        "regularization": _acted(folder / "scu_history.json", lambda row: row["lambda"] and row["s"]),
+        "memory": None if memory is None else memory["chunks"] > memory["windows"],
+        "curriculum": _acted(folder / "curriculum.json", lambda row: row["curriculum"] != "none" and row["seen"]),
     }
     return {loop: {True: "acts", False: "idle", None: "off"}[evidence[loop]] for loop in LOOPS}
 
 
-def _decayed(folder: Path) -> Optional[bool]:
-    if not (folder / "scu_history.json").is_file():
-        return None
-    rows = read_rows(folder / "scu_history.json")
-    return any(row["lambda"] and row["s"] for row in rows)
-
-
-def _cut(memory: Optional[dict[str, Any]]) -> Optional[bool]:
-    return None if memory is None else memory["chunks"] > memory["windows"]
-
-
-def _planned(folder: Path) -> Optional[bool]:
-    if not (folder / "curriculum.json").is_file():
-        return None
-    return any(row["curriculum"] != "none" and row["seen"] for row in read_rows(folder / "curriculum.json"))
+def _acted(history: Path, in_row: Callable[[dict[str, Any]], Any]) -> Optional[bool]:
+    return any(map(in_row, read_rows(history))) if history.is_file() else None
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------
