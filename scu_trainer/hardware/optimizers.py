@@ -138,7 +138,8 @@ def check_optimizer(
     if needs is None:
         return
     where = "cpu" if deepspeed_offload else device
-    place = _Place(where, None if deepspeed_offload else capability, installed, _has_compiler(find_program))
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    place = _Place(where, None if deepspeed_offload else capability, installed, find_program(compiler) is not None)
     obstacle = next(_obstacles(needs, place), None)
     if obstacle is None:
         return
@@ -184,8 +185,3 @@ def _nearest(needs: OptimizerNeeds, place: _Place) -> str:
     """``adamw_torch`` needs nothing, so there is always one."""
     candidates = (*needs.instead, *LAST_RESORT)
     return next(name for name in candidates if next(_obstacles(OPTIMIZERS[name], place), None) is None)
-
-
-def _has_compiler(find_program: Callable[[str], Optional[str]]) -> bool:
-    default = "clang++" if sys.platform == "darwin" else "g++"
-    return find_program(os.environ.get("CXX", default)) is not None

@@ -52,7 +52,6 @@ class Machine:
 
     Fields:
         python: version as (major, minor, micro).
-        cpu_cores: cores that this process may use; a quota makes it fractional.
         ram_total_bytes, ram_available_bytes: memory of this process's world, which a container may limit.
         ram_limit_bytes: the limit of the container; None without one.
         accelerators: GPUs that torch sees; empty also without torch.
@@ -61,7 +60,6 @@ class Machine:
     """
 
     python: tuple[int, int, int]
-    cpu_cores: float
     ram_total_bytes: int
     ram_available_bytes: int
     ram_limit_bytes: Optional[int] = None
@@ -77,7 +75,6 @@ def probe(paths: Iterable[Path] = (), packages: Iterable[str] = (), cgroup_root:
     below_limit_bytes = cgroup.memory_available_bytes(cgroup_root)
     return Machine(
         python=sys.version_info[:3],
-        cpu_cores=usable_cores(cgroup_root),
         ram_total_bytes=_smaller(total_bytes, limit_bytes),
         ram_available_bytes=_smaller(available_bytes, below_limit_bytes),
         ram_limit_bytes=limit_bytes,
@@ -104,7 +101,10 @@ def accelerators() -> tuple[Accelerator, ...]:
     import torch
 
     if torch.cuda.is_available():
-        return tuple(_cuda_device(torch, index) for index in range(torch.cuda.device_count()))
+        return tuple(
+            Accelerator("cuda", index, torch.cuda.get_device_name(index), *reversed(torch.cuda.mem_get_info(index)))
+            for index in range(torch.cuda.device_count())
+        )
     if torch.backends.mps.is_available():
         return (Accelerator("mps", 0, platform.processor() or "Apple", *ram_bytes()),)
     return ()
@@ -155,11 +155,6 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
-
-
-def _cuda_device(torch, index: int) -> Accelerator:
-    free, total = torch.cuda.mem_get_info(index)
-    return Accelerator("cuda", index, torch.cuda.get_device_name(index), total, free)
 
 
 def ram_bytes() -> tuple[int, int]:

@@ -17,7 +17,7 @@ def test_this_machine(tmp_path):
     absent = tmp_path / "not" / "there"
     machine = probe(paths=[tmp_path, absent], packages=["torch", "no-such-distribution"])
     assert machine.python == sys.version_info[:3]
-    assert 0 < machine.cpu_cores <= os.cpu_count()
+    assert 0 < usable_cores() <= os.cpu_count()
     assert 0 < machine.ram_available_bytes <= machine.ram_total_bytes <= psutil.virtual_memory().total
     assert machine.packages == {"torch": torch.__version__, "no-such-distribution": None}
     assert set(machine.disk_free_bytes) == {tmp_path, absent}
@@ -35,7 +35,7 @@ def test_a_container_limits_cores_and_memory(tmp_path):
     (mount / "cpu.max").write_text("50000 100000\n")
     machine = probe(cgroup_root=tmp_path)
     assert (machine.ram_total_bytes, machine.ram_available_bytes, machine.ram_limit_bytes) == (1000, 700, 1000)
-    assert machine.cpu_cores == 0.5
+    assert usable_cores(tmp_path) == 0.5
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")

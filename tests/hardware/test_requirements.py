@@ -33,7 +33,6 @@ def paths(tmp_path):
 def good(paths):
     return Machine(
         python=(3, 11, 7),
-        cpu_cores=2,
         ram_total_bytes=8 * GIB,
         ram_available_bytes=4 * GIB,
         packages={

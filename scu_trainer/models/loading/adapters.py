@@ -25,12 +25,12 @@ def adapter_targets(model: nn.Module) -> list[str]:
     """Names of the linear layers that LoRA can act on: all of them, as peft's ``all-linear``, but for the output head
     and for projections whose weight is handed to a fused kernel instead of being called (an adapter there would train
     on a CPU and do nothing on a GPU)."""
-    bypassed = set(bypassed_projections(model))
-    head = _output_head_name(model)
-    usable = [name for name in _linear_names(model) if name not in bypassed and name != head]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    excluded = {name for name, module in model.named_modules() if module is head} | {*bypassed_projections(model)}
+    usable = [name for name in _linear_names(model) if name not in excluded]
     if not usable:
         raise ModelError(f"{type(model).__name__} has no linear layers for LoRA; use tuning: full")
-    excluded_leaves = {_leaf(name) for name in bypassed | {head or ""}}
+    excluded_leaves = {_leaf(name) for name in excluded}
     # Short names where they are unambiguous: adapter_config.json stays readable.
     return sorted({name if _leaf(name) in excluded_leaves else _leaf(name) for name in usable})
 
@@ -49,11 +49,6 @@ def _linear_names(model: nn.Module) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-
-
-def _output_head_name(model: nn.Module) -> Optional[str]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
 
 
 def _leaf(name: str) -> str:

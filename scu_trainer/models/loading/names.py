@@ -139,18 +139,12 @@ def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
             "nor an adapter on the Hub; give the folder that a run wrote, or the id"
         )
     base, given = base_of(adapter), settings.model_name_or_path
-    if given is not None and not _is_same_place(base, given):
+    if given is not None and Path(located(base)).resolve() != Path(located(given)).resolve():
         raise ModelError(
             f"the adapter {adapter} was trained on {base}, and model_name_or_path is {given}; give that base, or leave "
             "model_name_or_path out"
         )
     return replace(settings, model_name_or_path=str(adapter), adapter_name_or_path=None)
-
-
-def _is_same_place(first: str, second: str) -> bool:
-    if Path(located(first)).is_dir() and Path(located(second)).is_dir():
-        return Path(located(first)).resolve() == Path(located(second)).resolve()
-    return first == second
 
 
 STUMBLES = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeError, KeyError)

@@ -163,6 +163,8 @@ def announce_code(source: str, settings: ModelSettings) -> None:
 def code_files(source: str, revision: Optional[str]) -> dict[str, Path]:
     """Readable name and place of each Python file that the configuration files of ``source`` (folder or Hub id) name,
     and of those that these import relatively. Files on the Hub are fetched, not run."""
+    from transformers.dynamic_module_utils import get_relative_imports
+
     found: dict[str, Path] = {}
     pending = [reference for name in CONFIGS for reference in _references(source, name, revision)]
     while pending:
@@ -171,7 +173,7 @@ def code_files(source: str, revision: Optional[str]) -> dict[str, Path]:
         name = f"{owner}/{module}.py"
         if path is not None and name not in found:
             found[name] = path
-            pending += [(owner, imported) for imported in _relative_imports(path)]
+            pending += [(owner, imported.replace(".", "/")) for imported in sorted(get_relative_imports(path))]
     return found
 
 
@@ -190,12 +192,6 @@ def _flat(value: Any) -> list[str]:
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [text for item in inside for text in _flat(item)]
-
-
-def _relative_imports(path: Path) -> list[str]:
-    from transformers.dynamic_module_utils import get_relative_imports
-
-    return sorted(module.replace(".", "/") for module in get_relative_imports(path))
 
 
 def _fetched(source: str, name: str, revision: Optional[str]) -> Optional[Path]:
