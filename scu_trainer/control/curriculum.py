@@ -166,9 +166,8 @@ def followed(
     usable = pool[~snapshot.quarantined[pool]]
     pool = usable if usable.size >= rest.size else pool
     rng = _stream(seed, old.epoch, FOLLOW, done_micro_batches)
-    costs = lengths if snapshot.costs is None else snapshot.costs
     pool = rng.permutation(pool)
-    chosen = selection.acmds(snapshot, pool, law, old.epoch, epochs, rng, costs, rows=rest.size).ids
+    chosen = selection.acmds(snapshot, pool, law, old.epoch, epochs, rng, lengths, rows=rest.size).ids
     out = np.setdiff1d(np.append(rest, left_out), chosen)
     order = np.append(old.batches.order[:start], chosen)
     return replace(old, batches=Batches(order, old.batches.ends), skipped={**old.skipped, "acmds": out})
@@ -222,8 +221,7 @@ def _selected(
         chosen = _then(chosen, selection.infobatch(snapshot, chosen.ids, law, epoch, epochs, rng))
     if "acmds" in law.methods:
         rng = _stream(seed, epoch, CHOICE)
-        costs = lengths if snapshot.costs is None else snapshot.costs
-        chosen = _then(chosen, selection.acmds(snapshot, chosen.ids, law, epoch, epochs, rng, costs))
+        chosen = _then(chosen, selection.acmds(snapshot, chosen.ids, law, epoch, epochs, rng, lengths))
     return chosen
 
 

@@ -106,17 +106,19 @@ def acmds(
     epoch: int,
     epochs: Optional[float],
     rng: np.random.Generator,
-    costs: Optional[np.ndarray] = None,
+    lengths: Optional[np.ndarray] = None,
     rows: Optional[int] = None,
 ) -> Selection:
     """A share ``law.acmds_fraction`` of the rows, around a difficulty that grows with the epochs and with free memory.
 
     A row that was never seen, or not in the last ``law.window_epochs`` epochs, is always in: any that many epochs in a
-    row show every row, and an epoch may hold more than its share for it. ``costs``: memory by sample number; where
-    memory is short, cheap rows of a stratum go first. ``rows``: exactly so many instead of a share.
+    row show every row, and an epoch may hold more than its share for it. Where memory is short, cheap rows of a stratum
+    go first, by ``lengths`` (by sample number) where the snapshot has no costs. ``rows``: exactly so many instead of a
+    share.
     """
     scores = snapshot.scores[ids]
     overdue = snapshot.last_epoch[ids] <= epoch - law.window_epochs
+    costs = lengths if snapshot.costs is None else snapshot.costs
     keys = rng.random(ids.size) + (1 - snapshot.availability) * _dearness(ids, costs)
     keys[overdue] = -1.0
     taken = np.isnan(scores)

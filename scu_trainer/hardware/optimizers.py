@@ -170,15 +170,11 @@ def _obstacles(needs: OptimizerNeeds, place: _Place) -> Iterator[str]:
         yield f"compiles its update, which takes a CUDA card of capability {wanted}; this one has {found}"
     missing = [package for package in needs.packages if place.installed(package) is None]
     if missing:
-        yield f"needs {' and '.join(missing)}, not installed here ({_how_to_install(missing)})"
+        how = f"pip install {' '.join(missing)}"
+        how = "it is no longer made: github.com/pytorch/torchdistx" if "torchdistx" in missing else how
+        yield f"needs {' and '.join(missing)}, not installed here ({how})"
     if needs.compiles and place.device == "cpu" and not place.has_compiler:
         yield "compiles its update, which takes a C++ compiler, and none was found; install g++, or set CXX to one"
-
-
-def _how_to_install(packages: list[str]) -> str:
-    if "torchdistx" in packages:
-        return "it is no longer made: github.com/pytorch/torchdistx"
-    return f"pip install {' '.join(packages)}"
 
 
 def _nearest(needs: OptimizerNeeds, place: _Place) -> str:

@@ -30,12 +30,6 @@ def known_tflops(device_name: str, precision: str) -> Optional[float]:
 
     None for a card that we know no figures of, and for a part of a card (MIG), which has a share of the peak only.
     """
-    if "MIG" in device_name:
-        return None
-    for preset in presets():
-        if preset.is_called(device_name):
-            return preset.tflops.get(precision)
-    for pattern, peaks in OTHER_CARDS.items():
-        if re.search(pattern, device_name):
-            return peaks.get(precision)
-    return None
+    known = [preset.tflops for preset in presets() if preset.is_called(device_name)]
+    known += [peaks for pattern, peaks in OTHER_CARDS.items() if re.search(pattern, device_name)]
+    return known[0].get(precision) if known and "MIG" not in device_name else None

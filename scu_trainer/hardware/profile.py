@@ -123,20 +123,15 @@ def cpu(root: Path = cgroup.ROOT) -> Cpu:
     import psutil
 
     words = cpuinfo(root)
+    flags = (words.get("flags") or words.get("Features") or "").split()
     return Cpu(
         name=words.get("model name") or platform.processor() or platform.machine(),
         architecture=platform.machine(),
         cores=psutil.cpu_count(logical=False),
         threads=os.cpu_count() or 1,
         usable=usable_cores(root),
-        features=cpu_features(words.get("flags") or words.get("Features") or ""),
+        features=tuple(name for name in CPU_FEATURES if name in flags),
     )
-
-
-def cpu_features(flags: str) -> tuple[str, ...]:
-    """Those of ``CPU_FEATURES`` in a line of flags, in our order."""
-    known = set(flags.split())
-    return tuple(name for name in CPU_FEATURES if name in known)
 
 
 def cpuinfo(root: Path = cgroup.ROOT) -> dict[str, str]:

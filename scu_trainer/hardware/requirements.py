@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from scu_trainer.errors import RequirementError, StorageError, nearest
+from scu_trainer.errors import RequirementError, StorageError
 from scu_trainer.hardware.needs import RecipeNeeds
 from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import Accelerator, Machine, installed_version, probe
@@ -59,11 +59,8 @@ def check(
         needs: what a recipe needs beside; it counts as required. Default: nothing.
         machine: the machine to judge; default: this one.
         declared: requirement lines such as "torch>=2.11"; default: those of the installed scu-trainer.
-
-    Raises RequirementError for an unknown extra.
     """
     needs = needs or RecipeNeeds()
-    _require_known(needs.extras)
     missing_tools = [name for name in _OWN_TOOLS if importlib.util.find_spec(name) is None]
     if missing_tools:
         return [RequirementStatus(name, False, "missing", "any version", INSTALL_ALL) for name in missing_tools]
@@ -132,13 +129,6 @@ def _mark(finding: RequirementStatus) -> str:
     if finding.ok:
         return "ok"
     return "FIX" if finding.required else "opt"
-
-
-def _require_known(extras: Iterable[str]) -> None:
-    for name in extras:
-        if name not in OPTIONAL_EXTRAS:
-            allowed = ", ".join(OPTIONAL_EXTRAS)
-            raise RequirementError(f"extra is {name!r}; allowed: {allowed}{nearest(name, OPTIONAL_EXTRAS)}")
 
 
 def _parse(lines: Iterable[str]) -> tuple[list[Requirement], dict[str, list[Requirement]]]:

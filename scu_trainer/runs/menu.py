@@ -10,9 +10,6 @@ from typing import Optional
 from scu_trainer.errors import UserError
 from scu_trainer.runs.store import all_runs
 
-Act = Callable[[Sequence[str]], object]
-"""Runs a command, given as its words."""
-
 ACTIONS = (
     ("start a recipe", "start"),
     ("list all runs", "list"),
@@ -26,9 +23,10 @@ ACTIONS = (
 
 @dataclass(frozen=True)
 class Menu:
-    """``ask`` shows a question and returns the line that was typed; EOFError ends the menu."""
+    """``act`` runs a command, given as its words. ``ask`` shows a question and returns the line that was typed;
+    EOFError ends the menu."""
 
-    act: Act
+    act: Callable[[Sequence[str]], object]
     ask: Callable[[str], str]
     say: Callable[[str], None]
     root: Path

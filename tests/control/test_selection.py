@@ -260,7 +260,7 @@ def test_cheap_rows_go_first_where_memory_is_short():
     shares = []
     for availability in (1.0, 0.5, 0.0):
         snapshot = known(rng().permutation(800).astype(float), availability=availability)
-        selection = stratified(snapshot, law=replace(LAW, acmds_fraction=0.4), costs=costs)
+        selection = stratified(snapshot, law=replace(LAW, acmds_fraction=0.4), lengths=costs)
         assert selection.ids.size == 320
         shares.append(np.mean(costs[selection.ids] == 10.0))
     assert 0.45 < shares[0] < 0.55

@@ -93,6 +93,10 @@ class Users:
 def users(proc: Path = PROC) -> Users:
     """``proc``: the folder in which the system describes its processes. What other users' processes have open is not to
     be seen; what is found here belongs to this user."""
+    import psutil
+
+    # Whoever started this command, such as a shell, has its words in the command line.
+    ancestors = {parent.pid for parent in psutil.Process().parents()}
     files: dict[Path, int] = {}
     ours: dict[int, str] = {}
     folders = [path for path in proc.glob("[0-9]*") if path.name != str(os.getpid())] if proc.is_dir() else []
@@ -107,7 +111,7 @@ def users(proc: Path = PROC) -> Users:
         except PermissionError:
             hidden = hidden or _may_use_our_files(folder)
             continue
-        if "python" in command and OUR_COMMAND.search(command) and not _is_ancestor(pid):
+        if "python" in command and OUR_COMMAND.search(command) and pid not in ancestors:
             ours[pid] = command[:60]
     return Users(files, ours, is_complete=bool(folders) and not hidden)
 
@@ -130,13 +134,6 @@ def _open_files(process: Path) -> Iterator[Path]:
         words = line.split(maxsplit=5)
         if len(words) == 6 and words[5].startswith("/"):
             yield Path(words[5])
-
-
-def _is_ancestor(pid: int) -> bool:
-    """Whoever started this command, such as a shell with its words in the command line."""
-    import psutil
-
-    return pid in (parent.pid for parent in psutil.Process().parents())
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------

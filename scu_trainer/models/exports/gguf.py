@@ -82,13 +82,9 @@ def _run(converter: Optional[Path], refusal: str, *words: str) -> None:
     command = [sys.executable, "-m", "scu_trainer.models.exports.converter", *place, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ModelError(f"{refusal}: {_reason(done.stderr)}{_advice(done.stderr)}")
-
-
-def _advice(stderr: str) -> str:
-    if "tokenizer.model" not in stderr:
-        return ""
-    return "; it reads this family's tokenizer from the base's tokenizer.model: put that file next to what you export"
+        file = "tokenizer.model"
+        advice = f"; it reads this family's tokenizer from the base's {file}: put that file next to what you export"
+        raise ModelError(f"{refusal}: {_reason(done.stderr)}{advice if file in done.stderr else ''}")
 
 
 def _reason(stderr: str) -> str:
