@@ -143,11 +143,9 @@ def estimate_memory(
     that is known. ``compiled_bytes``: kernels for more shapes than those of one step."""
     if held.teacher_bytes:
         traced = {**traced, "logits": LOGITS_WITH_TEACHER * traced["logits"]}
-    passing = ("gradients", "activations", "logits")
-    at_pass = sum(traced[part] for part in passing)
+    moment = {part: traced[part] for part in ("gradients", "activations", "logits")}
     stepping = int(memory_of(held.optim).step_copies * trained.largest_bytes)
-    moment = {part: traced[part] for part in passing}
-    if trained.size_bytes + stepping > at_pass:
+    if trained.size_bytes + stepping > sum(moment.values()):
         moment = {"gradients": trained.size_bytes, "activations": stepping, "logits": 0}
     found = MemoryEstimate(weights=traced["weights"], overhead=0, libraries=0, **moment, **held.bytes_of(trained))
     beside = OVERHEAD.get(device, OVERHEAD["cpu"])

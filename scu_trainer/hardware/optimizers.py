@@ -144,7 +144,9 @@ def check_optimizer(
     if obstacle is None:
         return
     moved = "; with DeepSpeed's optimizer offload weights are updated on the CPU" if where != device else ""
-    raise RequirementError(f"optim: {optim} {obstacle}{moved}. Nearest that runs here: optim: {_nearest(needs, place)}")
+    others = (*needs.instead, *LAST_RESORT)  # of which adamw_torch needs nothing
+    nearest = next(name for name in others if next(_obstacles(OPTIMIZERS[name], place), None) is None)
+    raise RequirementError(f"optim: {optim} {obstacle}{moved}. Nearest that runs here: optim: {nearest}")
 
 
 FOR_BFLOAT16, STOCHASTIC = "adamw_torch_8bit", "bf16_stochastic_round=True"
@@ -175,9 +177,3 @@ def _obstacles(needs: OptimizerNeeds, place: _Place) -> Iterator[str]:
         yield f"needs {' and '.join(missing)}, not installed here ({how})"
     if needs.compiles and place.device == "cpu" and not place.has_compiler:
         yield "compiles its update, which takes a C++ compiler, and none was found; install g++, or set CXX to one"
-
-
-def _nearest(needs: OptimizerNeeds, place: _Place) -> str:
-    """``adamw_torch`` needs nothing, so there is always one."""
-    candidates = (*needs.instead, *LAST_RESORT)
-    return next(name for name in candidates if next(_obstacles(OPTIMIZERS[name], place), None) is None)

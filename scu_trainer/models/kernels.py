@@ -88,15 +88,10 @@ def _require_flash(wanted: str, device: torch.device | str, on_cuda: bool, half_
 
 def _flash_is_installed(wanted: str) -> bool:
     """Also true with the package ``kernels``, through which transformers fetches what is missing."""
-    from transformers.utils import (
-        is_flash_attn_2_available,
-        is_flash_attn_3_available,
-        is_flash_attn_4_available,
-        is_kernels_available,
-    )
+    from transformers import utils
 
-    checks = {"2": is_flash_attn_2_available, "3": is_flash_attn_3_available, "4": is_flash_attn_4_available}
-    return is_kernels_available() or checks[wanted.rpartition("_")[-1]]()
+    version = wanted.rpartition("_")[-1]
+    return utils.is_kernels_available() or getattr(utils, f"is_flash_attn_{version}_available")()
 
 
 # -- after loading -----------------------------------------------------------------------------------------------------

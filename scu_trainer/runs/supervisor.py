@@ -131,10 +131,8 @@ class _Supervisor:
         found, asked = self.outside.devices(), record.options.device
         if asked == "auto" and record.options.launcher != "python":
             return sorted(found)  # a launcher starts a process on each
-        return [room.choose(asked, found, self._length)]
-
-    def _length(self, device: str) -> int:
-        return len(Line(device, self.outside.lines, self.outside.machine).waiting())
+        lines = {device: Line(device, self.outside.lines, self.outside.machine) for device in found}
+        return [room.choose(asked, found, lambda device: len(lines[device].waiting()))]
 
     def _tell(self, waiting: str) -> None:
         print(f"waiting {waiting}", flush=True)
