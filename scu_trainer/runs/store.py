@@ -9,8 +9,9 @@ runs/NAME/                  what training writes, see run_files.py
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -175,9 +176,7 @@ def find(name: str, root: Path) -> Run:
     raise SettingsError(f"no run {name!r} in {root}{nearest(name, known)}{listed}")
 
 
-def free_name(wanted: str, taken: Iterable[str]) -> str:
+def free_name(wanted: str, taken: Collection[str]) -> str:
     """``wanted``, or the first of wanted-2, wanted-3, ... that is free."""
-    taken, candidate, number = set(taken), wanted, 2
-    while candidate in taken:
-        candidate, number = f"{wanted}-{number}", number + 1
-    return candidate
+    numbered = (f"{wanted}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([wanted], numbered) if name not in taken)

@@ -20,7 +20,7 @@ from scu_trainer.cli.background import screens as runs_screens
 from scu_trainer.cli.background import supervisor as runs_supervisor
 from scu_trainer.run_files import History, RunStatus
 from scu_trainer.runs.menu import ACTIONS, Menu
-from scu_trainer.runs.monitor import follow, view
+from scu_trainer.runs.monitor import follow, watch
 from scu_trainer.runs.process import Machine, Posix, family
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, all_runs
@@ -278,7 +278,9 @@ def test_leaving_the_monitor_leaves_the_run(by_hand, capsys):
 def test_the_live_screen_fits_80_columns(by_hand):
     RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid(), eta_s=125.0)
     target = io.StringIO()
-    Console(file=target, width=80, force_terminal=False).print(runs_screens.screen(view(by_hand, Machine())))
+    Console(file=target, width=80, force_terminal=False).print(
+        runs_screens.screen(next(watch(by_hand, 1.0, Machine())))
+    )
     lines = target.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     text = target.getvalue()
@@ -291,7 +293,7 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
     monkeypatch.setattr(
         runs_screens, "plain_console", lambda: Console(file=target, width=80, force_terminal=True, highlight=False)
     )
-    runs_screens.show_views([view(by_hand, Machine())])
+    runs_screens.show_views([next(watch(by_hand, 1.0, Machine()))])
     assert "finished" in target.getvalue()
 
 
