@@ -27,6 +27,7 @@ flags\t\t: fpu
 ANSWER = """GPU-aaaa, 101, /usr/bin/python3, 2048
 GPU-bbbb, 102, "a, b", 512
 GPU-aaaa, 103, [Not Found], [N/A]
+GPU-bbbb, 104, /opt/a, b/python, 1024
 
 """
 
@@ -52,6 +53,7 @@ def test_who_uses_a_gpu(monkeypatch):
                 ("aaaa", GpuUser(101, "/usr/bin/python3", 2 * GIB)),
                 ("bbbb", GpuUser(102, "a, b", GIB // 2)),
                 ("aaaa", GpuUser(103, "[Not Found]", None)),
+                ("bbbb", GpuUser(104, "/opt/a, b/python", GIB)),
             ],
         ),
         ("", []),
