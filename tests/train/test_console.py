@@ -91,4 +91,4 @@ def test_a_run_goes_on_where_nobody_reads_what_it_prints(monkeypatch, caplog):
         screen.print("step 1")
         screen.print("step 2")
         print("trained", flush=True)
-    assert caplog.text.count("the run goes on without it") == 1
+    assert caplog.text.count("the run continues without it") == 1

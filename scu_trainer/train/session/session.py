@@ -80,10 +80,10 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
 class _Screen(Console):
     def on_broken_pipe(self) -> None:
-        """A run is worth more than its lines: it goes on where rich would exit."""
+        """A run is worth more than its lines: it continues where rich would exit."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        logger.warning("the reader of the output is gone (a pipe such as head or less); the run goes on without it")
+        logger.warning("the reader of the output is gone (a pipe such as head or less); the run continues without it")
 
 
 def console_of_run() -> Console:
