@@ -175,27 +175,36 @@ ALSO_OFF = {
 """Trainers of which no more is claimed: class, configuration, its arguments, rows."""
 
 
-@pytest.mark.parametrize("name", ALSO_OFF)
-def test_others_are_themselves_without_loops_and_where_memory_never_acts(tmp_path, name):
+def also_trained(name: str, folder: Path, looped: bool, **given: Any) -> Trainer:
     kind, config, own, rows = ALSO_OFF[name]
+    common = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "bf16": False, "logging_steps": 1}
+    args = config(str(folder), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, **common, **own)
+    parts = {"GKD": lambda: {"teacher_model": tiny.llama(seed=3)}, "CPO": dict}
+    words = tokenizer()
+    words.chat_template = "{% for turn in messages %}{{ turn['content'] }}</s>{% endfor %}"
+    given |= parts.get(name, lambda: {"reward_funcs": reward})()
+    kind = with_loops(kind) if looped else kind
+    trainer = kind(
+        model=tiny.llama(), args=args, train_dataset=Dataset.from_dict(rows), processing_class=words, **given
+    )
+    trainer.train()
+    return trainer
 
-    def run(kind: type[Trainer], **loops: Any) -> Trainer:
-        common = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "bf16": False, "logging_steps": 1}
-        args = config(str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, **common, **own)
-        parts = {"GKD": lambda: {"teacher_model": tiny.llama(seed=3)}, "CPO": dict}
-        words = tokenizer()
-        words.chat_template = "{% for turn in messages %}{{ turn['content'] }}</s>{% endfor %}"
-        given = parts.get(name, lambda: {"reward_funcs": reward})()
-        rows_ = Dataset.from_dict(rows)
-        trainer = kind(model=tiny.llama(), args=args, train_dataset=rows_, processing_class=words, **given, **loops)
-        trainer.train()
-        return trainer
 
-    expected, off = run(kind), run(with_loops(kind))
+@pytest.mark.parametrize("name", ALSO_OFF)
+def test_others_are_themselves_without_loops_and_with_memory(tmp_path, name):
+    """Also where a step runs out of memory; a cap cuts no batch from which a trainer generates."""
+    expected, off = also_trained(name, tmp_path, False), also_trained(name, tmp_path, True)
     assert off.is_stock and logs(off) == logs(expected)
-    on = run(with_loops(kind), memory=MemorySettings(), safety=SafetySettings())
-    for found in (off, on):
+    cap = MemorySettings(token_cap=24)
+    on = also_trained(name, tmp_path, True, memory=cap, safety=SafetySettings())
+    fault = FailsOnce()
+    survived = also_trained(name, tmp_path, True, memory=cap, callbacks=[fault])
+    assert fault.failed == 1
+    for found in (off, on, survived):
         assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
+    for ours, theirs in zip(logs(survived), logs(expected), strict=True):
+        assert {key: ours[key] for key in theirs} == theirs
     assert not tiny.same(tiny.weights_of(off.model), tiny.weights_of(tiny.llama()))
 
 
@@ -289,10 +298,17 @@ class Infinite(TrainerCallback):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_step_without_a_finite_gradient_is_skipped(tmp_path, name):
+def test_a_step_without_a_finite_gradient_is_skipped(tmp_path, stock, name):
     found = trained(name, tmp_path, safety=SafetySettings(), callbacks=[Infinite()])
     assert found.nonfinite_guard.skipped_steps == 1
     assert all(bool(torch.isfinite(p).all()) for p in found.model.parameters())
+    tokens = [{row["num_tokens"] for row in logs(one) if "num_tokens" in row} for one in (found, stock[name])]
+    assert tokens[0] <= tokens[1]  # the search for the value runs rows again, which count once
+
+
+def test_where_a_batch_is_a_list_the_search_for_a_value_says_so(tmp_path, caplog):
+    also_trained("GRPO", tmp_path, True, safety=SafetySettings(), callbacks=[Infinite()])
+    assert "the source was not found: the collator returns a list, not a mapping of tensors. " in caplog.text
 
 
 # -- curriculum --------------------------------------------------------------------------------------------------------

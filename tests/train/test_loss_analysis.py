@@ -145,6 +145,8 @@ def test_router_losses_mix_rows():
     config = MixtralConfig(vocab_size=tiny.VOCAB, num_hidden_layers=1, output_router_logits=True, **config)
     answer = ask(MixtralForCausalLM(config), text())
     assert not answer.is_exact and "router" in answer.mixes and answer.kind == "num_items"
+    of_images_too = SimpleNamespace(config=SimpleNamespace(text_config=config), named_modules=lambda: [])
+    assert "config.text_config.router_aux_loss_coef" in mixing_modules(of_images_too)
 
 
 class InBatchNegatives(nn.Module):

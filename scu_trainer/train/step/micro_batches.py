@@ -24,7 +24,7 @@ from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.loss.analysis.own_step import CallCounters
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
-from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, counting_owner, learns_prompts, wants_few_sizes
+from scu_trainer.train.loss.rows.model_loss import counting, learns_prompts, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
@@ -89,15 +89,15 @@ class MicroBatchStep:
         self._has_batch_norm = any(map(is_batch_norm, model.modules()))
         self._pad_token_id = _pad_token_id(self.trainer)
         parameters = self._trained()
-        counting = [module for module in model.modules() if not comes_from(type(module), *PUBLIC)]
+        counts = counting(self.trainer)
         self._place = steps.AttemptSite(
             self.trainer.args.device,
             ChangingBuffers(model) if guard is None else guard.buffers,  # walks through the model once in a step
             parameters,
             self.ranks.drop_gradients,
-            (counting, counting_owner(self.trainer)),
+            counts,
         )
-        self._counters = CallCounters([*counting, self.trainer])
+        self._counters = CallCounters([*counts[0], self.trainer])
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         self._wants_few_sizes = wants_few_sizes(self.trainer)
         self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, self._wants_few_sizes)

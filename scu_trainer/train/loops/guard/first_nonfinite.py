@@ -70,6 +70,9 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
         return bad_input
     if is_sharded(trainer):
         return NonFinitePlace(reason=SHARDED)
+    not_by_names = next((inputs for inputs in batches if not isinstance(inputs, Mapping)), None)
+    if not_by_names is not None:
+        return NonFinitePlace(reason=rows_of(trainer.model, not_by_names).obstacle)
     with unchanged(trainer):
         try:
             parts = list(step_parts(trainer, batches))

@@ -13,6 +13,7 @@ from transformers import Trainer
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.train.loss.analysis import mixing_modules
 from scu_trainer.train.loss.loss_path import without_index
+from scu_trainer.train.loss.rows.model_loss import counting
 from scu_trainer.train.step.batches.rows import pick, rows_of
 from scu_trainer.train.step.recovery.memory import forget_traceback
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
@@ -76,10 +77,10 @@ def why_it_failed(error: Exception) -> str:
 
 @contextlib.contextmanager
 def unchanged(trainer: Trainer) -> Iterator[None]:
-    """Random state and changing buffers afterwards are those of before."""
+    """Random state, changing buffers and what a loss counts afterwards are those of before."""
     model = trainer.model
     devices = sorted({str(p.device) for p in model.parameters()} | {str(trainer.args.device)})
-    snapshot = WindowSnapshot.take(devices, ChangingBuffers(model), ())
+    snapshot = WindowSnapshot.take(devices, ChangingBuffers(model), (), counting(trainer))
     try:
         yield
     finally:

@@ -100,6 +100,10 @@ class LossAnalysis:
                     f"batches run whole, and none runs again after running out of memory, because {self._found.mixes}"
                 )
             return False
+        if self.own_step.per_batch is not None and not any(batch.obstacle for batch in batches):
+            is_new = self._found is None
+            self._found = Reduction("num_items", mixes=self.own_step.per_batch, may_be_cut=False)
+            return is_new
         keys = frozenset(frozenset(batch.inputs) for batch in batches if isinstance(batch.inputs, Mapping))
         classes = self._new_classes(batches)
         known = self._by_keys.get(keys)

@@ -16,7 +16,14 @@ from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.frozen_weights import WRITES, WrittenWeights, frozen_weights
-from scu_trainer.train.loss.rows.model_loss import PUBLIC, Measured, comes_from, has_sharded_weights, own_between
+from scu_trainer.train.loss.rows.model_loss import (
+    PUBLIC,
+    Measured,
+    comes_from,
+    has_sharded_weights,
+    own_between,
+    step_of_batches,
+)
 from scu_trainer.train.step.recovery.optimizer_parts import alike
 from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 
@@ -30,7 +37,8 @@ Counts = dict[tuple[str, str], int]
 
 class OwnStep:
     """``owner``: the class that defines it, None for transformers' and TRL's. ``is_seen``: it has been watched.
-    ``deviation``: from the stock step, as the rest of a sentence. ``exchange``: as of ``exchange_in``."""
+    ``deviation``: from the stock step, as the rest of a sentence. ``exchange``: as of ``exchange_in``. ``per_batch``: why
+    batches run whole in TRL's step, which is known."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -38,6 +46,8 @@ class OwnStep:
         self.is_seen = self.owner is None
         self.deviation: Optional[str] = None
         self.exchange = exchange_in(trainer)
+        of_trl = step_of_batches(trainer)
+        self.per_batch = of_trl and f"training_step of {of_trl} draws or generates what it trains on once per batch"
         self._frozen: list[torch.Tensor] = []
         self._held: Optional[list[int]] = None
 

@@ -306,8 +306,9 @@ def mixing_modules(model: nn.Module) -> Optional[str]:
     if names:
         return f"{_few(names)} (BatchNorm)"
     config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
-        return "the router's auxiliary losses (config.router_aux_loss_coef)"
+    for where, one in (("config", config), ("config.text_config", getattr(config, "text_config", None))):
+        if getattr(one, "output_router_logits", False) and getattr(one, "router_aux_loss_coef", 0):
+            return f"the router's auxiliary losses ({where}.router_aux_loss_coef)"
     return None
 
 

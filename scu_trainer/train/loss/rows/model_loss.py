@@ -110,8 +110,17 @@ def own_loss_above(trainer: Trainer) -> Optional[str]:
 
 
 def counting_owner(trainer: Trainer) -> Optional[Trainer]:
-    """``trainer``, where a ``compute_loss`` that is not the stock one may count in its attributes, as TRL's do."""
-    return trainer if own_loss_between(trainer) or own_loss_above(trainer) else None
+    """``trainer``, where a ``compute_loss`` or ``training_step`` that is not the stock one may count in its attributes,
+    as TRL's do."""
+    is_own = own_loss_between(trainer) or own_loss_above(trainer) or defined_between(trainer, "training_step")
+    return trainer if is_own else None
+
+
+def counting(trainer: Trainer) -> tuple[list[Any], Optional[Trainer]]:
+    """What may count, in attributes, what runs: (modules of somebody's own and the state, in which TRL's trainers count
+    the tokens that they generate; the trainer)."""
+    own = [module for module in trainer.model.modules() if not comes_from(type(module), *PUBLIC)]
+    return [*own, trainer.state], counting_owner(trainer)
 
 
 def wants_few_sizes(trainer: Trainer) -> bool:
@@ -143,6 +152,15 @@ def defined_between(trainer: Trainer, method: str) -> Optional[type]:
     kinds = type(trainer).__mro__
     owner = next(kind for kind in kinds[kinds.index(_ours(trainer)) + 1 :] if method in vars(kind))
     return None if owner is Trainer else owner
+
+
+def step_of_batches(trainer: Trainer) -> Optional[str]:
+    """The class of TRL whose ``training_step`` does something with each batch: generates from it, or takes the next
+    part of what was generated. None for those that pass on whatever they are given."""
+    kinds = [kind for kind in type(trainer).__mro__ if "training_step" in vars(kind) and comes_from(kind, "trl")]
+    owner = kinds[0] if kinds else None
+    takes_batch = owner is not None and "inputs" in inspect.signature(vars(owner)["training_step"]).parameters
+    return owner.__name__ if takes_batch else None
 
 
 def is_public(kind: type) -> bool:
