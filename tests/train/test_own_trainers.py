@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils.data import WeightedRandomSampler
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
@@ -274,6 +275,36 @@ def test_what_a_loss_counts_does_not_count_what_ran_out_of_memory(tmp_path, memo
         found.evaluate()
         counted.append([found.model.rows, in_training, found.tokens])
     assert counted[0] == counted[1] and found.prediction.halving.out_of_memory == 1
+
+
+class Queued(Trainer):
+    """As in MoCo: rows are held against those of batches before, which the first call begins to keep."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        rows = functional.normalize(outputs.logits.mean(1))
+        if not hasattr(self, "queue"):
+            self.queue = torch.eye(8, rows.size(1))
+        loss = loss + torch.logsumexp(rows @ self.queue.clone().T, 1).mean()
+        self.keep(rows.detach())
+        return (loss, outputs) if return_outputs else loss
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.queue = torch.cat([rows, self.queue])[:8]
+
+
+class WritesToItsQueue(Queued):
+    def keep(self, rows: torch.Tensor) -> None:
+        self.queue[: len(rows)] = rows
+
+
+@pytest.mark.parametrize("kind", [Queued, WritesToItsQueue])
+def test_a_queue_of_rows_holds_neither_those_of_a_test_nor_those_that_ran_out_of_memory(tmp_path, kind):
+    expected = run(kind, tmp_path / "stock")
+    for faults in ([], [FailsOnce()]):
+        found = run(with_loops(kind), tmp_path / "ours", memory=CUT, callbacks=faults)
+        assert torch.equal(found.queue, expected.queue) and apart(found, expected) == 0.0
+        assert found.micro_batches.loop.statistics.out_of_memory == len(faults)
 
 
 # -- a training_step of somebody's own ---------------------------------------------------------------------------------

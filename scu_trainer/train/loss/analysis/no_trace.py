@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from types import MethodType
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,21 +17,18 @@ from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
 from scu_trainer.train.step.recovery.snapshot import (
     OF_DATA,
     PLAIN,
-    PutBack,
     contents,
     generators,
-    is_small,
+    of_array,
     of_devices,
     put_back_attributes,
+    refill,
 )
 
 aten = torch.ops.aten
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """What torch itself keeps of a module: its mode, weights, buffers, hooks."""
-
-MOST_BYTES = 64 * 2**20
-"""Of a tensor that is no buffer and is put back where it is written to."""
 
 
 @contextlib.contextmanager
@@ -45,8 +40,8 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
     modules = [holder for holder in holders if isinstance(holder, nn.Module)]
     modes = [(module, module.training) for module in modules]
     buffers = [(module, dict(module._buffers), _copies(module)) for module in modules if module._buffers]
-    # A hook may read what a loss has set on its trainer before; a counter that began inside goes.
-    attributes = [_attributes(holder, keeps_new=holder is owner) for holder in holders]
+    # What began inside goes, too: a queue that the loss makes at its first call is made by the first batch.
+    attributes = [_attributes(holder, OF_DATA if holder is owner else frozenset()) for holder in holders]
     random_states = generators({p.device for p in model.parameters()})
     frozen = frozen_weights(model, owner)
     written = WrittenWeights(frozen) if frozen else None
@@ -96,38 +91,20 @@ def _put_back(buffers: list) -> None:
         module._buffers.clear()
         module._buffers.update(registered)
         for name, value in copies.items():
-            _fill(registered[name], value)
+            refill(registered[name], value)
 
 
-def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    # What nobody changed may be shared, and is left alone; without memory there is nothing to change.
-    if not value.is_meta and not torch.equal(tensor, value):
-        # By ``data``: a backward that still has to come may need this tensor, with the values of before.
-        tensor.data.copy_(value)
-
-
-def _attributes(one: Any, keeps_new: bool) -> tuple:
-    """Of ``one``, for ``put_back_attributes``. ``keeps_new``: new names stay, but for those of plain values."""
+def _attributes(one: Any, of_data: frozenset[str] = frozenset()) -> tuple:
+    """Of ``one``, with their contents, for ``put_back_attributes``. ``of_data``: whose contents nobody changes."""
     is_ours = isinstance(one, nn.Module) and comes_from(type(one), "scu_trainer")  # they keep what they were asked for
-    of_data, seen = OF_DATA if keeps_new else (), set()
+    seen: set[int] = set()
     known = {
-        name: (value, None if name in of_data else contents(value, _of_array, seen))
+        name: (value, None if name in of_data else contents(value, of_array, seen))
         for name, value in vars(one).items()
         if name not in OF_TORCH and (isinstance(value, PLAIN) or not is_ours)
     }
     names = None if is_ours else {*known, *OF_TORCH}
-    return one, known, names, is_small if keeps_new else lambda value: True
-
-
-def _of_array(value: Any) -> Optional[PutBack]:
-    """What gives an array or tensor its values back; None for everything else."""
-    if type(value) is np.ndarray:
-        is_state = value.flags.writeable and value.nbytes <= MOST_BYTES
-        return partial(np.copyto, value, value.copy()) if is_state else None
-    if type(value) is torch.Tensor:
-        is_state = not value.requires_grad and value.layout is torch.strided and value.nbytes <= MOST_BYTES
-        return partial(_fill, value, value.clone()) if is_state else None
-    return None
+    return one, known, names, lambda value: True
 
 
 def rng_state(model: nn.Module) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,6 +34,9 @@ MOST_ENTRIES = 10_000
 
 OF_DATA = frozenset({"train_dataset", "eval_dataset", "data_collator", "callback_handler"})
 """Attributes of a trainer that no loss writes to."""
+
+MOST_BYTES = 64 * 2**20
+"""Of a tensor that is no buffer and is put back where it is written to."""
 
 COPIED_BYTES = 64 * 2**20
 """Buffers that are copied at every snapshot, the smallest first: nobody has to tell whether they change. Larger ones
@@ -222,7 +226,8 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 
 def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
-    """Those of ``modules`` and ``owner`` that are plain values, and of the latter containers of such."""
+    """Those of ``modules`` and ``owner`` that are plain values or tensors, and of the latter containers of plain
+    values."""
     attributes: Attributes = [(module, _plain_attributes(module, 0), None, is_small) for module in modules]
     if owner is not None:
         attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES), set(vars(owner)), is_small))
@@ -245,9 +250,9 @@ def put_back_attributes(attributes: Attributes) -> None:
 
 def _plain_attributes(one: Any, most: int) -> dict[str, tuple[Any, Optional[PutBack]]]:
     return {
-        name: (value, None if isinstance(value, PLAIN) else contents(value))
+        name: (value, None if isinstance(value, PLAIN) else contents(value, of_array))
         for name, value in vars(one).items()
-        if name != "training" and name not in OF_DATA and is_plain(value, most)
+        if name != "training" and name not in OF_DATA and (is_plain(value, most) or is_state(value))
     }
 
 
@@ -268,8 +273,8 @@ def is_plain(value: Any, most: int) -> bool:
 
 
 def is_small(value: Any) -> bool:
-    """A plain value, or a container of such that can be put back."""
-    return is_plain(value, MOST_ENTRIES)
+    """A plain value or tensor, or a container of plain values that can be put back."""
+    return is_plain(value, MOST_ENTRIES) or is_state(value)
 
 
 def contents(
@@ -296,6 +301,28 @@ def contents(
             back()
 
     return put_back
+
+
+def of_array(value: Any) -> Optional[PutBack]:
+    """What gives an array or tensor its values back; None for everything else."""
+    if type(value) is np.ndarray:
+        is_kept = value.flags.writeable and value.nbytes <= MOST_BYTES
+        return functools.partial(np.copyto, value, value.copy()) if is_kept else None
+    return functools.partial(refill, value, value.clone()) if is_state(value) else None
+
+
+def is_state(value: Any) -> bool:
+    """Whether it is a tensor that may be kept from one loss to the next: a queue, a mean that moves."""
+    if type(value) is not torch.Tensor:
+        return False
+    return not value.requires_grad and value.layout is torch.strided and value.nbytes <= MOST_BYTES
+
+
+def refill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    # What nobody changed may be shared, and is left alone; without memory there is nothing to change.
+    if not value.is_meta and not torch.equal(tensor, value):
+        # By ``data``: a backward that still has to come may need this tensor, with the values of before.
+        tensor.data.copy_(value)
 
 
 def _entries(container: Any) -> Iterable[Any]:
