@@ -136,6 +136,19 @@ def test_a_window_that_is_not_finite_decides_nothing():
     assert math.isnan(row["loss"])
 
 
+@pytest.mark.parametrize("loss", [0.0, -0.03])
+@pytest.mark.parametrize("target", [None, 0.1])
+def test_a_loss_that_is_no_length_gives_no_s_and_is_said_once(loss, target):
+    """Of a policy: stock TRL's GRPO logs 0 in its first step, and less later."""
+    regularizer = started(target_s=target)
+    before = regularizer.state.lam
+    rows = [one_step(regularizer, step, losses=(loss,)) for step in (1, 2)]
+    assert [row["s"] for row in rows] == [None, None] and regularizer.state.lam == before
+    (said,) = regularizer.progress.notices
+    assert f"it was {loss:.3g} at step 1" in said and ("Lambda stays" in said) == (target is not None)
+    assert 0 < one_step(regularizer, 3)["s"] < 1
+
+
 def test_a_checkpoint_inside_a_broken_interval_can_be_read_back(tmp_path):
     regularizer = started(control_frequency=5)
     one_step(regularizer, 1, losses=(math.nan,))

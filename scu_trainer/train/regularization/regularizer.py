@@ -186,6 +186,14 @@ class Regularizer:
             return None
         seen = self._measure(step, learning_rate, reduce, processes)
         self.state = control.decide(self.law, self.state, seen)
+        if seen.data_bpt <= 0:
+            self._notice(
+                "S is not measured where the trained loss is not above 0: it was "
+                f"{seen.data_bpt * NATS_PER_BIT:.3g} at step {step}, which is no length of a description (a policy's "
+                "loss is none). "
+                f"{'Lambda stays as it was in such steps. ' if self.steers else ''}"
+                "Leave the regularization loop out (regularization=None)"
+            )
         if self.steers:
             self._watch(seen)
         return self._row(seen, shrink)
@@ -345,7 +353,7 @@ class Regularizer:
             "loss": seen.data_bpt * NATS_PER_BIT,
             "data_bpt": seen.data_bpt,
             "param_bpt": seen.param_bpt,
-            "s": control.information_ratio(seen.param_bpt, seen.data_bpt),
+            "s": None if seen.data_bpt <= 0 else control.information_ratio(seen.param_bpt, seen.data_bpt),
             "s_ema": state.s_ema,
             "s_target": state.target_s,
             "error": None if state.target_s is None or state.s_ema is None else state.s_ema - state.target_s,
