@@ -151,6 +151,26 @@ def test_what_schedule_free_contradicts(changes, message, tmp_path):
         trained(llama(layers=1), tmp_path, optim="schedule_free_adamw", **{"memory": MemorySettings(), **changes})
 
 
+@pytest.mark.skipif(not SCHEDULE_FREE, reason="schedulefree is not installed")
+def test_a_schedule_free_optimizer_that_somebody_has_made_is_known_too(tmp_path):
+    from schedulefree import AdamWScheduleFree
+
+    def run(**changes):
+        model = llama(layers=1)
+        changes |= {"optimizers": (AdamWScheduleFree(model.parameters(), lr=1e-2), None), "lr_scheduler_type": "linear"}
+        return trained(model, tmp_path, memory=MemorySettings(), save_strategy="steps", save_steps=3, **changes)
+
+    whole = run()
+    final = weights_of(whole.model)
+    assert same(final, averaged(whole))
+    assert same(weights_of(llama(layers=1, seed=3).from_pretrained(tmp_path / "checkpoint-6")), final)
+    assert same(weights_of(run(resume=str(tmp_path / "checkpoint-3")).model), final)
+    with pytest.raises(SettingsError, match=r"but AdamWScheduleFree switches to others.*drop scu_target_s"):
+        run(regularization=RegularizationSettings(target_s=0.1))
+    with pytest.raises(SettingsError, match=r"AdamWScheduleFree already averages the weights.*drop ema_decay"):
+        run(efficiency=EfficiencySettings(ema_decay=0.9))
+
+
 @every_schedule_free
 def test_the_final_model_is_the_average_where_nothing_was_saved(optim, tmp_path):
     trainer = trained(llama(layers=1), tmp_path, optim=optim, memory=MemorySettings())

@@ -33,6 +33,7 @@ from scu_trainer.train.loops.weight_average import (
     WeightAverage,
     check_schedule_free,
     is_schedule_free,
+    own_schedule_free,
 )
 from scu_trainer.train.loss.evaluation_path import LeanPrediction
 from scu_trainer.train.loss.loss_path import LossPath
@@ -83,7 +84,7 @@ def make_loops(
     """
     check_efficiency(efficiency, trainer.args)
     if not trainer.is_stock:
-        check_schedule_free(trainer.args, regularization, efficiency)
+        check_schedule_free(trainer.args, regularization, efficiency, own_schedule_free(trainer))
     loops: list[Loop] = []
     if safety is not None:
         epochs_differ = curriculum is not None and bool(curriculum.methods)
@@ -115,7 +116,7 @@ def make_loops(
     if regularization is not None:
         loops.append(_regularization(trainer, regularization, regularization_tokens))
     loops += _for_efficiency(trainer, efficiency)
-    if loops and is_schedule_free(trainer.args):
+    if loops and (own_schedule_free(trainer) or is_schedule_free(trainer.args)):
         loops.append(ScheduleFreeWeights(trainer))
     if any(isinstance(loop, ASK_FOR_SKIPPED_STEPS) for loop in loops):
         loops.append(OverflowWatch())

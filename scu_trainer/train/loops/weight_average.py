@@ -26,6 +26,7 @@ from scu_trainer.settings.base import plain, require
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.saved_state import reading
 from scu_trainer.train.loop import Loop
+from scu_trainer.train.loss.rows.model_loss import comes_from
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.optimizer_state import inner_optimizer
 from scu_trainer.train.step.recovery.second_try import second_try
@@ -283,6 +284,12 @@ class ScheduleFreeWeights(Loop):
         self._in_training = None
 
 
+def own_schedule_free(trainer: Trainer) -> Optional[str]:
+    """The class of a schedule-free optimizer that the trainer was given; None where it was given none."""
+    kind = (trainer.optimizer_cls_and_kwargs or (None,))[0] if trainer.optimizer is None else type(trainer.optimizer)
+    return kind.__name__ if isinstance(kind, type) and comes_from(kind, "schedulefree") else None
+
+
 def is_schedule_free(training: TrainingArguments) -> bool:
     return plain(training.optim).startswith("schedule_free")
 
@@ -291,10 +298,27 @@ def check_schedule_free(
     training: TrainingArguments,
     regularization: Optional[RegularizationSettings],
     efficiency: Optional[EfficiencySettings],
+    own: Optional[str] = None,
 ) -> None:
-    """It trains at a point between two that it keeps, and what moves or averages the weights sees that point alone."""
-    if not is_schedule_free(training):
-        return
+    """It trains at a point between two that it keeps, and what moves or averages the weights sees that point alone.
+    ``own``: of ``own_schedule_free``, whose schedule is its owner's."""
+    if own is None:
+        if not is_schedule_free(training):
+            return
+        _check_schedule(training, efficiency)
+    optim = own or f"optim: {plain(training.optim)}"
+    require(
+        regularization is None or not regularization.steers,
+        f"the regularization loop changes the weights of the training step, but {optim} switches to others "
+        "that the loop does not see; drop scu_target_s, or use another optim",
+    )
+    require(
+        efficiency is None or efficiency.ema_decay is None,
+        f"{optim} already averages the weights, and ema_decay would average those before averaging; drop ema_decay",
+    )
+
+
+def _check_schedule(training: TrainingArguments, efficiency: Optional[EfficiencySettings]) -> None:
     optim, kind = plain(training.optim), plain(training.lr_scheduler_type)
     steps = efficiency is not None and efficiency.has_lr_steps
     require(
@@ -306,14 +330,4 @@ def check_schedule_free(
         not 0 < training.warmup_steps < 1,
         f"optim: {optim} counts its warm-up in steps, but warmup_steps is a share, {training.warmup_steps:g}; give a "
         "whole number of steps",
-    )
-    require(
-        regularization is None or not regularization.steers,
-        f"the regularization loop changes the weights of the training step, but optim: {optim} switches to others "
-        "that the loop does not see; drop scu_target_s, or use another optim",
-    )
-    require(
-        efficiency is None or efficiency.ema_decay is None,
-        f"optim: {optim} already averages the weights, and ema_decay would average those before averaging; drop "
-        "ema_decay",
     )
