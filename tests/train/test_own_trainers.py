@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,13 @@ def divides_by_rows(trainer, model, inputs, num_items_in_batch=None):
     return loss.detach()
 
 
+def mixes_rows_by_chance(trainer, model, inputs, num_items_in_batch=None):
+    """Not in its first step, which is watched."""
+    if random.random() < 0.5:
+        return mixes_rows(trainer, model, inputs, num_items_in_batch)
+    return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+
+
 def counts(trainer, model, inputs, num_items_in_batch=None):
     trainer.counted = getattr(trainer, "counted", 0) + 1
     return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
@@ -405,6 +413,7 @@ DEVIATIONS = {
     goes_back_twice: "runs compute_loss 1 × and backward 2 ×",
     adds_a_term: "runs backward on another loss than that of compute_loss",
     mixes_rows: "changes the batch before its loss is computed",
+    mixes_rows_by_chance: "draws random numbers once per batch",
     writes_into_the_batch: "changes the batch before its loss is computed",
     changes_gradients: "changes weights or gradients outside the backward pass of its loss",
     changes_gradients_before: "changes weights or gradients outside the backward pass of its loss",

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.frozen_weights import WRITES, WrittenWeights, frozen_weights
+from scu_trainer.train.loss.analysis.no_trace import rng_state
 from scu_trainer.train.loss.rows.model_loss import (
     PUBLIC,
     Measured,
@@ -105,6 +108,8 @@ class _Watch:
         """(what the batch was, its count, node of the loss)"""
         self._back: list[tuple[bool, Any, Any]] = []
         """(whether it was that loss, weights and gradients before and after)"""
+        self._random = _random_states(trainer.model) if thorough else None
+        self._draws = False
 
     def _state(self) -> list[Any]:
         """What changes when gradients do, or weights, if these are not gathered for each forward."""
@@ -118,6 +123,7 @@ class _Watch:
 
     def preparing(self, prepare):
         def prepared(inputs):
+            self._look_for_draws()
             is_given = self._given == _seen(inputs)
             found = prepare(inputs)
             if is_given:  # other devices and types, and whatever the trainer does to any batch
@@ -128,6 +134,7 @@ class _Watch:
 
     def asking(self, compute_loss):
         def asked(model, inputs, return_outputs=False, num_items_in_batch=None):
+            self._look_for_draws()
             seen = _seen(inputs)
             found = compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
             loss = found[0] if isinstance(found, tuple) else found
@@ -145,6 +152,11 @@ class _Watch:
 
         return back
 
+    def _look_for_draws(self) -> None:
+        """What is drawn until the batch is prepared is drawn once per batch; later it is for rows, as dropout is."""
+        if self._random is not None:
+            self._draws, self._random = self._random != _random_states(self._trainer.model), None
+
     def deviation(self) -> Optional[str]:
         if len(self._asked) != 1 or len(self._back) != 1:
             return f"runs compute_loss {len(self._asked)} × and backward {len(self._back)} ×"
@@ -157,7 +169,7 @@ class _Watch:
             return "runs backward on another loss than that of compute_loss"
         if before != self._begun or after != self._state():
             return "changes weights or gradients outside the backward pass of its loss"
-        return None
+        return "draws random numbers once per batch" if self._draws else None
 
     def _is_scaled_as_stock(self, node: Any, loss: Any) -> bool:
         """Whether ``node`` is that of ``loss``, or of it divided by the accumulation steps. Reads from no device."""
@@ -217,6 +229,12 @@ def _seen(inputs: Any) -> Any:
         name: (id(value), value._version) if torch.is_tensor(value) and not value.is_inference() else None
         for name, value in inputs.items()
     }
+
+
+def _random_states(model: torch.nn.Module) -> tuple:
+    """Those of torch, on every device, of numpy and of Python; equal where nothing was drawn."""
+    _, words, place, *_ = np.random.get_state()
+    return [state.tolist() for state in rng_state(model)], words.tolist(), place, random.getstate()
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[str]:
