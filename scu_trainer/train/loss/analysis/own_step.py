@@ -40,8 +40,8 @@ Counts = dict[tuple[str, str], int]
 
 class OwnStep:
     """``owner``: the class that defines it, None for transformers' and TRL's. ``is_seen``: it has been watched.
-    ``deviation``: from the stock step, as the rest of a sentence. ``exchange``: as of ``exchange_in``. ``per_batch``: why
-    batches run whole in TRL's step, which is known."""
+    ``deviation``: from the stock step, as the rest of a sentence. ``exchange``: as of ``exchange_in``. ``per_batch``:
+    why batches run whole in TRL's step, which is known."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
