@@ -332,11 +332,13 @@ def test_kernels_are_compiled_for_every_size_of_uneven_rows_in_half_precision():
     """Four rows of 16 tokens or three of 16 and 24 and so on: the sums, and what runs beside the steps."""
     rows = RowShapes(24, 20.0, True, np.array([16, 24] * 50))
 
-    def sizes(rows: RowShapes, dtype=torch.bfloat16, device="cpu") -> int:
-        given = {"batch_rows": 4, "accumulation": 1, "device": device, "dtype": dtype}
+    def sizes(rows: RowShapes, dtype=torch.bfloat16, device="cpu", **given) -> int:
+        given |= {"batch_rows": 4, "accumulation": 1, "device": device, "dtype": dtype}
         return planned_step(rows, MemorySettings(), None, **given).sizes
 
     assert sizes(rows) == len({64, 72, 80, 88, 96}) + SIZES_BESIDE_STEPS
+    assert sizes(rows, is_padded=True) == len({64, 48, 24, 32, 16, 72, 96}) + SIZES_BESIDE_STEPS
+    assert sizes(rows, steps=1) == 1 + SIZES_BESIDE_STEPS
     last = replace(rows, lengths=np.array([16, 24] * 48 + [16]))
     assert sizes(last) == len({64, 72, 80, 88, 96, 16, 24}) + SIZES_BESIDE_STEPS
     assert sizes(replace(rows, lengths=None)) == 16 + SIZES_BESIDE_STEPS

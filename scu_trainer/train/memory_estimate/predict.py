@@ -23,6 +23,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     has_causal_loss,
     head_of,
     obstacle_to_headless,
+    obstacle_to_padding_free,
     own_forward_of,
     weights_dtype,
 )
@@ -76,7 +77,13 @@ def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] =
         accumulation=job.training.gradient_accumulation_steps,
         device=device,
         dtype=_multiplied_in(job, device, model),
+        steps=job.planned_steps(1 if rows.lengths is None else len(rows.lengths)),
+        is_padded=job.memory.resolved_padding_free is False or (model is not None and _sees_padding(job, model)),
     )
+
+
+def _sees_padding(job: Job, model: nn.Module) -> bool:
+    return obstacle_to_padding_free(_planned(job, model)) is not None
 
 
 def _multiplied_in(job: Job, device: str, model: Optional[nn.Module]) -> torch.dtype:
@@ -132,10 +139,14 @@ class _Planned:
     compute_loss_func: Any = None
 
 
+def _planned(job: Job, model: nn.Module) -> _Planned:
+    training = job.training
+    return _Planned(model, training, bool(training.fsdp), training.label_smoothing_factor or None, job.model.teacher)
+
+
 def loss_kind(job: Job, model: nn.Module) -> LossKind:
     """How the loss of ``model`` will be taken: what ``LossPath`` finds out at the first batch."""
-    training = job.training
-    planned = _Planned(model, training, bool(training.fsdp), training.label_smoothing_factor or None, job.model.teacher)
+    planned = _planned(job, model)
     wanted = job.memory.resolved_chunked_loss
     if wanted != "never" and not obstacle_to_headless(planned):
         is_large = head_of(model).out_features >= LARGE_VOCABULARY and own_forward_of(model) is None

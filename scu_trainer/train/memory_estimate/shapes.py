@@ -14,7 +14,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step.micro_batch_sizer import busy_tokens
 
-WINDOWS_DRAWN = 64
+MOST_WINDOWS_DRAWN = 64
 """Accumulation windows of random rows, to see how many sizes their micro-batches have."""
 
 SIZES_BESIDE_STEPS = 4
@@ -70,9 +70,11 @@ def planned_step(
     accumulation: int,
     device: str,
     dtype: torch.dtype = torch.float32,
+    is_padded: bool = False,
+    steps: int = MOST_WINDOWS_DRAWN,
 ) -> Step:
     """``batch_rows``: per device and accumulation batch. ``device``: torch's name of its kind. ``dtype``: in which it
-    multiplies.
+    multiplies. ``is_padded``: its layers see the padding of rows. ``steps``: of the training.
 
     As the memory loop plans it while there is room: it makes smaller micro-batches where memory is short.
     """
@@ -86,20 +88,23 @@ def planned_step(
     total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
     most = min(total_rows, memory.max_batch_size or total_rows)
     fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)
-    sizes = _sizes(rows, total_rows, cap, memory) if is_compiled and rows.is_uneven else 1
+    sizes = _sizes(rows, total_rows, cap, memory, is_padded, steps) if is_compiled and rows.is_uneven else 1
     return Step(fitting, rows.longest, -(-total_rows // fitting), sizes)
 
 
-def _sizes(rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettings) -> int:
+def _sizes(rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettings, is_padded: bool, steps: int) -> int:
     """How many numbers of tokens go through the model in a training; of micro-batches those of one doubling where
     lengths are not known."""
     if rows.lengths is None:
         return splitting.SIZES_PER_DOUBLING + SIZES_BESIDE_STEPS
     generator, found = numpy.random.default_rng(0), set()
+    cut, windows = (splitting.cut if is_padded else splitting.cut_unpadded), min(steps, MOST_WINDOWS_DRAWN)
     for count in {rows_per_window, len(rows.lengths) % rows_per_window} - {0}:  # an epoch's last may have fewer
-        for window in generator.choice(rows.lengths, (WINDOWS_DRAWN, count)).tolist():
-            for plan in splitting.cut_unpadded(window, cap, memory.max_batch_size, memory.min_batch_size):
-                found.add(splitting.few_sizes(sum(window[row] for row in plan.rows)))
+        for window in generator.choice(rows.lengths, (windows, count)).tolist():
+            lengths = [splitting.few_sizes(length) for length in window] if is_padded else window
+            for plan in cut(lengths, cap, memory.max_batch_size, memory.min_batch_size):
+                unpadded = sum(window[row] for row in plan.rows)
+                found.add(plan.tokens if is_padded else splitting.few_sizes(unpadded))
     return len(found) + SIZES_BESIDE_STEPS
 
 
