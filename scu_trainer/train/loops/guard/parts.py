@@ -79,8 +79,8 @@ def why_it_failed(error: Exception) -> str:
 def unchanged(trainer: Trainer) -> Iterator[None]:
     """Random state, changing buffers and what a loss counts afterwards are those of before."""
     model = trainer.model
-    devices = sorted({str(p.device) for p in model.parameters()} | {str(trainer.args.device)})
-    snapshot = WindowSnapshot.take(devices, ChangingBuffers(model), (), counting(trainer))
+    devices = list({trainer.args.device, *(p.device for p in model.parameters())})
+    snapshot = WindowSnapshot(devices, ChangingBuffers(model), (), counting(trainer))
     try:
         yield
     finally:
