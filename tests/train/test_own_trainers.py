@@ -506,6 +506,14 @@ def test_a_counter_of_calls_is_named_where_batches_are_cut(tmp_path, rows, caplo
     assert all(text.startswith("calls of Grows counts micro-batches (") for text in said)
 
 
+def test_a_counter_of_calls_is_named_where_memory_alone_cuts_a_batch(tmp_path, caplog):
+    rows = {"train_dataset": tiny.Rows(32), "data_collator": tiny.pad}
+    fault, last = FailsOnce(), {"max_steps": 2}  # in the last step: none is planned in parts after it
+    run(with_loops(Grows), tmp_path, rows=rows, arguments=last, memory=MemorySettings(), callbacks=[fault])
+    said = [row.getMessage() for row in caplog.records if "calls of Grows counts micro-batches (" in row.getMessage()]
+    assert fault.failed == len(said) == 1
+
+
 class AddsRows(Trainer):
     rows = 0
 

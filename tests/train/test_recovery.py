@@ -18,6 +18,7 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.distributed.ranks import Ranks
+from scu_trainer.train.step.recovery import snapshot
 from scu_trainer.train.step.recovery.snapshot import (
     MOST_ENTRIES,
     WindowSnapshot,
@@ -363,6 +364,18 @@ def test_attributes_are_put_back_where_they_are_whatever_stands_there():
         assert trainer.figures is figures == [1.0] and trainer.table is table == {"figures": [1.0]}
         assert trainer.newest == 0.0 and trainer.means == [0.0] and trainer.none is None
         assert not hasattr(trainer, "begun")
+
+
+def test_a_tensor_that_many_hold_is_copied_once_and_comes_back_from_another_size(monkeypatch):
+    copied, refill = [], snapshot.refill
+    monkeypatch.setattr(snapshot, "refill", lambda tensor, value: (copied.append(value), refill(tensor, value)))
+    mask, modules = torch.arange(6.0), [SimpleNamespace(), SimpleNamespace()]
+    for module in modules:
+        module.mask = mask
+    attributes = plain_attributes(modules, SimpleNamespace(mask=mask))
+    mask.data = torch.zeros(2)
+    put_back_attributes(attributes)
+    assert len(copied) == 1 and mask.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_many_figures_are_put_back_and_endless_ones_not_looked_at():

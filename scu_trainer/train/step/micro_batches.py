@@ -202,7 +202,7 @@ class MicroBatchStep:
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
                 window, micro_batches = self._audited(window, self._begin(window), num_items)
-                before = self._counters.counts() if len(micro_batches) != len(raw) else {}
+                before = self._counters.counts()
                 done = self._work_off(micro_batches, model, window, num_items)
                 if before and len(done) != len(raw):
                     self._counters.tell(before, len(done), len(raw), sum(len(one.rows) for one, _ in done))

@@ -228,9 +228,10 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
 def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
     """Those of ``modules`` and ``owner`` that are plain values or tensors, and of the latter containers of plain
     values."""
-    attributes: Attributes = [(module, _plain_attributes(module, 0), None, is_small) for module in modules]
+    seen: set[int] = set()  # a mask that all layers hold is copied once
+    attributes: Attributes = [(module, _plain_attributes(module, 0, seen), None, is_small) for module in modules]
     if owner is not None:
-        attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES), set(vars(owner)), is_small))
+        attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES, seen), set(vars(owner)), is_small))
     return attributes
 
 
@@ -248,9 +249,9 @@ def put_back_attributes(attributes: Attributes) -> None:
                 del now[name]
 
 
-def _plain_attributes(one: Any, most: int) -> dict[str, tuple[Any, Optional[PutBack]]]:
+def _plain_attributes(one: Any, most: int, seen: set[int]) -> dict[str, tuple[Any, Optional[PutBack]]]:
     return {
-        name: (value, None if isinstance(value, PLAIN) else contents(value, of_array))
+        name: (value, None if isinstance(value, PLAIN) else contents(value, of_array, seen))
         for name, value in vars(one).items()
         if name != "training" and name not in OF_DATA and (is_plain(value, most) or is_state(value))
     }
@@ -281,14 +282,17 @@ def contents(
     value: Any, of_other: Callable[[Any], Optional[PutBack]] = lambda _: None, seen: Optional[set[int]] = None
 ) -> Optional[PutBack]:
     """What gives a container its entries back, and those within theirs, as often as called. ``of_other``: the same of
-    what is no container. ``seen``: containers that are in hand: one may hold itself."""
+    what is no container. ``seen``: containers and tensors that are in hand: one may hold itself."""
     seen = set() if seen is None else seen
     kind: Any = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+    if kind is not None or torch.is_tensor(value):
+        if id(value) in seen:
+            return None
+        seen.add(id(value))
     if kind is None:
         return of_other(value)
-    if len(value) > MOST_ENTRIES or id(value) in seen:
+    if len(value) > MOST_ENTRIES:
         return None
-    seen.add(id(value))
     is_map = isinstance(value, dict)
     entries = dict(value) if is_map else kind(value)
     within = [back for entry in _entries(value) if (back := contents(entry, of_other, seen))]
@@ -319,8 +323,10 @@ def is_state(value: Any) -> bool:
 
 
 def refill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.device != value.device:
+        tensor.data = value.clone()  # resized, or moved by ``.data``
     # What nobody changed may be shared, and is left alone; without memory there is nothing to change.
-    if not value.is_meta and not torch.equal(tensor, value):
+    elif not value.is_meta and not torch.equal(tensor, value):
         # By ``data``: a backward that still has to come may need this tensor, with the values of before.
         tensor.data.copy_(value)
 
