@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -169,6 +170,25 @@ def test_a_schedule_free_optimizer_that_somebody_has_made_is_known_too(tmp_path)
         run(regularization=RegularizationSettings(target_s=0.1))
     with pytest.raises(SettingsError, match=r"AdamWScheduleFree already averages the weights.*drop ema_decay"):
         run(efficiency=EfficiencySettings(ema_decay=0.9))
+
+
+@pytest.mark.skipif(not SCHEDULE_FREE, reason="schedulefree is not installed")
+@pytest.mark.parametrize("kind", ["ScheduleFreeWrapper", "ScheduleFreeWrapperReference"])
+def test_one_that_wraps_another_optimizer_says_itself_whether_it_has_switched(tmp_path, kind):
+    def run(**changes):
+        model = llama(layers=1)
+        base = torch.optim.SGD(model.parameters(), lr=0.5)
+        wrapper = getattr(importlib.import_module("schedulefree"), kind)(base, momentum=0.9)
+        changes |= {"optimizers": (wrapper, torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1.0))}
+        return trained(model, tmp_path, memory=MemorySettings(), save_strategy="steps", save_steps=3, **changes)
+
+    whole = run()
+    final = weights_of(whole.model)
+    assert not whole.optimizer.train_mode
+    assert same(weights_of(llama(layers=1, seed=3).from_pretrained(tmp_path / "checkpoint-6")), final)
+    assert same(weights_of(run(resume=str(tmp_path / "checkpoint-3")).model), final)
+    whole.optimizer.train()
+    assert not same(weights_of(whole.model), final)
 
 
 @every_schedule_free

@@ -246,7 +246,7 @@ class ScheduleFreeWeights(Loop):
 
     def _to_average(self) -> None:
         optimizer = inner_optimizer(self.trainer.optimizer)
-        if any(group["train_mode"] for group in optimizer.param_groups):
+        if any(where["train_mode"] for where in _modes(optimizer)):
             doing = "a copy of the weights in training, beside which the averaged ones are used,"
             self._in_training = second_try(self._copies, doing, LESS_SCHEDULE_FREE)
         self._put_average_in(optimizer)
@@ -276,18 +276,25 @@ class ScheduleFreeWeights(Loop):
 
     def on_train_end(self, args, state, control, optimizer=None, **kwargs) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            for group in optimizer.param_groups:  # the averaged weights of the best step are in already
-                group["train_mode"] = False
+            for where in _modes(inner_optimizer(optimizer)):  # the averaged weights of the best step are in already
+                where["train_mode"] = False
         optimizer.eval()
         inner = inner_optimizer(optimizer)
         del inner.eval, inner.train
         self._in_training = None
 
 
+def _modes(optimizer: Any) -> list[dict[str, Any]]:
+    """What says whether the weights are those of training: the groups, or the optimizer where it wraps another."""
+    return [where for where in (vars(optimizer), *optimizer.param_groups) if "train_mode" in where]
+
+
 def own_schedule_free(trainer: Trainer) -> Optional[str]:
-    """The class of a schedule-free optimizer that the trainer was given; None where it was given none."""
+    """The class of a schedule-free optimizer that the trainer was given; None where it was given none. Those that take
+    a closure never switch."""
     kind = (trainer.optimizer_cls_and_kwargs or (None,))[0] if trainer.optimizer is None else type(trainer.optimizer)
-    return kind.__name__ if isinstance(kind, type) and comes_from(kind, "schedulefree") else None
+    is_own = isinstance(kind, type) and comes_from(kind, "schedulefree") and hasattr(kind, "eval")
+    return kind.__name__ if is_own else None
 
 
 def is_schedule_free(training: TrainingArguments) -> bool:
