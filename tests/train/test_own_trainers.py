@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -399,6 +400,13 @@ def mixes_rows_by_chance(trainer, model, inputs, num_items_in_batch=None):
     return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
 
 
+def mixes_rows_late_by_chance(trainer, model, inputs, num_items_in_batch=None):
+    inputs = trainer._prepare_inputs(inputs)
+    if random.random() < 0.5:
+        return mixes_rows(trainer, model, inputs, num_items_in_batch)
+    return goes_by_itself(trainer, model, inputs, num_items_in_batch)
+
+
 def counts(trainer, model, inputs, num_items_in_batch=None):
     trainer.counted = getattr(trainer, "counted", 0) + 1
     return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
@@ -414,6 +422,7 @@ DEVIATIONS = {
     adds_a_term: "runs backward on another loss than that of compute_loss",
     mixes_rows: "changes the batch before its loss is computed",
     mixes_rows_by_chance: "draws random numbers once per batch",
+    mixes_rows_late_by_chance: "draws random numbers once per batch",
     writes_into_the_batch: "changes the batch before its loss is computed",
     changes_gradients: "changes weights or gradients outside the backward pass of its loss",
     changes_gradients_before: "changes weights or gradients outside the backward pass of its loss",
@@ -439,6 +448,16 @@ def test_a_step_that_is_the_stock_one_is_cut_from_the_second_on(tmp_path, step, 
     found = run(with_loops(stepping(step)), tmp_path / "ours", memory=CUT)
     assert apart(found, expected) < 1e-5 and chunks(found) > ACCUMULATION * STEPS
     assert "training_step" not in caplog.text
+
+
+def test_a_step_is_watched_beside_another_generator_of_numpy(tmp_path):
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        found = run(with_loops(stepping(counts)), tmp_path, memory=CUT)
+    finally:
+        np.random.set_bit_generator(before)
+    assert found.micro_batches.analysis.own_step.is_stock
 
 
 class Taught(Trainer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
@@ -126,6 +127,7 @@ class _Watch:
             self._look_for_draws()
             is_given = self._given == _seen(inputs)
             found = prepare(inputs)
+            self._random = None if self._random is None else _random_states(self._trainer.model)
             if is_given:  # other devices and types, and whatever the trainer does to any batch
                 self._given = _seen(found)
             return found
@@ -135,6 +137,7 @@ class _Watch:
     def asking(self, compute_loss):
         def asked(model, inputs, return_outputs=False, num_items_in_batch=None):
             self._look_for_draws()
+            self._random = None
             seen = _seen(inputs)
             found = compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
             loss = found[0] if isinstance(found, tuple) else found
@@ -153,9 +156,10 @@ class _Watch:
         return back
 
     def _look_for_draws(self) -> None:
-        """What is drawn until the batch is prepared is drawn once per batch; later it is for rows, as dropout is."""
+        """What is drawn until the loss is asked is drawn once per batch, but in ``_prepare_inputs``; later it is for rows,
+        as dropout is."""
         if self._random is not None:
-            self._draws, self._random = self._random != _random_states(self._trainer.model), None
+            self._draws |= self._random != _random_states(self._trainer.model)
 
     def deviation(self) -> Optional[str]:
         if len(self._asked) != 1 or len(self._back) != 1:
@@ -233,8 +237,8 @@ def _seen(inputs: Any) -> Any:
 
 def _random_states(model: torch.nn.Module) -> tuple:
     """Those of torch, on every device, of numpy and of Python; equal where nothing was drawn."""
-    _, words, place, *_ = np.random.get_state()
-    return [state.tolist() for state in rng_state(model)], words.tolist(), place, random.getstate()
+    of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # somebody may have put in another kind of generator
+    return [state.tolist() for state in rng_state(model)], of_numpy, random.getstate()
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[str]:
