@@ -156,8 +156,7 @@ class _Watch:
         return back
 
     def _look_for_draws(self) -> None:
-        """What is drawn until the loss is asked is drawn once per batch, but in ``_prepare_inputs``; later it is for rows,
-        as dropout is."""
+        """What is drawn until the loss is asked is drawn once per batch; in it, or as a batch is prepared, for rows."""
         if self._random is not None:
             self._draws |= self._random != _random_states(self._trainer.model)
 
