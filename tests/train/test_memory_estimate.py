@@ -345,6 +345,13 @@ def test_kernels_are_compiled_for_every_size_of_uneven_rows_in_half_precision():
     assert sizes(rows, torch.float32) == sizes(rows, device="cuda") == sizes(replace(rows, is_uneven=False)) == 1
 
 
+@pytest.mark.parametrize("lengths", [[16, 24, 24], [16, 24, 24, 24]])
+def test_rows_that_one_step_holds_are_always_of_one_size(lengths):
+    rows = RowShapes(24, 20.0, True, np.array(lengths))
+    given = {"batch_rows": 4, "accumulation": 1, "device": "cpu", "dtype": torch.bfloat16}
+    assert planned_step(rows, MemorySettings(), None, **given).sizes == 1 + SIZES_BESIDE_STEPS
+
+
 def test_what_compiled_products_keep_by_hand():
     """A layer of 32 x 64 on 4 x 24 tokens: the product, the gradient of its input, and that of the weight."""
 

@@ -97,10 +97,11 @@ def _sizes(rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettin
     lengths are not known."""
     if rows.lengths is None:
         return splitting.SIZES_PER_DOUBLING + SIZES_BESIDE_STEPS
-    generator, found = numpy.random.default_rng(0), set()
+    generator, found, all_rows = numpy.random.default_rng(0), set(), len(rows.lengths)
     cut, windows = (splitting.cut if is_padded else splitting.cut_unpadded), min(steps, MOST_WINDOWS_DRAWN)
-    for count in {rows_per_window, len(rows.lengths) % rows_per_window} - {0}:  # an epoch's last may have fewer
-        for window in generator.choice(rows.lengths, (windows, count)).tolist():
+    for count in {min(rows_per_window, all_rows), all_rows % rows_per_window} - {0}:  # an epoch's last may have fewer
+        for _ in range(windows if count < all_rows else 1):
+            window = generator.choice(rows.lengths, count, replace=False).tolist()
             lengths = [splitting.few_sizes(length) for length in window] if is_padded else window
             for plan in cut(lengths, cap, memory.max_batch_size, memory.min_batch_size):
                 unpadded = sum(window[row] for row in plan.rows)
