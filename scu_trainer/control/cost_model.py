@@ -178,7 +178,7 @@ def _least_squares(observations: Sequence[Observation], columns: Sequence[int]) 
 
     Where the plain solution has a negative coefficient, or cannot tell the columns apart, one of them is left out.
     """
-    table = np.array([(1.0, *seen.shape, seen.bytes) for seen in observations])
+    table = np.array([(1.0, *seen.shape, seen.bytes) for seen in observations], dtype=float)
     scales = table.max(axis=0)
     scaled, used = table / scales, list(columns)
     solution, _, rank, _ = np.linalg.lstsq(scaled[:, used], scaled[:, 3], rcond=SMALLEST_DIFFERENCE)

@@ -53,6 +53,11 @@ def test_a_quadratic_part_is_left_out_when_lengths_are_all_alike():
     assert model.predict(1600, 160_000) == pytest.approx(curved(16, 100))
 
 
+def test_numbers_beyond_64_bits_are_fitted():
+    model = learned((1, 2**33), (2, 2**33), (4, 2**33), bytes_of=straight)
+    assert model.coefficients.per_token == pytest.approx(3e3)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_is_not_taken_for_a_quadratic_part(seed):
     chance = random.Random(seed)
