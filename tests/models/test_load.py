@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel, ViTConfig
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import adapter_targets
 from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning
-from scu_trainer.models.loading.names import base_of, check_source, is_adapter
+from scu_trainer.models.loading.names import base_of, check_source, is_adapter, with_adapter_as_model
 from scu_trainer.settings import ModelSettings
 from tests import tiny
 
@@ -140,6 +141,16 @@ def test_a_run_is_not_the_base_of_those_beside_it_or_of_itself(adapter_dir, mode
         (folder / "run.json").write_text("{}")
     edit_json(run / "adapter_config.json", base_model_name_or_path=name)
     assert base_of(run) == name
+
+
+def test_a_folder_that_is_not_there_is_not_the_hub_id_of_the_same_words(adapter_dir, copy_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = copy_of(adapter_dir)
+    edit_json(folder / "adapter_config.json", base_model_name_or_path="someone/base")
+    given = ModelSettings(adapter_name_or_path=str(folder), model_name_or_path="someone/base")
+    assert with_adapter_as_model(given).model_name_or_path == str(folder)
+    with pytest.raises(ModelError, match="was trained on someone/base"):
+        with_adapter_as_model(replace(given, model_name_or_path="./someone/base"))
 
 
 def test_a_base_in_the_home_folder_gives_its_tokenizer_too(adapter_dir, model_dir, tmp_path, monkeypatch):

@@ -139,12 +139,18 @@ def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
             "nor an adapter on the Hub; give the folder that a run wrote, or the id"
         )
     base, given = base_of(adapter), settings.model_name_or_path
-    if given is not None and Path(located(base)).resolve() != Path(located(given)).resolve():
+    if given is not None and _place(base) != _place(given):
         raise ModelError(
             f"the adapter {adapter} was trained on {base}, and model_name_or_path is {given}; give that base, or leave "
             "model_name_or_path out"
         )
     return replace(settings, model_name_or_path=str(adapter), adapter_name_or_path=None)
+
+
+def _place(name: str) -> Union[str, Path]:
+    """Of a folder by any path to it; a Hub id is no path."""
+    path = Path(located(name))
+    return path.resolve() if path.is_dir() else name
 
 
 STUMBLES = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeError, KeyError)
