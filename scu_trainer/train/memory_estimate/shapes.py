@@ -44,7 +44,8 @@ class RowShapes:
 @dataclass(frozen=True)
 class Step:
     """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch. ``micro_batches``: at least so
-    many. ``sizes``: numbers of tokens that kernels are compiled for in the course of a training."""
+    many. ``sizes``: numbers of tokens that kernels are compiled for in the course of a training; 1 where batches stay
+    whole, however many theirs are."""
 
     rows: int
     length: int
