@@ -47,7 +47,7 @@ from scu_trainer.settings import (
     RegularizationSettings,
     RetentionSettings,
 )
-from scu_trainer.settings.base import check_text, check_values, hints_of, require, short
+from scu_trainer.settings.base import check_text, check_values, hints_of, plain, require, short
 from scu_trainer.settings.mixture import FILE_SUFFIXES, dataset_of
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.settings.safety import SAVE_STEPS, STOCK_SAVE_STEPS, beside_early_stopping
@@ -163,7 +163,8 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     prepare_environment(typed.deepspeed, typed.use_cpu)
     precision = _choose_precision(parser, typed, planned_for)
     note += _choose_optimizer(parser, typed, arguments)
-    note += _choose_evaluations(parser, typed, arguments)
+    given = _given(arguments, field_names(parser))
+    note += _choose_evaluations(parser, typed, given)
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except STOCK_REFUSALS as error:
@@ -184,6 +185,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
         retention=retention,
         notes=(f"precision: {precision.reason}", *note),
         changed_from=_changed_from(parser, typed),
+        saves_by_length="save_steps" not in given and not typed.load_best_model_at_end,
     )
 
 
@@ -404,16 +406,15 @@ def _choose_optimizer(parser: HfArgumentParser, typed: Any, arguments: Sequence[
     return (f"optimizer: {FOR_BFLOAT16}, {STOCHASTIC}: weights are bfloat16, and small steps would round away",)
 
 
-def _choose_evaluations(parser: HfArgumentParser, typed: Any, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Set what early stopping needs as well, unless given; returns a note."""
-    given = _given(arguments, field_names(parser))
-    if typed.load_best_model_at_end and "save_steps" not in given:
-        typed.save_steps = STOCK_SAVE_STEPS  # a share cannot be a multiple of eval_steps
-        parser.set_defaults(save_steps=typed.save_steps)
-    if typed.early_stopping_patience is None:
-        return ()
-    chosen = beside_early_stopping(vars(typed), given)
-    parser.set_defaults(**chosen)
+def _choose_evaluations(parser: HfArgumentParser, typed: Any, given: Collection[str]) -> tuple[str, ...]:
+    """Set what early stopping and the best model need as well, unless ``given``; returns a note."""
+    chosen = {} if typed.early_stopping_patience is None else beside_early_stopping(vars(typed), given)
+    together = {**vars(typed), **chosen}
+    unsaid = dict(chosen)
+    if together["load_best_model_at_end"] and plain(together["save_strategy"]) == "steps" and "save_steps" not in given:
+        unsaid.setdefault("save_steps", STOCK_SAVE_STEPS)  # a share cannot be a multiple of eval_steps
+    parser.set_defaults(**unsaid)
+    vars(typed).update(unsaid)
     said = ", ".join(f"{name}: {as_word(value)}" for name, value in chosen.items())
     return (f"early stopping: {said}",) if chosen else ()
 

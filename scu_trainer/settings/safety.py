@@ -107,10 +107,8 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
     )
 
 
-def steps_between_saves(save_steps: float, steps: int) -> float:
-    """``save_steps`` as it acts in a run of ``steps``: the one that nobody gave depends on them."""
-    if save_steps != SAVE_STEPS:
-        return save_steps
+def steps_between_saves(steps: int) -> int:
+    """In a run of ``steps``, where nobody gave ``save_steps``."""
     return min(STOCK_SAVE_STEPS, max(FEWEST_SAVE_STEPS, math.ceil(steps * SAVE_STEPS)))
 
 
@@ -124,7 +122,7 @@ def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> 
     every = _steps_between(values, given)
     chosen = {"load_best_model_at_end": True, "eval_strategy": evaluates, "save_strategy": saves}
     if evaluates == "steps":
-        chosen |= {"eval_steps": every, "save_steps": every}
+        chosen |= {"eval_steps": every, **({"save_steps": every} if saves == "steps" else {})}
     together = {**values, **{name: value for name, value in chosen.items() if name not in given}}
     if together["load_best_model_at_end"]:
         _require_checkpoint_of_best(evaluates, saves, together["eval_steps"], together["save_steps"])

@@ -11,9 +11,10 @@ from transformers import EarlyStoppingCallback, Trainer
 
 from scu_trainer import SCUTrainer
 from scu_trainer.cli import main as cli
-from scu_trainer.cli.configuration import read_job
+from scu_trainer.cli.configuration import as_yaml, read_job
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import SafetySettings
+from scu_trainer.train.preflight import pitfalls
 from tests import tiny
 
 EVALUATIONS = {
@@ -162,3 +163,37 @@ def test_the_best_model_alone_is_saved_as_often_as_the_stock_trainer_does():
     words = ["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--eval_steps", "250"]
     job = read_job(None, words)
     assert job.training.save_steps == 500 and "save_steps" not in job.changed_from
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--save_steps", "0.1"],
+        ["--early_stopping_patience", "2", "--eval_steps", "0.1"],
+        ["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--eval_steps", "0.1", "--save_steps", "0.1"],
+    ],
+)
+def test_a_share_between_saves_that_was_given_stays_one(words):
+    job = read_job(None, words)
+    assert job.training.save_steps == 0.1 and not job.saves_by_length and job.as_dict()["save_steps"] == 0.1
+
+
+def test_saves_that_nobody_asked_for_are_still_unasked_for_when_the_configuration_is_read_back(tmp_path):
+    job = read_job(None, [])
+    (tmp_path / "resolved.yaml").write_text(as_yaml(job))
+    assert job.saves_by_length and job.training.save_steps == 0.1
+    assert read_job(str(tmp_path / "resolved.yaml"), []).saves_by_length
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--early_stopping_patience", "2", "--eval_steps", "2", "--save_strategy", "best"],
+        ["--load_best_model_at_end", "true", "--eval_strategy", "epoch", "--save_strategy", "epoch"],
+    ],
+)
+def test_nothing_is_noted_of_saves_that_nobody_asked_for(words, tmp_path):
+    job = read_job(None, words)
+    (tmp_path / "resolved.yaml").write_text(as_yaml(job))
+    for found in (job, read_job(str(tmp_path / "resolved.yaml"), [])):
+        assert not [finding.line() for finding in pitfalls.before_loading(found) if "save_steps" in finding.where]

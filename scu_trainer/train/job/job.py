@@ -85,6 +85,7 @@ class Job:
 
     ``curriculum``: what was asked for; ``acting_curriculum`` is what runs. ``notes``: lines for the user about what was
     chosen for this machine. ``changed_from``: the default of every field that was given another value.
+    ``saves_by_length``: nobody gave ``save_steps``, so it depends on the length of the run.
     """
 
     model: ModelSettings
@@ -101,6 +102,7 @@ class Job:
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     notes: tuple[str, ...] = ()
     changed_from: dict[str, Any] = field(default_factory=dict)
+    saves_by_length: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, under the names of the command line; can be read back as a configuration file."""
@@ -120,6 +122,8 @@ class Job:
             **asdict(self.retention),
             **_training_as_dict(self.training),
         }
+        if self.saves_by_length:
+            found["save_steps"] = None  # read back it is still not given
         return {name: value for name, value in found.items() if name not in self.task.kind.unused}
 
     def check(self) -> None:
