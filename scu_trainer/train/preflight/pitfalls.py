@@ -40,10 +40,9 @@ WITHOUT_EFFECT = Check(
     "drop it, or change the other setting",
 )
 
-OF_MEMORY_CONTROL = (
-    "target_headroom_gb", "gc_threshold_gb", "ram_threshold_gb", "pid_kp", "pid_ki", "pid_kd", "token_cap",
-    "min_batch_size", "max_batch_size",
-)  # fmt: skip
+OF_MEMORY_CONTROL = ("target_headroom_gb", "gc_threshold_gb", "ram_threshold_gb", "pid_kp", "pid_ki", "pid_kd")
+OF_SPLITTING = ("min_batch_size", "max_batch_size")
+"""A token_cap alone makes them act, too."""
 OF_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 WITHOUT_ADAM = ("sgd", "rmsprop", "adagrad", "adafactor", "lomo", "adalomo")
 """How the names of optimizers begin that do not read Adam's settings."""
@@ -68,7 +67,8 @@ IDLE = (
         "save_strategy does not count steps", "set save_strategy: steps, or drop it",
     ),
     Idle(
-        ("logging_steps",), lambda job: plain(job.training.logging_strategy) != "steps",
+        ("logging_steps",),  # S that nothing steers is measured every so many steps, whatever is logged
+        lambda job: plain(job.training.logging_strategy) != "steps" and job.regularization is None,
         "logging_strategy does not count steps", "set logging_strategy: steps, or drop it",
     ),
     Idle(
@@ -88,15 +88,20 @@ IDLE = (
         "this optim does not read it",
     ),
     Idle(
-        ("length_column_name",), lambda job: job.training.train_sampling_strategy != "group_by_length",
-        "train_sampling_strategy is not group_by_length",
+        ("length_column_name",),
+        lambda job: job.training.train_sampling_strategy != "group_by_length" and not job.curriculum.methods,
+        "neither train_sampling_strategy: group_by_length nor a curriculum reads it",
     ),
     Idle(
         ("validation_split_percentage",), lambda job: job.data.eval_dataset is not None,
         "eval_dataset is what is held out", "drop one of them",
     ),
     Idle(("sample_max_new_tokens",), lambda job: job.data.sample_prompts == 0, "sample_prompts is 0"),
-    Idle(("model_revision",), lambda job: job.model.model_name_or_path is None, "the model is the embedded base"),
+    Idle(
+        ("model_revision",),
+        lambda job: job.model.model_name_or_path is None and job.model.adapter_name_or_path is None,
+        "the model is the embedded base",
+    ),
     Idle(
         ("embedded_base_steps",), lambda job: job.model.model_name_or_path is not None,
         "the model is not the embedded base",
@@ -182,7 +187,7 @@ def _idle_memory(job: Job) -> Iterator[Finding]:
     if memory.batch_mode == "chunk" and "batch_size_lr_rule" in given:
         what = "batch_size_lr_rule given, and batch_mode is chunk, which never changes the batch of the optimizer"
         yield WITHOUT_EFFECT.found(what, "batch_size_lr_rule", "drop it, or set batch_mode: logical")
-    idle = [name for name in OF_MEMORY_CONTROL if name in given]
+    idle = [name for name in (*OF_MEMORY_CONTROL, *(() if memory.acts else OF_SPLITTING)) if name in given]
     if idle and not memory.memory_control:
         what = f"{', '.join(idle)} given, and memory_control is false"
         yield WITHOUT_EFFECT.found(what, ", ".join(idle), "drop it, or set memory_control: true")
