@@ -117,7 +117,7 @@ class Asker:
         text = self.talker.rendered(messages)
         missing = [*rendered_away(Chat(messages, prompt_turns=len(messages)), text, learns_prompt=False)]
         template = str(self.talker.tokenizer.chat_template)
-        if "reasoning" in missing and any(name in template for name in REASONING):
+        if "reasoning" in missing and any(name in template for name in (*REASONING, "</think>")):
             missing.remove("reasoning")
         unnamed = [{what: said for what, said in message.items() if what != "name"} for message in messages]
         if unnamed != messages and self.talker.rendered(unnamed) == text:

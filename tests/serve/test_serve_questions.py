@@ -267,6 +267,11 @@ def test_what_a_template_renders_or_leaves_out_by_design_is_taken(talker):
     talker.tokenizer.chat_template = TEMPLATE + "{% if not messages %}{{ messages[0].reasoning_content }}{% endif %}"
     thought = [*HELLO, {"role": "assistant", "content": "yes", "reasoning_content": "they greet"}, *HELLO]
     assert Site(talker).post(messages=thought).status_code == 200, "as Qwen3 does with turns before the last"
+    talker.tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
+    )
+    thought = [*HELLO, {"role": "assistant", "content": "<think>they greet</think>yes"}, *HELLO]
+    assert Site(talker).post(messages=thought).status_code == 200, "as DeepSeek-R1 and QwQ do"
 
 
 def test_what_draws_from_all_tokens_does_not_make_a_greedy_server_draw(talker):
