@@ -414,6 +414,18 @@ def test_a_run_saves_on_its_way_unless_told_otherwise(flags, tmp_path):
     assert json.loads((tmp_path / "run" / "checkpoint-10" / "trainer_state.json").read_text())["save_steps"] == 10
 
 
+def test_a_rhythm_that_is_another_than_that_of_the_checkpoint_is_said(capsys, flags, tmp_path):
+    common = [*flags, "--eval_strategy", "no"]
+    assert train.main([*common, "--save_steps", "2"]) == 0
+    capsys.readouterr()
+    again = [*common, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2"), "--output_dir"]
+    assert train.main([*again, str(tmp_path / "other"), "--save_steps", "1"]) == 0
+    assert "save_steps stays 2 and does not become 1" in capsys.readouterr().out
+    assert not (tmp_path / "other" / "checkpoint-3").exists()
+    assert train.main([*again, str(tmp_path / "third"), "--save_steps", "0.5"]) == 0
+    assert "stays" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_says_at_the_end_what_was_read(capsys, flags, workers):
     words = ["--streaming", "true", "--max_eval_documents", "4", "--dataloader_num_workers", str(workers)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 from rich.console import Console
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import has_length
 
@@ -28,7 +28,7 @@ from scu_trainer.models.loading.safety import refuse_pickle
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.safe_paths import require_own_folder
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.settings.base import check_values
+from scu_trainer.settings.base import check_values, plain
 from scu_trainer.settings.safety import steps_between_saves
 from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT, seed_of_data
 from scu_trainer.settings.tasks import TEXT
@@ -43,6 +43,7 @@ from scu_trainer.train.loops.distillation import Distillation
 from scu_trainer.train.loops.throughput import measure_pace
 from scu_trainer.train.memory_estimate.record import RunEstimate, prediction
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
+from scu_trainer.train.preflight.length import interval
 from scu_trainer.train.retention.loop import Retention
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock, from_first_rank
@@ -188,6 +189,21 @@ def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], con
     description["configuration"] |= {change.name: change.before for change in found if change.is_carried}
     for change in found:
         console.print(f"changed since {checkpoint.name}: {change.line}", soft_wrap=True)
+    for line in _kept_rhythm(checkpoint, job.training):
+        console.print(line, soft_wrap=True)
+
+
+def _kept_rhythm(checkpoint: Path, training: TrainingArguments) -> Iterator[str]:
+    """transformers saves, evaluates and logs as often as the checkpoint says, and tells the log file alone."""
+    state = read_json(checkpoint / "trainer_state.json")
+    for what in ("save", "eval", "logging"):
+        name, before = f"{what}_steps", state.get(f"{what}_steps")
+        asked = getattr(training, name)
+        if plain(getattr(training, f"{what}_strategy")) != "steps" or not before or asked is None:
+            continue
+        now = interval(asked, state.get("max_steps") or 0)
+        if now != before:
+            yield f"{name} stays {before:g} and does not become {now:,}: a run goes on in the rhythm of its checkpoint"
 
 
 # -- the run directory -------------------------------------------------------------------------------------------------
