@@ -203,7 +203,7 @@ def _kept_rhythm(checkpoint: Path, training: TrainingArguments) -> Iterator[str]
             continue
         now = interval(asked, state.get("max_steps") or 0)
         if now != before:
-            yield f"{name} stays {before:g} and does not become {now:,}: a run goes on in the rhythm of its checkpoint"
+            yield f"{name} stays {before:g} and does not become {now:,}: a run keeps the rhythm of its checkpoint"
 
 
 # -- the run directory -------------------------------------------------------------------------------------------------
