@@ -143,13 +143,20 @@ def test_in_half_precision_the_difference_is_rounding(tmp_path, is_autocast):
 @pytest.mark.parametrize("way", ["end to end", "padded"])
 def test_in_half_precision_the_layers_see_few_sizes(tmp_path, monkeypatch, way):
     """oneDNN compiles kernels for each; in float32 none is."""
-    lengths, attention = set(), functional.scaled_dot_product_attention
+    lengths, attention, linear = set(), functional.scaled_dot_product_attention, functional.linear
+    words = tiny.llama().lm_head.out_features
 
     def attend(query, *others, **how):
         if way != "padded" and is_training() and is_no_question():
             lengths.add(query.size(2))
         return attention(query, *others, **how)
 
+    def multiply(states, weight, *others):
+        if len(weight) == words and is_training() and is_no_question():
+            lengths.add(states.size(1))
+        return linear(states, weight, *others)
+
+    monkeypatch.setattr(functional, "linear", multiply)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
     memory = MemorySettings(padding_free=way != "padded", token_cap=40)
     trainer, found, seen = trained(tiny.llama, tmp_path / "ours", memory, bf16=True)

@@ -169,7 +169,9 @@ def _asked(model: torch.nn.Module, compared: Callable[[], Found], what: str) -> 
         if is_out_of_memory(error):
             raise
         forget_traceback(error)
-        return False, f"the model fails on {what}: {type(error).__name__}: {error}"
+        # A hook may read what a loss of somebody's own sets on its trainer, which there is after the first step.
+        found = None if isinstance(error, AttributeError) else False
+        return found, f"the model fails on {what}: {type(error).__name__}: {error}"
 
 
 def _ignored(losses: Any) -> None:

@@ -101,6 +101,7 @@ class LossPath:
         self.kind: Optional[str] = None
         self._wanted, self._wanted_padding_free = chunked, padding_free
         self.is_padding_free: Optional[bool] = None
+        self._is_asked_again = False
         self.is_planned = self.wants_few_sizes = False
         self.token_cap: Optional[int] = None
         self.end_to_end: Optional[EndToEnd] = None
@@ -393,10 +394,14 @@ class LossPath:
     def _checked(
         self, setting: str, instead: Optional[str], obstacle: Optional[str], inputs: Any, agrees: Callable
     ) -> Optional[bool]:
-        """Whether a way without ``obstacle`` gives the stock loss. ``instead``: of a ``setting`` that insists on it."""
+        """Whether a way without ``obstacle`` gives the stock loss; None where that is asked once more, with the next
+        batch. ``instead``: of a ``setting`` that insists on it."""
         found = None
         if not obstacle:
             found, obstacle = agrees(self.trainer, inputs)
+        if obstacle and found is None and not self._is_asked_again:
+            self._is_asked_again = True
+            return None
         if obstacle and instead:
             raise SettingsError(f"{setting}, but {obstacle}; {instead}")
         if obstacle:

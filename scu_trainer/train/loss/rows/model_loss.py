@@ -18,13 +18,13 @@ from typing import Any, Optional
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import log_softmax, nll_loss
+from torch.nn.functional import log_softmax, nll_loss, pad
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.loss.rows.gradient_sums import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy
-from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, on_rows
+from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, head_on_few_sizes, on_rows
 from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.loss.rows.row_readings import RowLosses, row_losses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
@@ -281,13 +281,15 @@ def opened(
             reduction = "mean" if num_items is None else "sum"
             loss = nll_loss(log_shares, flat, ignore_index=NOT_LEARNED, reduction=reduction)
         else:
-            loss = (tokens * _of_tokens(weights, targets, rows)).sum()
+            of_tokens = _of_tokens(weights, targets, rows)
+            loss = (tokens[: len(of_tokens)] * of_tokens).sum()
             num_items = (flat != NOT_LEARNED).sum() if num_items is None else num_items
         if num_items is not None:
             loss = loss / (num_items.to(loss.device) if torch.is_tensor(num_items) else num_items)
         return loss, tokens
 
-    with _loss_function(model, loss_of, seen, rows):
+    filled = contextlib.nullcontext() if rows is None else head_on_few_sizes(head_of(model), rows)
+    with filled, _loss_function(model, loss_of, seen, rows):
         yield
 
 
@@ -346,8 +348,10 @@ def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen, rows: 
             loss, tokens = loss_of(logits, targets, num_items_in_batch, known)
         else:
             known = None if known is None else rows.of(known)
-            loss, tokens = loss_of(logits, rows.of(targets), num_items_in_batch, known)
-            tokens = rows.padded(tokens.detach())
+            own = rows.of(targets)
+            tail = logits.size(1) - own.size(1)  # that nobody reads
+            loss, tokens = loss_of(logits, pad(own, (0, tail), value=NOT_LEARNED), num_items_in_batch, known)
+            tokens = rows.padded(tokens.detach()[: own.size(1)])
         seen(RowLosses(*row_losses(tokens.detach(), targets)))
         return loss
 

@@ -52,9 +52,9 @@ class EndToEnd:
     ``lengths``: tokens of each. ``shape``: (rows, time) with the padding. ``places`` (tokens,): of the tokens in
     (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
     before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
-    ``prefixes``: shared by rows, where there are any. ``wants_few_sizes``: whether layers and attention get tokens that
-    nobody reads, up to one of ``few_sizes``, the layers no more than ``token_cap``. ``seen``: tokens that the layers
-    saw. ``attended``: by ``_attention``.
+    ``prefixes``: shared by rows, where there are any. ``wants_few_sizes``: whether layers, attention and head get
+    tokens that nobody reads, up to one of ``few_sizes``, the layers no more than ``token_cap``. ``seen``: tokens that
+    the layers saw. ``attended``: by ``_attention``.
     """
 
     lengths: tuple[int, ...]
@@ -145,6 +145,19 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
         return output if prefixes is None else prefixes.of_rows(output)
 
     with replaced(body, "forward", on_tokens):
+        yield
+
+
+@contextlib.contextmanager
+def head_on_few_sizes(head: torch.nn.Module, rows: EndToEnd) -> Iterator[None]:
+    """Inside, ``head`` gets states (1, tokens, size) that nobody reads after its own, as the layers do."""
+    forward = head.forward
+
+    def on_states(states: Tensor) -> Tensor:
+        tail = _tail(states.size(1), rows)
+        return forward(functional.pad(states, (0, 0, 0, tail)) if tail else states)
+
+    with replaced(head, "forward", on_states) if rows.wants_few_sizes else contextlib.nullcontext():
         yield
 
 
