@@ -95,7 +95,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
         code = 0
         try:
             code = command(list(sys.argv[1:] if argv is None else argv), *given, **named)
-            sys.stdout.flush()  # at the end of the process nobody would hear that it failed
+            _flush()
             return code
         except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -114,6 +114,17 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
             return INTERRUPTED
 
     return main
+
+
+def _flush() -> None:
+    """Here, because at the end of the process nobody would hear that it failed. Raises BrokenPipeError; what a full
+    disk does not take makes no work fail that is done."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _say(f"warning: not all output could be written: {error.strerror}")
 
 
 @guarded

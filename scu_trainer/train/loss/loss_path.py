@@ -399,7 +399,7 @@ class LossPath:
         found = None
         if not obstacle:
             found, obstacle = agrees(self.trainer, inputs)
-        if obstacle and found is None and not self._is_asked_again:
+        if obstacle and found is None and not (instead or self._is_asked_again):
             self._is_asked_again = True
             return None
         if obstacle and instead:
