@@ -28,9 +28,9 @@ def bits_of(nats: float) -> float:
     return nats / NATS_PER_BIT
 
 
-def counted(count: int, item: str) -> str:
-    """ "1 row", "2,000 rows"."""
-    return f"{count:,} {item}{'' if count == 1 else 's'}"
+def counted(count: int, item: str, items: Optional[str] = None) -> str:
+    """ "1 row", "2,000 rows". ``items``: where more than one are not just ``item`` and an s."""
+    return f"{count:,} {item if count == 1 else items or f'{item}s'}"
 
 
 class Change(NamedTuple):

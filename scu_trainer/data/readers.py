@@ -19,6 +19,7 @@ from scu_trainer.data.json_files import read_json_file, read_json_lines, to_utf_
 from scu_trainer.data.opening import opened, shown_name
 from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError
+from scu_trainer.figures import counted
 
 BLANK_TWICE = 2  # a document of a single .txt ends at this many blank lines
 BLANK_ONCE = 1  # a paragraph
@@ -284,13 +285,10 @@ def _with_rest(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) 
 
 
 def _notes(left: list[Path], data: list[Path], splits: list[str], folder: Path) -> tuple[str, ...]:
-    not_read = (
-        f"{_files(left)} in {folder} {_names(left)} no split and {'was' if len(left) == 1 else 'were'} not read: "
-        f"{_named(left)}"
-    )
-    trained_on = (
-        f"{_files(data)} in {folder} {_names(data)} no split beside those for {' and '.join(splits)}: read as train"
-    )
+    unread, kept = counted(len(left), "file"), counted(len(data), "file")
+    was = "was" if len(left) == 1 else "were"
+    not_read = f"{unread} in {folder} {_names(left)} no split and {was} not read: {_named(left)}"
+    trained_on = f"{kept} in {folder} {_names(data)} no split beside those for {' and '.join(splits)}: read as train"
     return tuple(note for note, files in ((not_read, left), (trained_on, data)) if files)
 
 
@@ -307,10 +305,6 @@ def _unclear(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) ->
         f"give the files that you want: --dataset {train}{beside}; several with "
         f'--dataset \'[{{"dataset": "{train}"}}, {{"dataset": "{rest[0]}"}}]\' (docs/data.md, Mixtures)'
     )
-
-
-def _files(paths: Sequence[Path]) -> str:
-    return "1 file" if len(paths) == 1 else f"{len(paths):,} files"
 
 
 def _names(paths: Sequence[Path]) -> str:

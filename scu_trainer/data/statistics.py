@@ -119,19 +119,18 @@ class DataStatistics(Dropping):
         ]
         lines += [SourceStatistics(**source).line(so_far) for source in self.sources]
         if self.documents_cut:
-            longer = "1 document is" if self.documents_cut == 1 else f"{self.documents_cut:,} documents are"
+            longer = counted(self.documents_cut, "document is", "documents are")
             lines.append(f"{longer} longer than a row; what does not fit continues in the next rows")
         if self.answers_cut:
-            cut = "1 conversation is" if self.answers_cut == 1 else f"{self.answers_cut:,} conversations are"
+            cut = counted(self.answers_cut, "conversation is", "conversations are")
             lines.append(
                 f"{cut} cut: answers continue in a row without their question (a larger block_size or packing: false "
                 "leaves more of them whole)"
             )
         lines += self._lines_of_losses(so_far)
         if self.heldout_duplicates:
-            twice = self.heldout_duplicates
-            held_out = "1 held-out document is" if twice == 1 else f"{twice:,} held-out documents are"
-            lines.append(f"{held_out} also in the training data, word for word")
+            twice = counted(self.heldout_duplicates, "held-out document is", "held-out documents are")
+            lines.append(f"{twice} also in the training data, word for word")
         return [*lines, *self.notes]
 
     def lines_of_reading(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from scu_trainer.figures import before_and_after, bits_of
+from scu_trainer.figures import before_and_after, bits_of, counted
 from scu_trainer.report.files import RunFiles, newest, points
 from scu_trainer.report.run_plots import in_bits, number, only_measured, ooms
 from scu_trainer.run_files import readable
@@ -168,7 +168,7 @@ def _nonfinite(run: RunFiles) -> list[tuple[str, str]]:
     count = statistics.get("skipped_steps", newest(run.logs, "skipped_steps")) or 0
     if not count:
         return []
-    steps = "1 step was" if count == 1 else f"{count:,} steps were"
+    steps = counted(count, "step was", "steps were")
     reason = ", or had a spike" if statistics.get("spikes") else ""
     found = [("bad numbers", f"{steps} skipped because the loss or gradient was not finite{reason}")]
     for item in (statistics.get("skipped") or [])[:MOST_ROWS]:

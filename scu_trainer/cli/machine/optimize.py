@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.errors import StorageError
+from scu_trainer.figures import counted
 from scu_trainer.hardware.watching.leftovers import (
     SCRATCH,
     InUse,
@@ -45,7 +46,7 @@ def optimize(options: argparse.Namespace) -> int:
         return 0
     for item in free:
         print(f"free   {readable(item.size_bytes):>10}  {item.kind}: {item.path}")
-    count = "1 entry" if len(free) == 1 else f"{len(free)} entries"
+    count = counted(len(free), "entry", "entries")
     print(f"sum    {readable(sum(item.size_bytes for item in free)):>10}  in {count}")
     if options.dry_run:
         print("nothing was removed; run it without --dry_run to remove it")

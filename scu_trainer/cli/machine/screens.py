@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from scu_trainer.figures import counted
 from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def plain(reading: MonitorReading) -> str:
 
 def run_lines(run: RunReading) -> list[str]:
     """What a run holds, and what memory control allows it."""
-    count = "1 process" if run.processes == 1 else f"{run.processes} processes"
+    count = counted(run.processes, "process", "processes")
     held = f"{count}, {gib(run.rss_bytes)} resident" if run.pss_bytes is None else f"{count}, {gib(run.pss_bytes)}"
     lines = [f"run: {held}" if run.gpu_bytes is None else f"run: {held}, GPU {gib(run.gpu_bytes)}"]
     if run.status is not None:

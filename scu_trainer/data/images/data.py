@@ -25,6 +25,7 @@ from scu_trainer.data.samples import Contents, PreparedSamples, SampleStatistics
 from scu_trainer.data.sources import is_saved, notes_of, refuse_hub_settings
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import DataError, nearest
+from scu_trainer.figures import counted
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
 
@@ -230,7 +231,7 @@ def _count(
     for what, counts_of in (("training", counts), ("held-out", scored if len(evaluated) else [])):
         absent = [name for name, count in zip(source.label_names, counts_of, strict=False) if not count]
         if absent:
-            classes = "1 class" if len(absent) == 1 else f"{len(absent)} classes"
+            classes = counted(len(absent), "class", "classes")
             statistics.notes.append(f"no {what} image of {classes}: {', '.join(absent[:5])}")
     if source.held_out is None and not len(evaluated):
         statistics.notes.append("nothing is held out; raise validation_split_percentage or give an eval_dataset")

@@ -23,7 +23,7 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time, 
 from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
 
 Found = tuple[Optional[bool], Optional[str]]
-"""(whether it gives the stock loss, None if that is not finite; why it does not)"""
+"""(whether it gives the stock loss; why it does not). None: that is not finite, or the model cannot be asked yet."""
 
 MOST_COLUMNS = 32
 

@@ -101,7 +101,7 @@ class LossPath:
         self.kind: Optional[str] = None
         self._wanted, self._wanted_padding_free = chunked, padding_free
         self.is_padding_free: Optional[bool] = None
-        self._is_asked_again = False
+        self._asked_again: set[str] = set()  # settings, each for a question of its own
         self.is_planned = self.wants_few_sizes = False
         self.token_cap: Optional[int] = None
         self.end_to_end: Optional[EndToEnd] = None
@@ -399,8 +399,8 @@ class LossPath:
         found = None
         if not obstacle:
             found, obstacle = agrees(self.trainer, inputs)
-        if obstacle and found is None and not (instead or self._is_asked_again):
-            self._is_asked_again = True
+        if obstacle and found is None and not instead and setting not in self._asked_again:
+            self._asked_again.add(setting)
             return None
         if obstacle and instead:
             raise SettingsError(f"{setting}, but {obstacle}; {instead}")

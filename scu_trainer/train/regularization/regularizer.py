@@ -189,8 +189,8 @@ class Regularizer:
         if seen.data_bpt <= 0:
             self._notice(
                 "S is not measured where the trained loss is not above 0: it was "
-                f"{seen.data_bpt * NATS_PER_BIT:.3g} at step {step}, and the length of a description is positive (the "
-                "loss of a policy is not such a length). "
+                f"{seen.data_bpt * NATS_PER_BIT:.3g} at step {step}. Such a loss, as of policy gradients, is not a "
+                "description length. "
                 f"{'Lambda stays as it was in such steps. ' if self.steers else ''}"
                 "Leave the regularization loop out (regularization=None)"
             )

@@ -123,9 +123,9 @@ def _begin(job: Job, console: Console) -> list[Finding]:
 def _loaded(job: Job, console: Console) -> TrainingComponents:
     """Data and model; how long the run is going to be also settles how often it saves, unless that was given."""
     parts, training = job.kind.load(job, console), job.training
-    train = parts.data.train
-    steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
     if job.saves_by_length:
+        train = parts.data.train
+        steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
         training.save_steps = steps_between_saves(steps)
     return parts
 
