@@ -231,8 +231,8 @@ def saved_llama(folder, seed: int = 0):
     return folder
 
 
-def trained(model, output_dir, regularization=None, dataset=None, resume=None, prepare=None, **changes):
-    """An SCUTrainer that has trained ``model``; without ``regularization`` it is the stock one.
+def trained(model, output_dir, regularization=None, dataset=None, resume=None, prepare=None, kind=None, **changes):
+    """An SCUTrainer (or ``kind``) that has trained ``model``; without ``regularization`` it is the stock one.
 
     ``changes``: arguments of the Trainer or of its TrainingArguments. ``prepare`` gets the trainer before it starts.
     """
@@ -240,7 +240,7 @@ def trained(model, output_dir, regularization=None, dataset=None, resume=None, p
 
     own_names = {item.name for item in dataclasses.fields(TrainingArguments)}
     extra = {name: changes.pop(name) for name in list(changes) if name not in own_names}
-    trainer = SCUTrainer(
+    trainer = (kind or SCUTrainer)(
         model, arguments(output_dir, **changes), train_dataset=dataset or Rows(), regularization=regularization, **extra
     )
     if prepare is not None:

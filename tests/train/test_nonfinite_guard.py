@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from scu_trainer import SCUTrainer
 from scu_trainer.data import Collator
 from scu_trainer.errors import Diverged, NonFiniteLoss
 from scu_trainer.run_files import read_rows
@@ -105,6 +106,22 @@ def logged(trainer, name: str = "loss") -> list[float]:
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
+class OwnLoss(SCUTrainer):
+    """A queue of earlier losses, a mean that moves, records by name and a counter, as code of one's own has them."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.queue, self.mean, self.steps_seen, self.records = torch.zeros(4), 0.0, 0, {"loss": []}
+
+    def compute_loss(self, model, inputs, **named):
+        loss = super().compute_loss(model, inputs, **named)
+        self.queue = self.queue.roll(1)
+        self.queue[0], self.mean = loss.detach(), 0.5 * self.mean + 0.5 * loss.item()
+        self.records["loss"].append(loss.item())
+        self.steps_seen += 1
+        return loss
+
+
 # -- one bad step ------------------------------------------------------------------------------------------------------
 
 SETTINGS = {
@@ -157,6 +174,14 @@ def test_the_logged_mean_is_that_of_the_steps_that_counted(tmp_path, fault, filt
     assert logged(found, "skipped_steps") == [1, 1]
     assert logged(found, "train_loss") == pytest.approx([sum(each) / 5], rel=1e-6)
     assert all(math.isfinite(norm) for norm in logged(found, "grad_norm"))
+
+
+@pytest.mark.parametrize("memory", [None, MemorySettings()])
+def test_what_own_code_keeps_is_not_spoilt_by_a_bad_step(tmp_path, memory):
+    found = run(tmp_path, "loss", kind=OwnLoss, memory=memory)
+    assert torch.isfinite(found.queue).all() and found.queue.all(), "a row of the queue came from no healthy step"
+    assert math.isfinite(found.mean) and len(found.records["loss"]) == 5
+    assert found.steps_seen == 6, "a counter goes on, as the number of the step does"
 
 
 def test_statistics_of_a_bad_step_are_put_back(tmp_path):

@@ -1,7 +1,8 @@
 """Optimizer steps whose loss or gradient is no finite number, or a spike: found before the optimizer acts, located,
 skipped.
 
-    on_step_begin       what a bad step would change is noted: the sum of logged losses, BatchNorm's statistics
+    on_step_begin       what a bad step would change is noted: the sum of logged losses, BatchNorm's statistics, what
+                        code of one's own keeps in attributes
     on_loss             each accumulation batch's loss, on the device
     on_grad_norm        one question per step, to all ranks: are the losses and the gradient's norm finite? If not,
                         everything is as it was before the step, and its place is looked for
@@ -33,10 +34,11 @@ from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.guard.divergence import DivergenceWatch
-from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace, has_nonfinite, locate, nonfinite_weight, weights_are_finite
 from scu_trainer.train.loops.guard.spikes import SpikeWatch
+from scu_trainer.train.loss.rows.model_loss import counting
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import ChangingBuffers
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, plain_attributes, put_back_attributes
 
 logger = logging.getLogger("scu_trainer")
 
@@ -90,6 +92,8 @@ class NonFiniteGuard(Loop):
         if self.divergence is not None:
             self.divergence.start()
         self.buffers = ChangingBuffers(self.trainer.model)
+        modules, owner = counting(self.trainer)
+        self._keeping = [one for one in modules if one is not self.trainer.state], owner
         if self.trainer.is_deepspeed_enabled:
             # Its engine steps inside backward: it must look by itself, which it does of its own accord under fp16 only.
             self.trainer.model_wrapped.optimizer.check_grad_overflow = True
@@ -103,8 +107,8 @@ class NonFiniteGuard(Loop):
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._losses.clear()
-        self._sum_before, self._buffers_before = second_try(
-            lambda: (self.trainer._tr_loss.clone(), self.buffers.copies()),
+        self._sum_before, self._buffers_before, self._attributes_before = second_try(
+            lambda: (self.trainer._tr_loss.clone(), self.buffers.copies(), plain_attributes(*self._keeping)),
             "a copy of the buffers that a non-finite step would change (BatchNorm's statistics)",
         )
         if self._tracks_rows:
@@ -245,6 +249,7 @@ class NonFiniteGuard(Loop):
                 for parameter in group["params"]:
                     parameter.grad = None
         second_try(lambda: self.buffers.restore(self._buffers_before), "restoring the model's buffers")
+        put_back_attributes(self._attributes_before, has_nonfinite)  # counters count this step, as state and data do
         trainer._tr_loss.copy_(self._sum_before)
         # The stock loop divides sums of losses by numbers of steps since these two.
         trainer._globalstep_last_logged += 1

@@ -14,6 +14,8 @@ other ranks would have to join in; random state, statistics and gradients are as
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -106,6 +108,13 @@ def weights_are_finite(model: nn.Module) -> bool:
     # The largest magnitude, unlike a sum of squares, is infinite only where a number is.
     largest = [torch.stack(torch._foreach_norm(tensors, float("inf"))).float().max() for tensors in by_kind.values()]
     return all(bool(torch.isfinite(norm)) for norm in largest)
+
+
+def has_nonfinite(value: Any) -> bool:
+    """Whether a number in ``value``, a tensor, a float or a container of them, is not finite."""
+    if isinstance(value, (Mapping, list, tuple, deque)):
+        return any(map(has_nonfinite, value.values() if isinstance(value, Mapping) else value))
+    return not math.isfinite(value) if isinstance(value, float) else any(True for _ in _nonfinite(value))
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

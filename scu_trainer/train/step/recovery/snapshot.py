@@ -235,17 +235,20 @@ def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attribu
     return attributes
 
 
-def put_back_attributes(attributes: Attributes) -> None:
-    """As often as somebody changes them. Whoever holds a container, too, finds the entries of before in it."""
+def put_back_attributes(attributes: Attributes, only: Callable[[Any], bool] = lambda _: True) -> None:
+    """As often as somebody changes them. Whoever holds a container, too, finds the entries of before in it. ``only``:
+    which values of now."""
     for one, known, names, goes in attributes:
         now = vars(one)
         for name, (value, back) in known.items():
+            if not only(now.get(name)):
+                continue
             if name not in now or now[name] is not value:
                 now[name] = value
             if back is not None:
                 back()
         for name in [] if names is None else now.keys() - names:  # a counter that began inside
-            if goes(now[name]):
+            if goes(now[name]) and only(now[name]):
                 del now[name]
 
 
