@@ -392,9 +392,10 @@ class MicroBatchStep:
             )
         if self.adds_means(num_items):
             self._warn_once(
-                "this model ignores num_items_in_batch, so the stock loop adds up the mean losses of %d accumulation "
+                "%s ignores num_items_in_batch, so the stock loop adds up the mean losses of %d accumulation "
                 "batches instead of averaging them: gradient and logged loss are that many times as large, here too. "
                 "gradient_accumulation_steps: 1 with a larger batch avoids it; micro-batches keep its memory low",
+                "this model" if self.trainer.compute_loss_func is None else "compute_loss_func",
                 len(batches),
             )
 
