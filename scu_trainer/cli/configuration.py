@@ -140,7 +140,19 @@ def our_parser(*more: type) -> HfArgumentParser:
     parser._option_string_actions["--dataset"].type = dataset_of  # a name, or a JSON list
     if "--deepspeed" in parser._option_string_actions:
         parser._option_string_actions["--deepspeed"].type = shipped.deepspeed
+    if "--liger_kernel_config" in parser._option_string_actions:  # transformers reads its other dicts from JSON
+        parser._option_string_actions["--liger_kernel_config"].type = _json_object
     return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{short(text)} is no JSON object, such as '{{\"rope\": true}}'")
+    return found
 
 
 def _grouped(kind: type, title: str) -> type:

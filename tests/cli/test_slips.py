@@ -181,11 +181,19 @@ def test_every_choice_of_no_is_listed():
         ),
         ("--lora_r many", "invalid int value: 'many'; give a whole number$"),
         ("--learning_rate high", "invalid float value: 'high'; give a number$"),
+        ("--liger_kernel_config rope", "'rope' is no JSON object, such as"),
     ],
 )
 def test_what_to_type_instead(typed, message):
     with pytest.raises(SettingsError, match=message):
         read_job(None, typed.split())
+
+
+def test_layers_of_liger_are_chosen_in_a_file_and_on_the_command_line(tmp_path):
+    config = _written(tmp_path / "l.yaml", "liger_kernel_config: {rope: true}")
+    assert read_job(config, []).training.liger_kernel_config == {"rope": True}
+    flags = ["--liger_kernel_config", '{"rope": false}']
+    assert read_job(config, flags).training.liger_kernel_config == {"rope": False}
 
 
 def test_a_file_that_does_not_train_and_one_that_a_run_wrote(tmp_path):

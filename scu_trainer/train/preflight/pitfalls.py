@@ -88,6 +88,16 @@ IDLE = (
         "this optim does not read it",
     ),
     Idle(
+        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        lambda job: not job.training.activation_checkpointing, "activation_checkpointing is off",
+        "set activation_checkpointing: true, or drop it",
+    ),
+    Idle(
+        ("liger_kernel_config",), lambda job: not job.training.use_liger_kernel, "use_liger_kernel is false",
+        "set use_liger_kernel: true, or drop it",
+    ),
+    Idle(("fsdp_config",), lambda job: not job.training.fsdp, "fsdp is off", "set fsdp: true, or drop it"),
+    Idle(
         ("length_column_name",),
         lambda job: job.training.train_sampling_strategy != "group_by_length" and not job.curriculum.methods,
         "neither train_sampling_strategy: group_by_length nor a curriculum reads it",
