@@ -34,7 +34,13 @@ from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.guard.divergence import DivergenceWatch
-from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace, has_nonfinite, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.loops.guard.first_nonfinite import (
+    NonFinitePlace,
+    has_nonfinite,
+    locate,
+    nonfinite_weight,
+    weights_are_finite,
+)
 from scu_trainer.train.loops.guard.spikes import SpikeWatch
 from scu_trainer.train.loss.rows.model_loss import counting
 from scu_trainer.train.step.recovery.second_try import second_try
