@@ -27,6 +27,8 @@ from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 logger = logging.getLogger("scu_trainer")
 
+WITHOUT_ROWS = "a batch that cannot be cut by rows"
+
 BUSY_TOKENS = {"cpu": 768, "mps": 2048}
 BUSY_TOKENS_OF_COMPILED, BUSY_TOKENS_ELSEWHERE = 2048, 8192
 """Tokens per micro-batch above which a device gains nothing from larger ones: matrices are large enough to fill it."""
@@ -363,9 +365,7 @@ class MicroBatchSizer:
         return smaller
 
     def _hopeless(self, micro_batch: MicroBatch, caught: CatchOutOfMemory, reading: MemoryReading) -> str:
-        names = (
-            ", ".join(self._window.name_of(row) for row in micro_batch.rows[:3]) or "a batch that cannot be cut by rows"
-        )
+        names = ", ".join(self._window.name_of(row) for row in micro_batch.rows[:3]) or WITHOUT_ROWS
         more = len(micro_batch.rows) - 3
         names += f" and {more} more row{'s' if more > 1 else ''}" if more > 0 else ""
         names += f" ({micro_batch.length} tokens)" if self.has_length else ""
@@ -391,10 +391,10 @@ class MicroBatchSizer:
         return f"{tokens:,} tokens" if self.has_length else _rows(tokens)
 
     def _size(self, micro_batch: MicroBatch) -> str:
-        rows = _rows(max(1, len(micro_batch.rows)))
-        if not self.has_length:
+        rows = _rows(len(micro_batch.rows)) if micro_batch.rows else WITHOUT_ROWS
+        if not self.has_length or not micro_batch.rows:
             return rows
-        is_even = micro_batch.tokens == max(1, len(micro_batch.rows)) * micro_batch.length
+        is_even = micro_batch.tokens == len(micro_batch.rows) * micro_batch.length
         return f"{rows} x {micro_batch.length}" if is_even else f"{rows} of {micro_batch.tokens} tokens"
 
     def _note(self, reason: str, reading: MemoryReading, pressure: str, tokens: Optional[int] = None) -> None:
