@@ -31,7 +31,8 @@ STEPS, ACCUMULATION = 6, 2
 def run(kind: type[Trainer], folder: Path, model=None, rows=None, arguments=None, resume=None, **given: Any) -> Trainer:
     """``kind`` after a training on uneven rows, two batches of four to a step."""
     rows = rows or {"train_dataset": tiny.UnevenRows(32), "data_collator": tiny.pad}
-    arguments = {"gradient_accumulation_steps": ACCUMULATION, "logging_steps": 1, **(arguments or {})}
+    own = {"gradient_accumulation_steps": ACCUMULATION, "logging_steps": 1, "optim": "sgd"}  # Adam hides factors
+    arguments = {**own, **(arguments or {})}
     args = tiny.arguments(folder, **arguments)
     trainer = kind(model=model or tiny.llama(), args=args, **rows, **given)
     trainer.train(resume_from_checkpoint=resume)
