@@ -218,6 +218,14 @@ def test_asking_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_states_of_layers_are_collected_once_after_asking():
+    """transformers hooks itself onto layers in the first forward that returns states, and notes that on the model."""
+    model, batch = tiny.llama(output_hidden_states=True), text()
+    assert ask(model, batch).is_exact
+    states = model(**batch).hidden_states
+    assert len(states) == 3 and not torch.equal(states[0], states[1])
+
+
 # -- long rows are asked by their beginnings ---------------------------------------------------------------------------
 
 

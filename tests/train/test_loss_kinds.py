@@ -316,6 +316,10 @@ KEEPING = {
     "an array": (lambda net, owner: torch.tensor(net.array), lambda net, p, o: net.array.__iadd__(1)),
     "a table of lists": (lambda net, owner: torch.tensor(net.table_of["a"]), lambda n, p, o: n.table_of["a"].append(1)),
     "a name that is new": (lambda net, owner: torch.tensor(hasattr(net, "new")), lambda n, p, o: setattr(n, "new", 1)),
+    "a hook": (
+        lambda net, owner: torch.tensor(len(net._forward_hooks)),
+        lambda net, p, o: net.register_forward_hook(lambda *given: None),
+    ),
     "a frozen weight": (lambda net, owner: net.teacher.weight, lambda net, p, o: net.teacher.weight.data.mul_(0.5)),
     "a frozen weight with other data": (
         lambda net, owner: net.teacher.weight,

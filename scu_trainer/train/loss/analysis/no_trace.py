@@ -27,8 +27,9 @@ from scu_trainer.train.step.recovery.snapshot import (
 
 aten = torch.ops.aten
 
-OF_TORCH = frozenset(vars(nn.Module()))
-"""What torch itself keeps of a module: its mode, weights, buffers, hooks."""
+OF_TORCH = frozenset(name for name in vars(nn.Module()) if "hook" not in name)
+"""What torch itself keeps of a module: its mode, weights, buffers. Hooks go with the attributes: transformers notes in
+one that it has hooked itself onto the layers, and would do so once more where the note alone is gone."""
 
 
 @contextlib.contextmanager
