@@ -293,6 +293,53 @@ def test_asking_in_training_mode_leaves_nothing_behind():
     assert all(p.grad is None for p in model.parameters()) and not model._forward_hooks
 
 
+def by(factor):
+    """A loss whose logits are multiplied by ``factor()``, or for each row by ``factor(number of rows)``."""
+    return lambda net, pooled, logits, mask, labels: functional.cross_entropy(logits * factor(len(logits)), labels)
+
+
+ONCE = {
+    "python": by(lambda rows: 1 + random.random()),
+    "numpy": by(lambda rows: np.random.beta(0.4, 0.4)),
+    "torch": by(lambda rows: 1 + torch.rand(1)),
+    "a distribution": by(lambda rows: torch.distributions.Beta(0.4, 0.4).sample()),
+    "beside a number per row": by(lambda rows: torch.rand(1) + torch.rand(rows, 1)),
+    "a coin": by(lambda rows: 2 if random.random() < 0.3 else 1),
+}
+PER_ROW = {
+    "python": by(lambda rows: torch.tensor([[random.random()] for _ in range(rows)])),
+    "numpy": by(lambda rows: torch.tensor(np.random.beta(2.0, 2.0, size=(rows, 1))).float()),
+    "torch": by(lambda rows: 1 + torch.rand(rows, 1)),
+    "dropout": by(lambda rows: functional.dropout(torch.ones(rows, CLASSES), 0.1)),
+    "no use": by(lambda rows: 1 if random.random() < 2 else torch.rand(1)),
+}
+
+
+@pytest.mark.parametrize("case", ONCE)
+def test_what_is_drawn_once_per_batch_is_named(case):
+    assert "draws random numbers once per batch" in ask(ONCE[case], classes(), dropout=0.1).mixes
+
+
+@pytest.mark.parametrize("case", PER_ROW)
+def test_what_is_drawn_for_rows_is_not_drawn_once(case):
+    mixes = ask(PER_ROW[case], classes(), dropout=0.1).mixes
+    assert mixes is None or "once per batch" not in mixes
+
+
+class LeavesOut(nn.Dropout):
+    """As transformers' layers, one of which may be left out for the whole batch."""
+
+    def forward(self, states):
+        return states * (torch.rand([]) + random.random() + np.random.rand())
+
+
+def test_layers_that_are_left_out_are_noise_of_the_model(monkeypatch):
+    monkeypatch.setattr(LeavesOut, "__module__", "transformers.models.some")
+    model = Net(KNOWN["mean over classes"][1])
+    model.dropout = LeavesOut()
+    assert ask(None, classes(), model=model).is_exact
+
+
 class Center(nn.Module):
     """Of DINO: subtracted from what the model says, and moved towards it."""
 

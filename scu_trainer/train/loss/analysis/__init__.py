@@ -7,6 +7,7 @@ measuring.py    what is compared: the loss of some rows and its gradient, and ho
 audit.py        while training: a real batch as a whole against the sum over its micro-batches
 no_trace.py     what asking changes is put back
 frozen_weights.py  weights that no optimizer moves: who writes to them, and what they were before
+own_draws.py    numbers that code of somebody's own draws once per batch
 own_step.py     a training_step of somebody's own, and counters, which count micro-batches
 analysis.py     one trainer's: when to ask again, when to audit, what to say
 """

@@ -80,10 +80,14 @@ class Meter:
                 return with_gradient(loss, self.weights)
 
     def _value(self, inputs: Any, items: float) -> torch.Tensor:
+        with self._without_noise():
+            return self.as_it_is(inputs, items)
+
+    def as_it_is(self, inputs: Any, items: float = FEW_ITEMS) -> torch.Tensor:
+        """The loss with whatever is drawn."""
         device = getattr(self.num_items, "device", None)
         given = None if self.num_items is None else torch.as_tensor(items, device=device)
-        with self._without_noise():
-            return self.loss_of(type(inputs)(inputs), given)
+        return self.loss_of(type(inputs)(inputs), given)
 
     @contextlib.contextmanager
     def _without_noise(self) -> Iterator[None]:

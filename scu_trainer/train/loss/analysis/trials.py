@@ -29,6 +29,7 @@ from scu_trainer.train.loss.analysis.measuring import (
     tolerance,
 )
 from scu_trainer.train.loss.analysis.no_trace import untouched
+from scu_trainer.train.loss.analysis.own_draws import ONCE_PER_BATCH, draws_once
 from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of
 from scu_trainer.train.step.batches.reduction import Reduction, Targets
 from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
@@ -151,6 +152,8 @@ class _Trial:
             reduction = self._reduction_from(asked, known, follows)
         if reduction is None:
             return None
+        if reduction.is_exact and not self.is_public and self._draws_once(strongest):
+            reduction = replace(reduction, mixes=ONCE_PER_BATCH)
         trims = self._trims(together, asked[0]) if trim else False
         reads_padding = "cutting it changes the loss" if trims is False else None
         return replace(reduction, trims=trims, reads_padding=reads_padding)
@@ -187,6 +190,10 @@ class _Trial:
         if not math.isfinite(whole[0]) or not any((*values, float(whole[0]))) or not any(map(math.isfinite, values)):
             return None
         return Observation(inputs, len(self.rows), whole, parts)
+
+    def _draws_once(self, inputs: Any) -> bool:
+        alone = [self._row(inputs, row) for row in range(len(self.rows))]
+        return draws_once(self.meter.as_it_is, inputs, alone, self.tolerance)
 
     def _row(self, inputs: Any, row: int) -> Any:
         return pick(inputs, torch.tensor([row]), len(self.rows))
