@@ -21,6 +21,9 @@ import torch
 States = list[tuple[Callable[[Any], None], Any]]
 """(what puts a generator back, its state)"""
 
+GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+"""Kinds of generators that somebody may keep for himself."""
+
 TWISTER_BYTES = 625 * 4
 """Of a Mersenne Twister's state in memory: 624 words and the place among them."""
 
@@ -40,6 +43,17 @@ def states() -> States:
 def put_back(kept: States) -> None:
     for restore, state in kept:
         restore(state)
+
+
+def of_generator(value: Any) -> Optional[Callable[[], None]]:
+    """What puts one of ``GENERATORS`` back; None where it has no state, as the system's has not."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return functools.partial(value.set_state, value.get_state(legacy=False))
+    return None if isinstance(value, random.SystemRandom) else functools.partial(value.setstate, value.getstate())
 
 
 @contextlib.contextmanager

@@ -310,6 +310,27 @@ def test_a_queue_of_rows_holds_neither_those_of_a_test_nor_those_that_ran_out_of
         assert found.micro_batches.loop.statistics.out_of_memory == len(faults)
 
 
+class DrawsItsOwn(Trainer):
+    """From generators that it keeps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.of_torch, self.of_python = torch.Generator().manual_seed(0), random.Random(0)
+        self.of_numpy, self.of_old_numpy = np.random.default_rng(0), np.random.RandomState(0)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        of_host = self.of_python.random() + self.of_numpy.random() + self.of_old_numpy.normal() ** 2
+        factor = of_host + torch.rand([], generator=self.of_torch)
+        return factor * super().compute_loss(model, inputs, False, num_items_in_batch)
+
+
+@pytest.mark.parametrize("faults", [[], [FailsOnce()]], ids=["as it is", "out of memory"])
+def test_generators_of_ones_own_give_what_they_give_the_stock_trainer(tmp_path, faults):
+    expected = run(DrawsItsOwn, tmp_path / "stock")
+    found = run(with_loops(DrawsItsOwn), tmp_path / "ours", memory=CUT, callbacks=faults)
+    assert all(fault.failed == 1 for fault in faults) and apart(found, expected) == 0.0
+
+
 # -- a training_step of somebody's own ---------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scu_trainer.data.random_states import States, put_back, states
+from scu_trainer.data.random_states import GENERATORS, States, of_generator, put_back, states
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
@@ -277,7 +277,7 @@ def is_plain(value: Any, most: int) -> bool:
 
 
 def is_small(value: Any) -> bool:
-    """A plain value or tensor, or a container of plain values that can be put back."""
+    """A plain value, tensor or generator, or a container of plain values that can be put back."""
     return is_plain(value, MOST_ENTRIES) or is_state(value)
 
 
@@ -311,17 +311,19 @@ def contents(
 
 
 def of_array(value: Any) -> Optional[PutBack]:
-    """What gives an array or tensor its values back; None for everything else."""
+    """What gives an array, tensor or generator its values back; None for everything else."""
     if type(value) is np.ndarray:
         is_kept = value.flags.writeable and value.nbytes <= MOST_BYTES
         return functools.partial(np.copyto, value, value.copy()) if is_kept else None
+    if isinstance(value, GENERATORS):
+        return of_generator(value)
     return functools.partial(refill, value, value.clone()) if is_state(value) else None
 
 
 def is_state(value: Any) -> bool:
-    """Whether it is a tensor that may be kept from one loss to the next: a queue, a mean that moves."""
+    """Whether it is kept from one loss to the next: a tensor, such as a queue or a mean that moves, or a generator."""
     if type(value) is not torch.Tensor:
-        return False
+        return isinstance(value, GENERATORS)
     return not value.requires_grad and value.layout is torch.strided and value.nbytes <= MOST_BYTES
 
 
