@@ -280,6 +280,31 @@ def test_pairs_are_never_cut_apart(tmp_path, name):
 # -- regularization, safety --------------------------------------------------------------------------------------------
 
 
+def fails(model: torch.nn.Module, times: int) -> None:
+    """As the forward of ``model`` fails that runs out of memory."""
+    left = iter(range(times))
+
+    def fail(*_: Any) -> None:
+        if next(left, None) is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    model.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward"])
+def test_pairs_are_never_cut_apart_in_an_evaluation(tmp_path, name):
+    held_out = Dataset.from_dict({key: values[:6] for key, values in ROWS[name].items()})
+    expected = made(name, tmp_path, False, eval_dataset=held_out).evaluate()
+    trainer = made(name, tmp_path, eval_dataset=held_out, memory=MemorySettings())
+    fails(trainer.model.model, 1)
+    found = trainer.evaluate()
+    assert found == pytest.approx({**expected, **{key: found[key] for key in found if TIMES.search(key)}})
+    assert trainer.prediction.halving.out_of_memory == 1
+    fails(trainer.model.model, 2)
+    with pytest.raises(OutOfMemory, match=r"12 rows, which cannot be cut .*Lower per_device_eval_batch_size"):
+        trainer.evaluate()
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_regularization_measures_and_acts(tmp_path, stock, name):
     found = trained(name, tmp_path, regularization=SCU)

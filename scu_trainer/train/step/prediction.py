@@ -20,7 +20,7 @@ from scu_trainer.data.random_states import put_back
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.measuring import training_loss
-from scu_trainer.train.loss.rows.model_loss import counting_owner
+from scu_trainer.train.loss.rows.model_loss import counting_owner, defined_between
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
@@ -46,8 +46,11 @@ class Halving:
         self.largest_rows: Optional[int] = None
         self.out_of_memory = 0
 
-    def run(self, count: int, attempt: Callable[[range], Result]) -> list[tuple[range, Result]]:
-        """``attempt`` gets consecutive ranges from 0 to ``count``. Raises OutOfMemory where one row fails twice."""
+    def run(
+        self, count: int, attempt: Callable[[range], Result], obstacle: Callable[[], Optional[str]] = lambda: None
+    ) -> list[tuple[range, Result]]:
+        """``attempt`` gets consecutive ranges from 0 to ``count``. ``obstacle``: why rows may not be cut, asked where
+        they are to be. Raises OutOfMemory where one row, or what may not be cut, fails twice."""
         results: list[tuple[range, Result]] = []
         begin, is_second_try = 0, False
         while begin < count:
@@ -58,19 +61,24 @@ class Halving:
                 begin, is_second_try = part.stop, False
                 continue
             free_memory()
-            self._shrink(len(part), caught.text, is_second_try)
-            is_second_try = len(part) == 1
+            reason = obstacle() if len(part) > 1 else None
+            self._shrink(len(part), caught.text, is_second_try, reason)
+            is_second_try = len(part) == 1 or reason is not None
         return results
 
-    def _shrink(self, rows: int, failed: str, is_second_try: bool) -> None:
+    def _shrink(self, rows: int, failed: str, is_second_try: bool, obstacle: Optional[str]) -> None:
         self.out_of_memory += 1
+        what = "a single row" if rows == 1 else f"{rows} rows, which cannot be cut ({obstacle}),"
         if is_second_try:
+            advice = "Shorten the held-out rows (block_size) or use a smaller model"
+            if rows > 1:
+                advice = f"Lower per_device_eval_batch_size. {advice}"
             raise OutOfMemory(
-                "evaluation of a single row does not fit in memory, even after memory was freed; shorten the held-out "
-                f"rows (block_size) or use a smaller model. The failed allocation said: {failed}"
+                f"evaluation of {what} does not fit in memory, even after memory was freed. {advice}. "
+                f"The failed allocation said: {failed}"
             )
-        if rows == 1:
-            logger.warning("evaluation ran out of memory with a single row; retrying after freeing memory")
+        if rows == 1 or obstacle is not None:
+            logger.warning("evaluation ran out of memory with %s; retrying after freeing memory", what.rstrip(","))
             return
         self.largest_rows = rows // 2
         logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
@@ -97,7 +105,8 @@ class Prediction:
         with replaced(self, "items", (count,)):
             if is_whole:
                 return self._whole(batch, inputs, predict)
-            parts = self.halving.run(batch.rows, lambda part: self._part_result(batch, part, predict))
+            attempt = partial(self._part_result, batch, predict)
+            parts = self.halving.run(batch.rows, attempt, partial(self._obstacle, batch, count))
             if len(parts) == 1:
                 return parts[0][1]
             join = partial(self._joined, batch, parts, count, loss_only)
@@ -150,7 +159,18 @@ class Prediction:
         can_be_read_again = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
         return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
 
-    def _part_result(self, batch: Batch, part: range, predict: Callable[[Any], tuple]) -> tuple:
+    def _obstacle(self, batch: Batch, count: Any) -> Optional[str]:
+        """Why parts of ``batch`` would give other figures: to the loss a sample is several rows, such as a pair."""
+        trainer = self.trainer
+        if counting_owner(trainer) is None or trainer.accelerator.num_processes > 1:
+            return None
+        has_labels = all(batch.inputs.get(name) is not None for name in trainer.label_names)
+        if not has_labels and defined_between(trainer, "prediction_step") is None:  # no loss is computed
+            return None
+        found = second_try(partial(self._asked, batch, count), "asking how the loss adds up", FEWER_LOGITS)
+        return None if found.may_be_cut else found.mixes
+
+    def _part_result(self, batch: Batch, predict: Callable[[Any], tuple], part: range) -> tuple:
         loss, logits, labels = predict(_part(batch, part))
         if len(part) == batch.rows or self.trainer.accelerator.num_processes > 1:  # ranks gather on the device
             return loss, logits, labels
@@ -182,7 +202,7 @@ class Prediction:
             how = {"training": False, "low_precision": low_precision, "most_rows": 2, "owner": trainer}
             asked = analyze(partial(training_loss, trainer), trainer.model, rows, count, 0, **how)
             self._reduction = asked or Reduction("rows", mixes="its rows give no finite loss")
-            if not self._reduction.is_exact:
+            if not self._reduction.is_exact and self._reduction.may_be_cut:
                 logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
         return self._reduction
 

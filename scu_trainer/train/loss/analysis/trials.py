@@ -103,7 +103,7 @@ def _try_rows(trial: _Trial) -> Optional[Reduction]:
                 forget_traceback(error)
                 break
             takes_few = False
-            reasons.append(f"it fails on few or shorter rows: {error}")
+            reasons.append(f"it fails on few or shorter rows ({type(error).__name__}: {error})")
             forget_traceback(error)
         else:
             return replace(reduction, trims=False, reads_padding=reasons[0]) if reduction and reasons else reduction
