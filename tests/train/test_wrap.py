@@ -155,6 +155,19 @@ TEN = torch.arange(40) % 10
 LAST = torch.tensor([1.0] * 9 + [5.0])
 
 
+def at_a_temperature(outputs, targets):
+    return functional.cross_entropy(outputs * (1 + torch.rand(1)), targets)
+
+
+def test_a_loss_that_draws_once_per_batch_runs_whole(tmp_path):
+    trainers = [
+        fit(wrap(net(), loss=at_a_temperature), tmp_path, memory=memory)[0]
+        for memory in (None, MemorySettings(memory_control=True, max_batch_size=2))
+    ]
+    assert "once per batch" in trainers[1].micro_batches.reduction.mixes
+    assert same(*(trainer.model.state_dict() for trainer in trainers))
+
+
 def written_out(outputs, targets):
     """A mean with weights of classes that no public function knows of."""
     losses = functional.cross_entropy(outputs, targets, reduction="none")

@@ -20,6 +20,9 @@ from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
 
 ONCE_PER_BATCH = "the model or its loss draws random numbers once per batch"
 
+OTHERS = tuple(name for name in PUBLIC if name != "scu_trainer")
+"""Without our own modules, which call losses of somebody's own (``wrap``)."""
+
 TRIES = 16
 """Of other random numbers, until one gives another loss: a coin may fall on the same side several times."""
 
@@ -85,7 +88,7 @@ class _Drawn(WithoutNoise):
     def _enter(self, module: nn.Module, given: Any) -> None:
         if self._depth:
             self._depth += 1
-        elif all(comes_from(type(one), *PUBLIC) for one in module.modules()):
+        elif all(comes_from(type(one), *OTHERS) for one in module.modules()):
             self._depth, self._outside = 1, states()
 
     def _leave(self, module: nn.Module, given: Any, output: Any) -> None:
