@@ -27,20 +27,25 @@ from scu_trainer.train.step.recovery.snapshot import (
 
 aten = torch.ops.aten
 
-OF_TORCH = frozenset(name for name in vars(nn.Module()) if "hook" not in name)
-"""What torch itself keeps of a module: its mode, weights, buffers. Hooks go with the attributes: transformers notes in
-one that it has hooked itself onto the layers, and would do so once more where the note alone is gone."""
+OF_TORCH = frozenset(vars(nn.Module()))
+"""What torch itself keeps of a module: its mode, weights, buffers, hooks."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Those that a forward may leave. transformers notes in an attribute that it has hooked itself onto the layers, and
+would do so once more if the note alone were gone afterwards."""
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[Optional[WrittenWeights]]:
-    """Afterwards ``model``, its ``owner`` and the losses that either holds are as before (modes, buffers, attributes,
-    what is in them, frozen weights), and so are random numbers. Gives what knows whether frozen weights are written to,
-    if they may be. Inside, modules are in evaluation mode; with ``training`` in the mode that they have."""
+    """Afterwards ``model``, its ``owner`` and the losses that either holds are as before (modes, buffers, hooks,
+    attributes, what is in them, frozen weights), and so are random numbers. Gives what knows whether frozen weights are
+    written to, if they may be. Inside, modules are in evaluation mode; with ``training`` in the mode that they have."""
     holders = _holders(model, owner)
     modules = [holder for holder in holders if isinstance(holder, nn.Module)]
     modes = [(module, module.training) for module in modules]
     buffers = [(module, dict(module._buffers), _copies(module)) for module in modules if module._buffers]
+    held_hooks = [vars(module)[name] for module in modules for name in HOOKS if name in vars(module)]
+    hooks = [(held, dict(held)) for held in held_hooks]
     # What began inside goes, too: a queue that the loss makes at its first call is made by the first batch.
     attributes = [_attributes(holder, OF_DATA if holder is owner else frozenset()) for holder in holders]
     random_states = generators({p.device for p in model.parameters()})
@@ -57,6 +62,10 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
         for module, was_training in modes:
             module.training = was_training
         _put_back(buffers)
+        for held, before in hooks:
+            if held.keys() != before.keys():
+                held.clear()
+                held.update(before)
         put_back_attributes(attributes)
         put_back(random_states)
 
