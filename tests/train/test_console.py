@@ -32,13 +32,15 @@ def seen(folder, settings=None, terminal=False, **changes):
     [{}, {"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2, "memory": MemorySettings()}],
     ids=["plain", "accumulated", "micro-batches"],
 )
-def test_the_first_step_has_a_line_with_its_loss_and_the_logs_are_as_without(tmp_path, changes):
+def test_the_first_step_has_a_line_with_its_figures_and_the_logs_are_as_without(tmp_path, changes):
+    changes = {**changes, "lr_scheduler_type": "linear", "warmup_steps": 3}
     printed, run = seen(tmp_path / "seen", **changes)
     each = trained(llama(), tmp_path / "each", max_steps=4, logging_steps=1, **changes).state.log_history
     unseen = trained(llama(), tmp_path / "unseen", max_steps=4, logging_steps=2, **changes)
     first = printed.splitlines()[0]
-    assert first.startswith(f"step 1/4  loss {bits_of(each[0]['loss']):.3f} bits per token  rate ")
-    assert "left " in first and "(the first step took " in first and printed.count("step 1/4") == 1
+    rate = f"rate {each[0]['learning_rate']:.2e}  left "
+    assert first.startswith(f"step 1/4  loss {bits_of(each[0]['loss']):.3f} bits per token  {rate}")
+    assert "(the first step took " in first and printed.count("step 1/4") == 1
     logged = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (run, unseen)]
     assert logged[0] == logged[1] and len(logged[0]) == 2
     assert same(weights_of(run.model), weights_of(unseen.model))

@@ -28,6 +28,7 @@ class ConsoleCallback(Loop):
         self._task: Any = None
         self._started_s = 0.0
         self._first_step = 0
+        self._first_rate = 0.0
         self._losses: list[torch.Tensor] = []
 
     def on_epoch_begin(self, args, state, control, **kwargs):
@@ -49,15 +50,19 @@ class ConsoleCallback(Loop):
         if self._is_first:
             self._losses.append(loss)
 
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if self._losses:  # now, as the stock Trainer does: when the step ends, the schedule is at the next one
+            self._first_rate = self.trainer._get_learning_rate()
+
     def on_step_end(self, args, state, control, **kwargs):
         if self._losses:
-            self._say_first(state, control, kwargs["optimizer"])
+            self._say_first(state, control)
         if self._bar is not None:
             self._bar.update(
                 self._task, completed=state.global_step, total=state.max_steps, note=f"left {self._left(state)}"
             )
 
-    def _say_first(self, state, control, optimizer) -> None:
+    def _say_first(self, state, control) -> None:
         """Every rank comes here: the loss is the mean over ranks, as the stock Trainer logs it."""
         loss = torch.stack([loss.float() for loss in self._losses]).sum()
         self._losses.clear()
@@ -66,10 +71,8 @@ class ConsoleCallback(Loop):
         loss = self.trainer.accelerator.gather(loss.reshape(1)).mean().item()
         if state.is_world_process_zero:
             took_s = time.monotonic() - self._started_s
-            rate = float(optimizer.param_groups[0]["lr"])
-            self._print(
-                f"{self._line(state, {'loss': loss, 'learning_rate': rate})} (the first step took {took_s:.1f} s)"
-            )
+            line = self._line(state, {"loss": loss, "learning_rate": self._first_rate})
+            self._print(f"{line} (the first step took {took_s:.1f} s)")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
