@@ -198,7 +198,8 @@ def _in_words(error: OSError) -> Optional[str]:
     name = "" if error.filename is None else str(error.filename).encode(errors="backslashreplace").decode()
     shown = name if len(name) <= 200 else f"{name[:100]}... ({len(name)} letters)"
     if error.errno in OF_THE_DISK:
-        return f"the disk is full: {shown or 'a file'} cannot be written; free some space, and run the command again"
+        what = shown or "a file, or shared memory (/dev/shm),"  # which has no name, and of which semaphores are made
+        return f"the disk is full: {what} cannot be written; free some space, and run the command again"
     if error.errno in OF_THE_PATH and name:
         return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
     if error.errno == errno.ENOENT and error.filename is None and not _has_current_folder():

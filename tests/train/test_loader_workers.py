@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.step.recovery.loader_workers import LeaveSignals, shield
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
 from tests.tiny import Rows, llama, same, trained, weights_of
 from tests.train.test_resume import StopAt
 
@@ -74,11 +76,35 @@ class Signalled(torch.utils.data.Dataset):
         return index
 
 
+class Unsendable:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_worker_goes_on_when_its_group_is_told_to_stop(number):
     initialized = []
     loader = shield(DataLoader(Signalled(number), num_workers=1, batch_size=1, worker_init_fn=initialized.append))
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [(RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>"), True), (TypeError("no"), False)],
+)
+def test_a_batch_that_a_worker_cannot_send_is_an_error_and_not_awaited_forever(error, is_memory):
+    def collate(rows):
+        return Unsendable(error) if 1 in rows else rows
+
+    loader = shield(DataLoader(range(4), num_workers=1, collate_fn=collate, multiprocessing_context="fork", timeout=20))
+    batches = iter(loader)
+    assert next(batches) == [0]
+    with pytest.raises(type(error), match=f"(?s)^Caught .* worker process 0.*{re.escape(str(error))}") as caught:
+        next(batches)
+    assert is_out_of_memory_in_loader(caught.value) == is_memory
 
 
 def test_without_workers_nothing_is_changed():

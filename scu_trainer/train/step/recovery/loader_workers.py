@@ -3,6 +3,9 @@
 Ctrl-C, a terminal's SIGHUP and a batch queue's SIGTERM reach every process of the group. Workers that obeyed would be
 missing in the step that the run still finishes. So they leave them to the run, which ends them by torch's own means; a
 run that was killed leaves them alone, which torch's workers notice within seconds.
+
+A batch that a worker cannot send (shared memory is full, something in it cannot be pickled) would be dropped by its
+queue with a traceback, and the run would wait for it forever. The error is sent in its place.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import signal
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Sequence
+from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any, Optional
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset
 
 from scu_trainer.data.numbered import Numbered
@@ -37,6 +42,7 @@ class LeaveSignals:
         for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._receive)
+        Queue._on_queue_feeder_error = functools.partialmethod(_send_error, worker_id, Queue._on_queue_feeder_error)
         if self.inner is not None:
             self.inner(worker_id)
 
@@ -46,8 +52,19 @@ class LeaveSignals:
         self._asked = True
 
 
+def _send_error(queue: Queue, worker_id: int, print_error: Callable[..., None], error: Exception, item: Any) -> None:
+    """In a worker, in the thread that sends ``item``, the number of a batch and the batch."""
+    if isinstance(item, tuple) and len(item) == 2 and not isinstance(item[1], ExceptionWrapper):
+        described = ExceptionWrapper(
+            (type(error), error, error.__traceback__), f"in DataLoader worker process {worker_id}"
+        )
+        queue.put((item[0], described))
+    else:
+        print_error(error, item)
+
+
 def shield(loader: Any) -> Any:
-    """``loader``, whose workers leave signals to the run."""
+    """``loader``, whose workers leave signals to the run and lose no batch without a word."""
     inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders are shells
     if isinstance(inner, DataLoader) and inner.num_workers > 0:
         inner.worker_init_fn = LeaveSignals(inner.worker_init_fn)

@@ -81,7 +81,9 @@ def is_out_of_memory_in_loader(error: BaseException) -> bool:
     text = str(error)
     if _ENDED_WORKER.search(text):
         return True
-    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "MemoryError" in text or "[Errno 12]" in text
+    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        words in text for words in ("MemoryError", "[Errno 12]", "unable to allocate shared memory")
+    )
     return bool(_OF_LOADER.match(text)) and (is_memory or _OUT_OF_MEMORY.search(text) is not None)
 
 

@@ -34,7 +34,8 @@ MORE_ROOM = (
 )
 SMALLER_LOADER = (
     "Lower dataloader_num_workers, dataloader_prefetch_factor or the batch size (per_device_train_batch_size, "
-    "per_device_eval_batch_size), or shorten the rows (block_size); resume_from_checkpoint: true resumes from the "
+    "per_device_eval_batch_size), or shorten the rows (block_size); where shared memory is short, give /dev/shm more "
+    "room (docker run --shm-size 2g) or set dataloader_num_workers: 0; resume_from_checkpoint: true resumes from the "
     "newest checkpoint"
 )
 
