@@ -145,6 +145,16 @@ def test_seeds_that_are_none(place, capsys, words, said):
     assert re.search(said, capsys.readouterr().err) and not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "output_dir", "name"),
+    [("_my jöb (2)", "", "my-jöb-2"), ("x", "runs/a b", "a-b"), ("x", ".", "run"), ("y" * 99, "", "y" * 48)],
+)
+def test_a_name_that_no_run_can_have_is_made_one(place, capsys, file, output_dir, name):
+    Path(f"{file}.yaml").write_text(f"use_cpu: true\noutput_dir: {output_dir}\n" if output_dir else "use_cpu: true\n")
+    assert typed("start", "--config", f"{file}.yaml") == 0
+    assert capsys.readouterr().out.startswith(f"{name} has started") and Path("runs", name).is_dir()
+
+
 def test_a_stop_that_takes_too_long_says_what_to_type(place, capsys):
     typed("start", "--config", "recipes/long.yaml", "--max_ram_percent", "100")
     reaches("long", "running")

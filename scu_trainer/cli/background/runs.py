@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from scu_trainer.runs.control import Hands, Wish, check, resume, start, stop
 from scu_trainer.runs.monitor import follow, log_of, watch
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
-from scu_trainer.runs.store import ROOT, Options, Run, RunRecord, all_runs, check_name, find, free_name
+from scu_trainer.runs.store import ROOT, Options, Run, RunRecord, all_runs, find, free_name
 from scu_trainer.shipped import recipe
 
 LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
@@ -211,8 +212,9 @@ def _check_flags(flags: Sequence[str]) -> None:
 
 
 def _free_name(options: argparse.Namespace, entries: dict) -> str:
-    wanted = Path(str(entries.get("output_dir") or Path(options.config).stem)).name
-    check_name(wanted)
+    """From output_dir, or from the name of the file, which may hold spaces and the like."""
+    given = Path(str(entries.get("output_dir") or Path(options.config).stem)).name
+    wanted = re.sub(r"[^\w.-]+", "-", given).strip("-._")[:48] or "run"
     taken = [path.name for path in options.root.iterdir()] if options.root.is_dir() else []
     taken += [name.rpartition(INFIX)[0] for name in taken if INFIX in name]
     return free_name(wanted, taken)
