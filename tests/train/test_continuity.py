@@ -90,6 +90,11 @@ def test_with_a_data_seed_another_seed_leaves_the_rows_as_they_are():
     assert "another order" in change.consequence
 
 
+def test_an_epoch_that_is_planned_loses_no_row_to_another_order():
+    assert changes(before(seed=2), NOW)[0].consequence.endswith("so some are seen twice or not at all")
+    assert changes(before(seed=2), NOW, has_plan=True)[0].consequence.startswith("this epoch ends with the rows that")
+
+
 def test_a_run_of_the_old_default_does_not_stop_steering_in_silence():
     (change,) = changes(before(scu_target_s=0.1), before(scu_target_s=None))
     assert change.line == (

@@ -123,10 +123,12 @@ def _differ(before: Any, now: Any) -> bool:
     return before != now
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Both: descriptions as in training_config.json (configuration, world_size, data, versions, git_commit)."""
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
+    """Both: descriptions as in training_config.json (configuration, world_size, data, versions, git_commit).
+    ``has_plan``: the curriculum's loop plans the rows of an epoch, and knows which of them were seen."""
+    has_data_seed = now["configuration"].get("data_seed") is not None
     found = [
-        _setting(name, *values, has_data_seed=now["configuration"].get("data_seed") is not None)
+        _setting(name, *values, has_data_seed, has_plan)
         for name, values in changed_settings(before.get("configuration", {}), now["configuration"]).items()
     ]
     found += _of_split(before, now)
@@ -146,10 +148,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def check_compatibility(checkpoint: Path, now: Mapping[str, Any]) -> list[Change]:
+def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
     """What changed since ``checkpoint``. Raises CheckpointError naming all of it that cannot go on."""
     before = facts_of(checkpoint)
-    found = changes(before, now) if before else []
+    found = changes(before, now, has_plan) if before else []
     refused = [change.line for change in found if change.is_refused]
     if refused:
         raise CheckpointError(
@@ -159,7 +161,7 @@ def check_compatibility(checkpoint: Path, now: Mapping[str, Any]) -> list[Change
     return found
 
 
-def _setting(name: str, before: Any, now: Any, has_data_seed: bool) -> Change:
+def _setting(name: str, before: Any, now: Any, has_data_seed: bool, has_plan: bool) -> Change:
     if name in OTHER_SHAPE:
         return Change(name, before, now, "weights and optimizer state would not fit", is_refused=True)
     if name in CARRIED:
@@ -168,6 +170,8 @@ def _setting(name: str, before: Any, now: Any, has_data_seed: bool) -> Change:
         text = "the learning rate follows the new schedule from this step on, which may be a jump"
     elif name == "seed" and has_data_seed:
         text = "rows come as before, by data_seed, unless they are grouped by length; other random numbers may differ"
+    elif name in ORDER and has_plan:
+        text = "this epoch ends with the rows that were planned for it, later ones follow the new setting"
     elif name in ORDER:
         text = "the rows of this epoch come in another order, so some are seen twice or not at all"
     elif name == "scu_target_s" and now is None:

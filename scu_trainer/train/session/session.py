@@ -183,7 +183,8 @@ def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], con
     checkpoint = Path(str(start.checkpoint))
     is_own = checkpoint.resolve().parent == start.output_dir.resolve()
     refuse_pickle(checkpoint, allow=job.model.allow_pickle or is_own)
-    found = _by_first_rank(job, lambda: check_compatibility(checkpoint, description))
+    has_plan = job.acting_curriculum is not None
+    found = _by_first_rank(job, lambda: check_compatibility(checkpoint, description, has_plan))
     check_checkpoint(checkpoint, job.training, job.safety.weights_only)
     # What the checkpoint carries is what the run has: its description must not say otherwise.
     description["configuration"] |= {change.name: change.before for change in found if change.is_carried}
