@@ -503,6 +503,10 @@ def test_an_epoch_of_two_steps_is_enough():
 def test_the_last_step_of_an_epoch_has_its_own_number_of_rows():
     said, _ = plan._of_steps(6, 8, "8 x 1 accumulated", rows=20)
     assert said == "6 steps of 8 rows (8 x 1 accumulated; the last step of an epoch has 4), 2.0 epochs of 20 rows"
+    said, _ = plan._of_steps(6, 8, "4 x 1 accumulated x 2 ranks", rows=20, ranks=2)
+    assert "ranks; the last steps of an epoch may have fewer), 2.0" in said, (
+        "of 17 rows the last two steps have 7 and 2"
+    )
 
 
 def test_findings_end_without_a_number_of_steps(tmp_path):

@@ -38,7 +38,7 @@ def before_training(
     statistics, training = parts.data.statistics, job.training
     how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} accumulated"
     how += f" x {training.world_size} ranks" if training.world_size > 1 else ""
-    what, per_step = _of_steps(steps, rows_per_step(job), how, rows)
+    what, per_step = _of_steps(steps, rows_per_step(job), how, rows, training.world_size)
     if isinstance(statistics, DataStatistics) and statistics.blocks and not statistics.streaming:
         tokens = per_step * statistics.train_tokens / statistics.blocks
         what += f", about {tokens:,.0f} tokens per step"
@@ -49,9 +49,10 @@ def before_training(
         yield ROWS.found(_of_documents(statistics))
 
 
-def _of_steps(steps: int, per_step: int, how: str, rows: Optional[int]) -> tuple[str, float]:
+def _of_steps(steps: int, per_step: int, how: str, rows: Optional[int], ranks: int = 1) -> tuple[str, float]:
     """(steps, their rows and epochs in words; rows of a step on average). ``rows``: of an epoch, None if not known. No
-    step reaches into the next epoch: the last one of each has the rows that are left."""
+    step reaches into the next epoch: the last one of each has the rows that are left, or shares them with those before
+    it where each of the ``ranks`` needs some."""
     what = f"{steps:,} steps of {per_step:,} rows ({how})"
     if not rows:
         return what, per_step
@@ -61,7 +62,8 @@ def _of_steps(steps: int, per_step: int, how: str, rows: Optional[int]) -> tuple
     if per_epoch == 1 and last < per_step:
         what = f"{steps:,} steps of {rows:,} rows, which is all of them: {how} would take {per_step:,}"
     elif last < per_step:
-        what = f"{steps:,} steps of {per_step:,} rows ({how}; the last step of an epoch has {last:,})"
+        fewer = f"the last step of an epoch has {last:,}" if ranks == 1 else "the last steps of an epoch may have fewer"
+        what = f"{steps:,} steps of {per_step:,} rows ({how}; {fewer})"
     return f"{what}, {seen / rows:.1f} epochs of {rows:,} rows", seen / steps
 
 
