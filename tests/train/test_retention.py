@@ -447,8 +447,8 @@ def main(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Replay, "_next", noted_in(used))
         trainer = learned(old, folder, loop, memory=MemorySettings(), per_device_train_batch_size=2)
-    figures = loop.figures()["retention"]
-    torch.save((weights_of(trainer.model), loop.state, used, figures["replayed_rows"]), folder / f"rank{rank}.pt")
+    counts = {loop.figures()["retention"]["replayed_rows"], loop.newest["replayed_rows"], loop.state_dict()["replayed"]}
+    torch.save((weights_of(trainer.model), loop.state, used, counts), folder / f"rank{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -470,7 +470,7 @@ def test_ranks_agree_and_replay_rows_of_their_own(tmp_path):
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in (0, 1))
     assert same(first[0], second[0]) and first[1] == second[1] and first[1].measurements == 6
     assert not {*first[2]} & {*second[2]}  # less than a pass
-    assert first[3] == second[3] == len(first[2]) + len(second[2]) > 0
+    assert first[3] == second[3] == {len(first[2]) + len(second[2])} and first[2]
 
 
 if __name__ == "__main__":

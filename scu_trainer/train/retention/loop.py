@@ -255,6 +255,11 @@ class Retention(Loop):
         usual = step + self._every if self._every else math.inf
         return int(min(early, usual)) if min(early, usual) < math.inf else step + 1
 
+    @property
+    def _replayed_rows(self) -> int:
+        """Of all ranks."""
+        return self.replay.used * self.replay.world if self.replays else 0
+
     def _publish(self, step: int, excess: float, error: float, was: control.RetentionState) -> None:
         state = self.state
         band = LEVEL_ERRORS * state.error_bits
@@ -268,7 +273,7 @@ class Retention(Loop):
             "growth_bits_per_step": state.growth_bits,
             "share": self.share,
             "lambda": self.lam,
-            "replayed_rows": self.replay.used if self.replays else 0,
+            "replayed_rows": self._replayed_rows,
             "is_lost": state.is_lost,
         }
         self.record(self.newest)
@@ -338,7 +343,7 @@ class Retention(Loop):
             "every": self._every,
             "sample_rows": self._sample_rows,
             "measured": self._at,
-            "replayed": self.replay.used if self.replays else 0,
+            "replayed": self._replayed_rows,
             "owed": self.replay.owed if self.replays else 0.0,
             "fingerprint": self.anchor.fingerprint,
             "notices": list(self.notices),
@@ -365,7 +370,8 @@ class Retention(Loop):
         self._sample_rows = state["sample_rows"]
         self.notices = list(state["notices"])
         if self.replays:
-            self.replay.used, self.replay.owed = state["replayed"], state["owed"]
+            # Of all ranks, which may be others now: rounded up, so that no row comes twice before all were used.
+            self.replay.used, self.replay.owed = -(-state["replayed"] // self.replay.world), state["owed"]
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -399,7 +405,7 @@ class Retention(Loop):
             "skipped_measurements": self.state.skipped,
             "steps_between_measurements": self._every,
             "rows_of_a_measurement": self._sample_rows,
-            "replayed_rows": self.replay.used * self.trainer.args.world_size if self.replays else 0,
+            "replayed_rows": self._replayed_rows,
             "held_while_training": self.state.level_bits <= self.law.budget_bits,
             "is_lost": self.state.is_lost,
             "error_bits": self.state.error_bits,
