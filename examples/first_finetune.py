@@ -16,7 +16,7 @@ from scu_trainer.talk.model import loaded
 # ## The file
 #
 # A JSON list (or JSON lines) of rows with `instruction`, `input` and `output`. Other formats are recognized as well;
-# `scu-trainer data animals.json` shows which one it is, and which tokens are learned.
+# `scu-trainer data --dataset animals.json` shows which one it is, and which tokens are learned.
 
 # %%
 SOUNDS = {"duck": "quack", "cow": "moo", "cat": "meow", "dog": "woof", "sheep": "baa", "owl": "hoo"}

@@ -659,8 +659,8 @@ def _as_data(path: Path) -> str:
 
 
 def _as_text(path: Path) -> str:
-    """Only for .txt, which may be a configuration as well."""
-    return _as_data(path) if path.suffix.lower() == ".txt" else ""
+    """Only for .txt and .json, which may be a configuration as well."""
+    return _as_data(path) if path.suffix.lower() in (".txt", ".json") else ""
 
 
 def _loaded(content: str) -> Any:

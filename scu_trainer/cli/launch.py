@@ -18,15 +18,24 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.hardware.probe import accelerators
 from scu_trainer.runs.launch import command, environment, processes_here
 
+DESCRIPTION = """\
+Prints the command with which accelerate, deepspeed or torchrun trains on this machine, and runs it. Flags of
+`scu-trainer train` follow."""
+
 LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 
 
 @guarded
 def main(argv: list[str]) -> NoReturn:
-    parser = Parser(prog="scu-trainer launch", description=__doc__.split("\n\n")[0])
+    parser = Parser(
+        prog="scu-trainer launch",
+        description=DESCRIPTION,
+        usage="scu-trainer launch LAUNCHER [--processes N] [--FIELD VALUE ...]",
+    )
     parser.add_argument("launcher", choices=LAUNCHERS)
     parser.add_argument(
-        "--processes", type=_count, help="default: one per GPU; without a GPU two for accelerate, otherwise one"
+        "--processes", type=_count, metavar="N",
+        help="default: one per GPU; without a GPU two for accelerate, otherwise one"
     )
     options, words = parser.parse_known_args(argv)
     gpus = sum(item.kind == "cuda" for item in accelerators())

@@ -157,6 +157,13 @@ def test_unknown_flag_and_missing_file_are_refused(tmp_path, capsys):
             configuration.read_file(tmp_path / name)
 
 
+@pytest.mark.parametrize("content", ['[{"text": "a"}]', '{"text": "a"}\n{"text": "b"}\n'])
+def test_rows_where_a_configuration_is_read_are_told_how_to_be_data(tmp_path, capsys, content):
+    (tmp_path / "rows.json").write_text(content)
+    said = refused(capsys, ["--config", str(tmp_path / "rows.json")])
+    assert said.endswith(f"; to use it as data, write --dataset {tmp_path}/rows.json")
+
+
 def test_a_launcher_whose_processes_would_train_alone_is_refused(flags, monkeypatch):
     job = configuration.read_job(None, flags)
     monkeypatch.setenv("WORLD_SIZE", "2")
