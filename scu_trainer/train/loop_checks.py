@@ -212,18 +212,24 @@ def rate_of(loop: Loop) -> float:
     )
 
 
-def row_of(loop: Loop, scalars: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Optional[float]]:
-    """``scalars`` as numbers that every reporter takes, None where there is nothing to tell yet. ``row``: of the logs,
-    which they are added to.
+def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[float]]:
+    """What ``hook`` gives as numbers that every reporter takes, None where there is nothing to tell yet. ``row``: of the
+    logs, which they are added to.
 
-    Raises ControlError for what is not a number, and for a name that the row has already.
+    Raises ControlError for what is not a number, and for a name that is no text or that the row has already.
     """
+    scalars = getattr(loop, hook)()
     if not isinstance(scalars, Mapping):
         raise ControlError(
-            f"{called(loop)} returns a {type(scalars).__name__} from scalars(); return a dict of numbers"
+            f"{called(loop)} returns a {type(scalars).__name__} from {hook}(); return a dict of numbers"
         )
     numbers: dict[str, Optional[float]] = {}
     for name, value in scalars.items():
+        if not isinstance(name, str):
+            raise ControlError(
+                f"{called(loop)} gives a scalar the name {name!r}, which is not text; put it in quotes, as "
+                f'in "{loop.name or "own"}/{name}"'
+            )
         number = value.item() if getattr(value, "size", None) is not None and _is_one(value) else value
         if number is not None and not isinstance(number, (int, float)):
             raise ControlError(

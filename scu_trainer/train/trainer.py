@@ -485,9 +485,9 @@ class SCUTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
         for loop in self.loops:
             if "loss" in logs:
-                logs.update(row_of(loop, loop.scalars(), logs))
+                logs.update(row_of(loop, "scalars", logs))
             elif "train_runtime" in logs:
-                logs.update(row_of(loop, loop.final_scalars(), logs))
+                logs.update(row_of(loop, "final_scalars", logs))
         super().log(logs, start_time)
 
     # -- checkpoints: whole or absent. The stock method writes into a folder beside, which gets its name last. ---------

@@ -212,6 +212,11 @@ class Scalars(Named):
         return self._scalars
 
 
+class FinalScalars(Named):
+    def final_scalars(self):
+        """As where a return was forgotten."""
+
+
 @pytest.mark.parametrize(
     ("loop", "said"),
     [
@@ -225,7 +230,9 @@ class Scalars(Named):
         (given(Named(), rate_factor=None), "rate_factor None"),
         (given(Named(), rate_factor=float("nan")), "rate_factor nan"),
         (given(Named(), rate_factor=-1.0), "rate_factor -1.0"),
-        (Scalars(None), "returns a NoneType from scalars"),
+        (Scalars(None), r"returns a NoneType from scalars\(\)"),
+        (FinalScalars(), r"returns a NoneType from final_scalars\(\)"),
+        (Scalars({3: 1.0}), 'the name 3, which is not text; put it in quotes, as in "own/3"'),
         (Scalars({"own/x": "high"}), "'own/x' as str"),
         (Scalars({"own/x": torch.zeros(2)}), "'own/x' as Tensor"),
         (Scalars({"loss": 1.0}), "'loss', which this row of the logs already has"),
