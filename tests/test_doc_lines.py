@@ -80,7 +80,7 @@ START_PYTHON = (
 """How lines begin that start Python themselves: it is forked from a process that has imported everything."""
 
 SAY = {
-    "chat": "\n", "generate": "1 answers in", "data": r"\d documents?", "import": "4 keys, 3 taken over",
+    "chat": "\n", "generate": "1 answer in", "data": r"\d documents?", "import": "4 keys, 3 taken over",
     "eval": "tasks of lm_eval|bits/token", "compare": "none", "sweep": "best: trial", "report": "report: .*html",
     "export": "differ by", "merge": "differ by", "retain": "kept: ", "prune": "weights: .* before",
     "push .*--dry_run": "bytes", "push": "as one commit", "plan": "peak|predicted", "modes": "s/step",

@@ -14,6 +14,7 @@ from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.errors import DataError, SettingsError, StorageError
+from scu_trainer.figures import counted
 from scu_trainer.run_files import read_json, require_writable, write_json
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
             batches = Batches(model, settings, options.batch_size)
             dropped = _write_all(written, model, batches, rows[done:], done)
             print("\n".join(_said(batches, dropped)), end="")
-    print(f"{len(rows)} answers in {options.output}" + (f", {done} of them from before" if done else ""))
+    print(f"{counted(len(rows), 'answer')} in {options.output}" + (f", {done} of them from before" if done else ""))
     return 0
 
 
