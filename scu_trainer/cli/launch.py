@@ -34,8 +34,10 @@ def main(argv: list[str]) -> NoReturn:
     )
     parser.add_argument("launcher", choices=LAUNCHERS)
     parser.add_argument(
-        "--processes", type=_count, metavar="N",
-        help="default: one per GPU; without a GPU two for accelerate, otherwise one"
+        "--processes",
+        type=_count,
+        metavar="N",
+        help="default: one per GPU; without a GPU two for accelerate, otherwise one",
     )
     options, words = parser.parse_known_args(argv)
     gpus = sum(item.kind == "cuda" for item in accelerators())

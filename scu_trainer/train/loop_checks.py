@@ -213,16 +213,14 @@ def rate_of(loop: Loop) -> float:
 
 
 def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[float]]:
-    """What ``hook`` gives as numbers that every reporter takes, None where there is nothing to tell yet. ``row``: of the
-    logs, which they are added to.
+    """What ``hook`` gives, as numbers that every reporter takes; None where there is nothing to tell yet. ``row``: of
+    the logs, which they are added to.
 
     Raises ControlError for what is not a number, and for a name that is no text or that the row has already.
     """
     scalars = getattr(loop, hook)()
     if not isinstance(scalars, Mapping):
-        raise ControlError(
-            f"{called(loop)} returns a {type(scalars).__name__} from {hook}(); return a dict of numbers"
-        )
+        raise ControlError(f"{called(loop)} returns a {type(scalars).__name__} from {hook}(); return a dict of numbers")
     numbers: dict[str, Optional[float]] = {}
     for name, value in scalars.items():
         if not isinstance(name, str):
