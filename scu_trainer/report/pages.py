@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.figures import before_and_after
+from scu_trainer.figures import before_and_after, scored_on
 from scu_trainer.report import samples
 from scu_trainer.report.ablation import Comparison, comparison_plots, result_rows
 from scu_trainer.report.drawing import Plot
@@ -46,7 +46,7 @@ def page_of(
     title = " and ".join(run.name for run in subject) if len(subject) < 4 else f"{len(subject)} runs"
     pills = [(f"{run.name}: {run.state}" if many else run.state, MOODS.get(run.state, "bad")) for run in subject]
     sections = [
-        Section("Key figures", [*_changes(subject), Table(*_figures(subject))]),
+        Section("Key figures", [*_changes(subject), *_not_alike(subject), Table(*_figures(subject))]),
         *samples.sections(subject),
         *(Section(item.plot.title, [item]) for item in drawings),
         Section(NOTICES, _warnings(subject)),
@@ -80,6 +80,20 @@ def _changes(runs: Sequence[RunFiles]) -> list[Table]:
     rows = [[*([run.name] if many else []), *row] for run in runs for row in before_and_after(run.metrics)]
     head = [*(["run"] if many else []), "figure", "before", "after", "change (95 % interval)"]
     return [Table(head, rows)] if rows else []
+
+
+def _not_alike(runs: Sequence[RunFiles]) -> list[Text]:
+    """Scores beside each other are read as a comparison, which they are only on the same documents."""
+    scored = [run for run in runs if "held_out_tokens" in run.metrics]
+    if len({scored_on(run.metrics) for run in scored}) < 2:
+        return []
+    return [
+        Text(
+            "These runs were not scored on the same held-out data, so their scores cannot be compared. With data that "
+            f"none of them has learned: scu-trainer eval {scored[0].folder} --against "
+            f"{' '.join(str(run.folder) for run in scored[1:])} --eval_dataset FILE"
+        )
+    ]
 
 
 def _warnings(runs: Sequence[RunFiles]) -> list[Table | Text]:

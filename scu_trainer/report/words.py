@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from scu_trainer.figures import before_and_after, bits_of, counted
+from scu_trainer.figures import before_and_after, bits_of, counted, scored_on
 from scu_trainer.report.files import RunFiles, newest, points
 from scu_trainer.report.run_plots import in_bits, number, only_measured, ooms
 from scu_trainer.run_files import readable
@@ -61,6 +61,7 @@ def _steps(run: RunFiles) -> str:
 def _held_out(run: RunFiles) -> list[tuple[str, str]]:
     """Figures after training if the run has ended; the table beside has those before, and the change."""
     found = [(row.what.strip(), row.after) for row in before_and_after(run.metrics)]
+    found += [("held out", scored_on(run.metrics))] if "held_out_tokens" in run.metrics else []
     if not found:
         newest_bpt = newest(run.logs, "eval_bpt")
         said = NONE if newest_bpt is None else f"{newest_bpt:.3f} at the last evaluation"

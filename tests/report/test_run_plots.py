@@ -15,6 +15,7 @@ import pytest
 from scu_trainer.report.ablation import Comparison, comparison_plots, read_comparison, result_rows
 from scu_trainer.report.drawing import DASHES, Line, Panel, Plot, thinned
 from scu_trainer.report.files import RunFiles, has_begun, is_run, read_run
+from scu_trainer.report.pages import page_of
 from scu_trainer.report.render import (
     AS_IT_STANDS,
     COLORS,
@@ -137,7 +138,8 @@ def test_a_limit_far_above_is_told_in_the_title(made, tmp_path):
         row.update({"memory/limit_bytes": 100 * 2**30} if "loss" in row else {})
     (run / "log_history.json").write_text(json.dumps(rows))
     panel = plots(run)["memory"].panels[0]
-    assert panel.levels == [] and "limit 100.0 GiB, far above" in panel.title
+    assert panel.levels == []
+    assert panel.title == "Memory in use, all programs (limit 100.0 GiB, far above)", "on a CPU, unlike peak memory"
     panel = plots(made / "one", run)["memory"].panels[0]
     assert [level.label for level in panel.levels] == ["limit 4.0 GiB"] and "limit 100.0 GiB, far" in panel.title
 
@@ -300,6 +302,28 @@ def test_figures_and_warnings_of_a_run(made):
     for words in ("S was measured late", "1 step was skipped", "few-steps: only 60 steps; raise max_steps",
                   "rows that look wrong, worst first: 2", "step 7: out of memory at 8 rows x 256"):  # fmt: skip
         assert any(words in text for text in said), words
+
+
+def test_scores_on_different_documents_are_not_left_to_be_compared(made, tmp_path):
+    runs = []
+    for name, documents in (("few", 2), ("more", 6), ("again", 6)):
+        folder = make_run(tmp_path / name)
+        metrics = json.loads((folder / "scu_metrics.json").read_text())
+        metrics |= {"held_out_documents": documents, "held_out_tokens": 10 * documents}
+        (folder / "scu_metrics.json").write_text(json.dumps(metrics))
+        runs.append(read_run(folder, name, "finished"))
+    few, more, again = runs
+    assert [dict(key_figures(run))["held out"] for run in (few, more)] == [
+        "2 documents, 20 tokens",
+        "6 documents, 60 tokens",
+    ]
+
+    def said(*runs):
+        key_figures_of = page_of(runs, [], "", [Path("repeat.yaml")] * len(runs)).sections[0]
+        return [block.text for block in key_figures_of.blocks if block.kind == "text"]
+
+    assert said(few) == said(more, again) == said(read_run(made / "one", "one"), few) == []
+    assert f"scu-trainer eval {few.folder} --against {more.folder} --eval_dataset FILE" in said(few, more)[0]
 
 
 def test_figures_of_a_run_without_a_finite_loss(tmp_path):

@@ -12,7 +12,7 @@ from rich.box import SQUARE
 from rich.console import Console
 from rich.table import Table
 
-from scu_trainer.figures import before_and_after, counted
+from scu_trainer.figures import before_and_after, scored_on
 from scu_trainer.train.evaluation.by_source import scores_by_source
 from scu_trainer.train.evaluation.scoring import (
     DocumentScores,
@@ -128,13 +128,8 @@ def _print_changes(console: Console, figures: dict[str, Any], trained: str) -> N
 
 
 def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    unit = figures.get("unit", "token")
-    if not figures["held_out_documents"]:
-        return [("held out", "nothing")]
-    documents, tokens = figures["held_out_documents"], figures["held_out_tokens"]
-    held_out = counted(documents, figures.get("item", "document"))
-    of_classes = "held_out_accuracy_after" in figures
-    return [*_best_line(figures, unit), ("held out", held_out if of_classes else f"{held_out}, {tokens:,} {unit}s")]
+    best = _best_line(figures, figures.get("unit", "token")) if figures["held_out_documents"] else []
+    return [*best, ("held out", scored_on(figures))]
 
 
 def _best_line(figures: dict[str, Any], unit: str) -> list[tuple[str, str]]:
