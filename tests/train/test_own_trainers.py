@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import WeightedRandomSampler
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
-from scu_trainer.errors import ControlError, OutOfMemory
+from scu_trainer.errors import ControlError, OutOfMemory, UserError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.loss.analysis import own_step
@@ -738,9 +738,23 @@ class Balanced(Trainer):
         return WeightedRandomSampler([1.0] * len(self.train_dataset), len(self.train_dataset))
 
 
-def test_a_sampler_of_ones_own_and_a_curriculum_exclude_each_other(tmp_path):
-    with pytest.raises(ControlError, match="_get_train_sampler of Balanced chooses the samples"):
-        run(with_loops(Balanced), tmp_path, curriculum=CurriculumSettings("none"))
+class BalancedBelow(SCUTrainer):
+    _get_train_sampler = Balanced._get_train_sampler
+
+
+@pytest.mark.parametrize("kind", [with_loops(Balanced), BalancedBelow])
+def test_a_sampler_of_ones_own_and_a_curriculum_exclude_each_other(tmp_path, kind):
+    with pytest.raises(ControlError, match="_get_train_sampler of Balanced.* chooses the samples"):
+        run(kind, tmp_path, curriculum=CurriculumSettings("none"))
+
+
+@pytest.mark.parametrize("change", ["_get_train_sampler", "dataloader_drop_last"])
+def test_what_is_changed_on_a_made_trainer_meets_the_same_rules(tmp_path, change):
+    given = {"train_dataset": tiny.Rows(), "curriculum": CurriculumSettings("token_budget")}
+    trainer = SCUTrainer(tiny.llama(), tiny.arguments(tmp_path), **given)
+    setattr(trainer if change.startswith("_") else trainer.args, change, lambda *rows: None)
+    with pytest.raises(UserError, match=change):
+        trainer.train()
 
 
 class Focal(Trainer):

@@ -58,9 +58,14 @@ def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
     reason = obstacle(trainer.args, memory)
     if reason is not None:
         raise SettingsError(reason)
-    for method in ("get_train_dataloader", "_get_train_sampler"):
-        owner = defined_between(trainer, method)
-        if owner is not None:
+    # A loader of a class below ours may come from super(); a sampler is not asked for, whoever brings it.
+    sampler_of = next(kind for kind in (trainer, *type(trainer).__mro__) if "_get_train_sampler" in vars(kind))
+    owners = {
+        "get_train_dataloader": defined_between(trainer, "get_train_dataloader"),
+        "_get_train_sampler": type(trainer) if sampler_of is trainer else sampler_of,
+    }
+    for method, owner in owners.items():
+        if owner not in (None, Trainer):
             raise ControlError(
                 f"{method} of {owner.__name__} chooses the samples, and a curriculum would choose them in its place; "
                 f"leave the curriculum out, or {method} of {owner.__name__}"

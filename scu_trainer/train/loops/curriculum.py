@@ -81,13 +81,16 @@ class CurriculumLoop(Loop):
     def __init__(
         self, trainer: Trainer, settings: CurriculumSettings, micro_batches: Optional[MicroBatchStep] = None
     ) -> None:
-        refuse(trainer, None if micro_batches is None else micro_batches.settings)
         self.trainer, self.settings, self._micro_batches = trainer, settings, micro_batches
+        self._refuse()
         self.sampler: Optional[CurriculumSampler] = None
         self.newest: Optional[dict[str, Any]] = None
         self.notices: list[str] = []
         self._follows = "acmds" in settings.methods
         self._classes: Optional[int] = None  # known from the first batch of the first training on
+
+    def _refuse(self) -> None:
+        refuse(self.trainer, None if self._micro_batches is None else self._micro_batches.settings)
 
     @property
     def difficulty(self) -> Difficulty:
@@ -104,6 +107,7 @@ class CurriculumLoop(Loop):
         """The stock loader over this curriculum's batches. Everything starts over."""
         if self.trainer.train_dataset is None:
             return None
+        self._refuse()  # arguments, data and sampler may be others than when the trainer was made
         trainer, args, rows = self.trainer, self.trainer.args, self.trainer.train_dataset
         leaves_out = not set(BY_LOSS).isdisjoint(self.settings.methods)  # and one row may remain for the last batch
         needs_two = leaves_out and any(map(is_batch_norm, trainer.model.modules()))
