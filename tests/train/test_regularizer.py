@@ -45,6 +45,15 @@ def one_step(regularizer, step: int, losses=(1.0,), items=60.0, move: float = 0.
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_run_that_begins_without_a_token_to_learn_is_measured_from_the_first_one_on():
+    """Of prompts alone: there is no N yet. The step counts in it later, one of two with tokens."""
+    regularizer = started(tokens=None)
+    assert one_step(regularizer, 1, losses=(0.0,), items=0.0) is None
+    regularizer.share_interval(lambda tensor: 2 * tensor, processes=2)
+    row = one_step(regularizer, 2, losses=(1.0,), items=60.0)
+    assert row["data_bpt"] == pytest.approx(1 / math.log(2.0)) and regularizer.progress.tokens_n == 60 / 2 * 10
+
+
 def test_one_window_by_hand():
     """Shares of 0.7 and 0.5 nats; 16 weights moved by 0.1: 0.16 / (2 * 0.1^2 * 1000 * ln 2) bits per token."""
     row = one_step(started(), 1, losses=(0.7, 0.5), move=0.1)

@@ -185,6 +185,8 @@ class Regularizer:
         if step % self._every and step != self.law.max_steps:
             return None
         seen = self._measure(step, learning_rate, reduce, processes)
+        if seen is None:
+            return None
         self.state = control.decide(self.law, self.state, seen)
         if seen.data_bpt <= 0:
             self._notice(
@@ -210,7 +212,10 @@ class Regularizer:
         self._losses.clear()
         self._interval.append((loss, 1.0 if items is None else items))
 
-    def _measure(self, step: int, learning_rate: float, reduce: Callable, processes: int) -> control.Measurement:
+    def _measure(
+        self, step: int, learning_rate: float, reduce: Callable, processes: int
+    ) -> Optional[control.Measurement]:
+        """None while no token was learned of which N could be estimated; these steps count in the next measurement."""
         steps, (losses, counts) = len(self._interval), zip(*self._interval, strict=True)
         counts = [count if torch.is_tensor(count) else torch.tensor(count, dtype=torch.float64) for count in counts]
         distance, read = self.prior.squared_distance_beside([*losses, *counts])
@@ -220,6 +225,8 @@ class Regularizer:
         # global, and the mean distance everybody's: ranks that round differently must not decay differently.
         shared = reduce(own)
         nats, tokens, squared_distance = (value / processes for value in shared.tolist())
+        if self.progress.tokens_n is None and not tokens:
+            return None
         self._interval.clear()
         self.progress.tokens_seen += tokens
         if self.progress.tokens_n is None:
@@ -241,7 +248,7 @@ class Regularizer:
         if processes == 1 or not self._interval:
             return
         own = torch.tensor([[float(loss) * float(items), float(items)] for loss, items in self._interval])
-        self._interval = [(nats / items, float(items)) for nats, items in reduce(own.double()) / processes]
+        self._interval = [(nats / items.clamp(min=1e-300), float(items)) for nats, items in reduce(own.double()) / processes]
 
     # -- can it act, can it arrive -------------------------------------------------------------------------------------
 
