@@ -8,6 +8,7 @@ names that Alpaca, Dolly, GSM8K and their like use; ``text``. Every column that 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -304,7 +305,7 @@ def _no_column(row: dict, text_column: str) -> str:
     known = _part_of_something(row)
     if known is not None:
         return known
-    example = next((str(column) for column, value in row.items() if isinstance(value, str)), "X")
+    example = shlex.quote(next((str(column) for column, value in row.items() if isinstance(value, str)), "X"))
     return (
         f"has no column {text_column!r}; {_columns(row)}{nearest(text_column, map(str, row))}. Name the one with the "
         f"text, for instance --text_column {example}; those of a question and its answer with --prompt_column and "

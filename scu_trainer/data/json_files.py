@@ -6,9 +6,11 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from scu_trainer.data.formats import KNOWN_COLUMNS
 from scu_trainer.data.opening import opened, shown_name
 from scu_trainer.data.records import Record
 from scu_trainer.errors import DataError
@@ -59,6 +61,10 @@ def _hint(error: ValueError, line: bytes) -> str:
         return f"; {to_utf_8(error.object)}"
     if line.strip() == b"[":
         return ONE_LIST
+    if line.strip() == b"{":
+        return "; the object goes over several lines: write each row on a line of its own (jq -c . FILE does)"
+    if b"\r" in line.strip():
+        return "; its lines end with carriage returns alone: convert them, for instance with tr '\\r' '\\n'"
     if not line.rstrip().endswith(b","):
         return ""
     return "; the line ends with a comma: remove it, because each line is an object by itself"
@@ -122,7 +128,22 @@ def read_json_file(path: Path) -> Iterator[Record]:
         is_line = _is_whole_object(start.partition(b"\n")[0])
     if start.startswith(b"["):
         return _json_list(path)
-    return read_json_lines(path) if is_line or not start.startswith(b"{") else _json_object(path)
+    return _lines_or_object(path) if is_line or not start.startswith(b"{") else _json_object(path)
+
+
+def _lines_or_object(path: Path) -> Iterator[Record]:
+    """A file of one line is a row, or an object that holds the list of rows, as ``json.dump`` writes it."""
+    records = read_json_lines(path)
+    first = list(islice(records, 2))
+    if len(first) == 1 and first[0].value is not None and _holds_rows(first[0].value):
+        return _json_object(path)
+    return chain(first, records)
+
+
+def _holds_rows(value: dict) -> bool:
+    """Whether an object is no row, but has one list of objects that are no messages either."""
+    rows = [held[0] for held in value.values() if isinstance(held, list) and held and isinstance(held[0], dict)]
+    return len(rows) == 1 and not {"role", "from"} & {*rows[0]} and not {*KNOWN_COLUMNS} & {*value}
 
 
 def _is_whole_object(line: bytes) -> bool:

@@ -107,6 +107,8 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
             kind = "CSV" if delimiter == "," else "tab-separated table"
             is_encoding = isinstance(error, UnicodeDecodeError)
             hint = f"; {to_utf_8(error.object)}" if is_encoding else f" (line {reader.reader.line_num})"
+            if "expected after" in str(error) and reader.reader.line_num == 1:
+                hint += f"; if {SEPARATORS[delimiter]} do not separate its fields, {_to_separate('')}"
             raise DataError(f"{path} is not readable as UTF-8 {kind} with a header line: {error}{hint}") from None
 
 

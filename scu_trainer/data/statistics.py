@@ -140,7 +140,9 @@ class DataStatistics(Dropping):
     def _lines_of_columns(self) -> list[str]:
         lines = [f"read as: {name} ({counted(count, 'row')})" for name, count in self.formats.items()]
         if self.columns_not_used:
-            named = (f"{name} ({counted(count, 'row')})" for name, count in self.columns_not_used.items())
+            named = (
+                f"{name or 'without a name'} ({counted(count, 'row')})" for name, count in self.columns_not_used.items()
+            )
             lines.append(f"unused columns: {', '.join(named)}")
         return lines
 

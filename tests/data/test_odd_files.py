@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 
 import pyarrow
 import pytest
@@ -98,6 +99,15 @@ def test_a_name_that_is_no_text_is_shown_all_the_same(tmp_path, prepared):
     assert prepared(tmp_path).statistics.rows_read == len(ROWS)
 
 
+def test_a_column_without_a_name_and_one_with_spaces_are_named_for_a_shell(tmp_path, prepared):
+    """pandas writes its index without a name."""
+    (tmp_path / "a.csv").write_text(",text\n" + "".join(f"{n},a b c d {n}\n" for n in range(6)))
+    assert "unused columns: without a name (6 rows)" in prepared(tmp_path / "a.csv").statistics.lines()
+    (tmp_path / "b.csv").write_text("the text\na b c d\n")
+    with pytest.raises(DataError, match="--text_column 'the text';"):
+        prepared(tmp_path / "b.csv")
+
+
 def test_a_column_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
     with pytest.raises(DataError, match="names the column 'text' twice"):
@@ -188,6 +198,7 @@ def test_the_whole_system_is_no_folder_of_data(tmp_path):
         ("a.csv", "question\tanswer\na\tb\n", r"by tabs, not by commas; name the file \.tsv"),
         ("a.tsv", "question,answer\na,b\n", r"by commas, not by tabs; name the file \.csv"),
         ("a.csv", "question|answer\na|b\n", "by vertical bars, not by commas"),
+        ("a.csv", '"question";"answer"\n"a, b";"c"\n', r"\(line 1\); if commas do not separate .*save it with commas"),
         ("a.csv", 'text,id\na,1\n"b "c" d",2\n', r"expected after '\"' \(line 3\)$"),
         ("a.csv", "text\ncaf\xe9\n", "not readable as UTF-8 CSV.*iconv -f LATIN1"),
         ("a.txt", "caf\xe9\n", "not UTF-8 text.*iconv -f LATIN1"),
@@ -203,6 +214,31 @@ def test_a_table_in_another_dialect_says_what_to_do(tmp_path, name, content, wor
 def test_a_list_in_a_file_of_lines_says_how_to_name_it(tmp_path, indent):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS, indent=indent))
     assert "one list of objects, name it .json" in next(read_file(tmp_path / "rows.jsonl", "text")).problem
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [('{\n "text": "a"\n}\n{\n "text": "b"\n}\n', "over several lines.*jq"), ('{"a": 1}\r{"a": 2}\r', r"tr '\\r'")],
+)
+def test_rows_that_are_not_lines_say_how_to_make_them_lines(tmp_path, content, said):
+    (tmp_path / "rows.jsonl").write_text(content)
+    assert re.search(said, next(read_file(tmp_path / "rows.jsonl", "text")).problem)
+
+
+@pytest.mark.parametrize(
+    ("value", "rows"),
+    [
+        ({"version": "1", "data": ROWS}, ROWS),
+        ({"messages": [{"role": "user", "content": "a"}]}, None),
+        ({"text": "a", "links": [{"to": "b"}]}, None),
+        ({"turns": [{"from": "a", "value": "b"}]}, None),
+        ({"train": ROWS, "test": ROWS}, None),
+    ],
+)
+def test_the_list_in_an_object_of_one_line_is_read_as_in_one_of_several(tmp_path, value, rows):
+    """``json.dump`` breaks no lines unless it is told to. What a row may be stays one."""
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    assert [record.value for record in read_file(tmp_path / "a.json", "text")] == (rows or [value])
 
 
 def test_a_comma_behind_a_row_is_named(tmp_path):

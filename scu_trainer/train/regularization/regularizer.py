@@ -248,7 +248,9 @@ class Regularizer:
         if processes == 1 or not self._interval:
             return
         own = torch.tensor([[float(loss) * float(items), float(items)] for loss, items in self._interval])
-        self._interval = [(nats / items.clamp(min=1e-300), float(items)) for nats, items in reduce(own.double()) / processes]
+        self._interval = [
+            (nats / items.clamp(min=1e-300), float(items)) for nats, items in reduce(own.double()) / processes
+        ]
 
     # -- can it act, can it arrive -------------------------------------------------------------------------------------
 
