@@ -30,6 +30,10 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 NOT_LEARNED = ("train", "training", "loss", "weight")
 """Names under which false or 0 stands beside a turn that is not to be learned; OpenAI writes a weight of 0."""
 
+READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING, *NOT_LEARNED)
+"""Of a message; what else it holds is for the chat template alone. Answers of tools come in the order of their calls,
+so the id says nothing more."""
+
 MEDIA = ("image", "audio", "video", "file")
 
 

@@ -93,6 +93,17 @@ def test_tools_calls_and_reasoning_are_rendered_or_named(encode, template):
         assert "leaves out the reasoning of message 2" in thinking.example
 
 
+def test_keys_of_messages_that_a_template_does_not_read_are_named(encode):
+    messages = [
+        {"role": "user", "content": "Which tea?", "name": "Ann", "id": None},
+        {"role": "assistant", "content": "Green.", "thought": "It is noon.", "weight": 1, "annotations": []},
+    ]
+    assert encode(messages).read.not_used == ("name of messages", "thought of messages")
+    encode.tokenizer.chat_template = "{% for one in messages %}{{ one.name + one.content if one.name is defined else "
+    encode.tokenizer.chat_template += "one.content }}{% generation %}{{ one.thought }}{% endgeneration %}{% endfor %}"
+    assert encode(messages).read.not_used == ()
+
+
 def test_markers_that_the_tokenizer_spells_out_are_named(prepared, jsonl, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template)  # as it will be set: put back at the end
     data = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template="llama3")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from scu_trainer.data.messages import is_answer
+from scu_trainer.data.messages import READ_KEYS, is_answer
 from scu_trainer.data.records import BadRow, Chat
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.run_files import read_regular
@@ -90,6 +90,22 @@ def _renderer(tokenizer, chat: Chat):
             raise BadRow(f"the chat template refuses the conversation: {error}") from None
 
     return render
+
+
+def keys_left_out(tokenizer, chat: Chat, text: str) -> tuple[str, ...]:
+    """Keys beside the usual ones (name, id, thought, ...) whose values change nothing in ``text``, what the template
+    made of ``chat``."""
+    render = _renderer(tokenizer, chat)
+
+    def changes_nothing(key: str) -> bool:
+        without = [{name: value for name, value in message.items() if name != key} for message in chat.messages]
+        try:
+            return render(without) == text
+        except BadRow:  # it asks for the key
+            return False
+
+    held = [key for message in chat.messages for key, value in message.items() if value not in ("", [], {})]
+    return tuple(key for key in dict.fromkeys(held) if key not in READ_KEYS and changes_nothing(key))
 
 
 def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:

@@ -15,7 +15,7 @@ from scu_trainer.data.formats import Columns, understand
 from scu_trainer.data.messages import KNOWN_ROLES, is_answer, says_something
 from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Record, Text
 from scu_trainer.data.store import digest_of
-from scu_trainer.data.text.chat import chat_template_of, encode_chat
+from scu_trainer.data.text.chat import chat_template_of, encode_chat, keys_left_out
 from scu_trainer.data.text.rendering import rendered_away
 from scu_trainer.settings import DataSettings
 
@@ -139,7 +139,13 @@ class Encoder:
         ids, learned, text = encode_chat(self.tokenizer, template, content, part)
         missing = rendered_away(content, text, learns_prompt=all(learned))
         unknown = _unknown_roles(content) if part == "assistant" else ()
-        read = read._replace(rendered_away=missing, unknown_roles=unknown, empty_answers=len(empty))
+        unread = [f"{key} of messages" for key in keys_left_out(self.tokenizer, content, text)]
+        read = read._replace(
+            not_used=(*read.not_used, *unread),
+            rendered_away=missing,
+            unknown_roles=unknown,
+            empty_answers=len(empty),
+        )
         # Templates break the line after their last marker.
         document = self._finish(ids, learned, record, text, read, end_within=2)
         if isinstance(document, Dropped) and unknown:
