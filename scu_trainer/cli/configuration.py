@@ -66,6 +66,12 @@ MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 100_000, 50
 STOCK_REFUSALS = (ValueError, ImportError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError)
 """What TrainingArguments raises for bad values: it checks some, others fail somewhere inside."""
 
+STOCK_ADVICE = {
+    "requires an eval strategy": "set eval_strategy: steps and eval_steps, for instance 20",
+    "requires the save and eval strategy to match": "set eval_strategy and save_strategy to the same, steps or epoch",
+}
+"""What its words mean to somebody who types: a part of them -> what to add."""
+
 SAYS_NO = ("mixed_precision", "logging_strategy", "eval_strategy", "evaluation_strategy", "save_strategy")
 """Fields with a choice ``no``, which is false in YAML unless it stands in quotes."""
 
@@ -204,7 +210,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
 def _stock_refusal(error: Exception) -> str:
     text = " ".join(str(error).split())[:1000]
     if isinstance(error, (ValueError, ImportError)):
-        return text
+        return "; ".join([text, *(advice for part, advice in STOCK_ADVICE.items() if part in text)])
     return f"transformers.TrainingArguments does not accept these settings: {type(error).__name__}: {text}"
 
 

@@ -218,3 +218,15 @@ def test_data_in_the_place_of_a_configuration(name, command, tmp_path, capsys):
 
 def test_a_configuration_may_end_in_txt(tmp_path):
     assert read_job(_written(tmp_path / "job.txt", "seed: 3"), []).training.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("--lr_scheduler_type greedy", "greedy requires an eval strategy; set eval_strategy: steps and eval_steps"),
+        ("--load_best_model_at_end true", "strategy to match.*; set eval_strategy and save_strategy to the same"),
+    ],
+)
+def test_what_transformers_has_against_strategies_comes_with_what_to_type(typed, message):
+    with pytest.raises(SettingsError, match=message):
+        read_job(None, [*typed.split(), "--use_cpu", "true"])
