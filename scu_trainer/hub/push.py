@@ -96,8 +96,9 @@ def push(
     say: Say,
 ) -> dict[str, Any]:
     """Send ``upload`` as one commit. Returns repo, url, commit and bytes; ``removed``: files of an earlier push that
-    are not of this one; ``is_changed`` is False where the Hub had all of it; ``is_card_kept``: see CARD_KEPT. Raises
-    HubError with one line."""
+    are not of this one; ``replaced``: names that were there already, ``before``: the revision that has these files as
+    they were; ``is_changed`` is False where the Hub had all of it; ``is_card_kept``: see CARD_KEPT. Raises HubError
+    with one line."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
@@ -123,6 +124,8 @@ def push(
         "commit": commit.oid,
         "is_changed": commit.oid != before.sha,
         "removed": _superseded(before, upload),
+        "replaced": sorted({item.path_in_repo for item in upload.items} & _names(before)),
+        "before": before.sha,
         "is_card_kept": is_card_kept,
         "files": len(upload.items),
         "size_bytes": upload.size_bytes,
@@ -141,13 +144,17 @@ def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], mes
 
 def _has_edited_card(api: Any, info: Any) -> bool:
     """Whether somebody has written in the card that is on the Hub, most often in a browser."""
-    if all(file.rfilename != CARD for file in info.siblings or ()):
+    if CARD not in _names(info):
         return False
     return not is_ours(Path(api.hf_hub_download(info.id, CARD, revision=info.sha)))
 
 
 def _superseded(info: Any, upload: Upload) -> list[str]:
-    return superseded([file.rfilename for file in info.siblings or ()], upload)
+    return superseded(_names(info), upload)
+
+
+def _names(info: Any) -> set[str]:
+    return {file.rfilename for file in info.siblings or ()}
 
 
 def _require_base(api: Any, base_id: str, say: Say) -> None:

@@ -72,7 +72,7 @@ def test_an_adapter_arrives_byte_for_byte(shared):
     done = push(shared, shared.run, *to_hub, from_nothing=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{shared.hub.url}/{REPO}" and "as one commit" in done.stdout
-    assert len(commits(shared)) == 1
+    assert len(commits(shared)) == 1 and "there before" not in done.stdout
     files = shared.hub.repos[REPO].files()
     assert files.keys() == ADAPTER
     changed = {name for name in files if files[name] != (shared.run / name).read_bytes()}
@@ -104,11 +104,12 @@ def test_what_an_earlier_push_left_there_does_not_load_in_its_place(shared):
     """Readers take the base of an adapter_config.json, and model.safetensors before the index of many files."""
     left = {"adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model-00001-of-00009.safetensors"}
     kept = {"notes.md", "eval.py", "pytorch_model.bin", "last-checkpoint/model.safetensors"}
-    there = dict.fromkeys(left | kept | {"curriculum.json"}, b"old")
+    there = dict.fromkeys(left | kept | {"curriculum.json", "config.json"}, b"old")
     shared.hub.repos[REPO] = Repo(commits={"main": [{"sha": "1" * 40, "message": "earlier", "files": there}]})
     done = push(shared, shared.merged, "--repo_id", REPO)
     assert done.returncode == 0, done.stderr
     assert f"removed from an earlier push: {', '.join(sorted(left))}" in done.stdout
+    assert f"2 files were there before under these names: revision {'1' * 40} has them" in done.stdout
     assert shared.hub.repos[REPO].files().keys() == {*MERGED, *TOKENIZER, *RESULTS, *shards(shared.merged), *kept}
     assert commits(shared)[0]["files"] == there, "what was there is in the history"
 

@@ -180,5 +180,8 @@ def _sent_screen(sent: dict, upload: Upload) -> str:
     notes = ["card: README.md was edited, and was sent as it is"] if upload.edited else []
     notes += [CARD_KEPT] if sent["is_card_kept"] else []
     notes += [f"stays here: {name} ({reason})" for name, reason in upload.left_out if name == CARD]
+    if sent["is_changed"] and sent["replaced"]:
+        were = counted(len(sent["replaced"]), "file was", "files were")
+        notes.append(f"{were} there before under these names: revision {sent['before']} has them as they were")
     notes += [f"removed from an earlier push: {', '.join(sent['removed'])}"] if sent["removed"] else []
     return "\n".join([line, *notes, sent["url"]])
