@@ -30,7 +30,7 @@ from scu_trainer.models.loading.safety import tensors_only
 from scu_trainer.secrets import secret
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.checkpoints.compatibility import tell_of_other_order
+from scu_trainer.train.checkpoints.compatibility import tell_of_changes
 from scu_trainer.train.checkpoints.findings import has_optimizer
 from scu_trainer.train.checkpoints.pushing import Pushes
 from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoint, tell_of_fresh_optimizer
@@ -524,9 +524,9 @@ class SCUTrainer(Trainer):
                 tell_of_fresh_optimizer(Path(checkpoint))
             if has_optimizer(Path(checkpoint)):
                 tell_of_left_out(Path(checkpoint), self.loops)
-                # A loop that chooses the rows says it by itself, and so do the commands.
-                if not self.checkpoints.facts and all(type(loop).loader is Loop.loader for loop in self.loops):
-                    tell_of_other_order(Path(checkpoint), self.args)
+                if not self.checkpoints.facts:  # the commands say it themselves
+                    are_rows_chosen = any(type(loop).loader is not Loop.loader for loop in self.loops)
+                    tell_of_changes(Path(checkpoint), self.args, are_rows_chosen)
         if self.is_stock or checkpoint is None:
             return
         if not has_optimizer(Path(checkpoint)):  # weights_only: everything else starts over

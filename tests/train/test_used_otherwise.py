@@ -287,6 +287,15 @@ def test_a_resume_where_the_run_ended_says_that_no_step_is_trained(tmp_path, len
     assert same(weights_of(again.model), weights_of(whole.model))
 
 
+def test_a_rate_that_a_resume_does_not_take_is_named_beside_a_curriculum(tmp_path, caplog):
+    """Which says itself what other seeds mean for its rows."""
+    common = {"curriculum": LOOPS["curriculum"], "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    made(tmp_path, **common).train()
+    changed = {"learning_rate": 1e-4, "seed": 3}
+    made(tmp_path, **common | changed).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert caplog.text.count("changed since") == caplog.text.count("learning_rate was 0.01, now 0.0001") == 1
+
+
 @pytest.mark.parametrize("loops", [{}, {"memory": MemorySettings()}], ids=["off", "memory"])
 def test_a_resume_with_other_batches_says_what_that_means_for_the_epoch(tmp_path, loops, caplog):
     common = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, **loops}
@@ -300,3 +309,10 @@ def test_a_resume_with_other_batches_says_what_that_means_for_the_epoch(tmp_path
         "changed since checkpoint-2: gradient_accumulation_steps was 2, now 1: the rows of this epoch come in another "
         "order, so some are seen twice or not at all"
     ]
+    caplog.clear()
+    made(tmp_path, **common | {"learning_rate": 1e-4}).train(resume_from_checkpoint=checkpoint)
+    assert "learning_rate was 0.01, now 0.0001: no effect, the optimizer and schedule state" in caplog.text
+    assert caplog.text.count("changed since") == 1
+    with pytest.raises(KeyError):  # torch's
+        made(tmp_path, **common | {"optim": "sgd"}).train(resume_from_checkpoint=checkpoint)
+    assert "optim was adamw_torch_fused, now sgd: weights and optimizer state would not fit" in caplog.text

@@ -90,16 +90,20 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
     return sound(content_of(description)) or manifest
 
 
-def order_of(arguments: TrainingArguments) -> dict[str, Any]:
-    """What decides which rows a step gets: the part of a description that a trainer without a command can give."""
-    names = sorted(ORDER)
+def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:
+    """What decides which rows a step gets and how the optimizer moves: the part of a description that a trainer
+    without a command can give."""
+    names = sorted(ORDER | CARRIED | SCHEDULE | {"optim"})
     return {"configuration": {name: getattr(arguments, name) for name in names}, "world_size": arguments.world_size}
 
 
-def tell_of_other_order(checkpoint: Path, arguments: TrainingArguments) -> None:
-    """The stock Trainer counts the position in an epoch in steps, whatever a step was made of."""
-    for change in changes(facts_of(checkpoint), {**order_of(arguments), "data": {}}):
-        logger.warning("changed since %s: %s", checkpoint.name, change.line)
+def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_chosen: bool) -> None:
+    """The stock Trainer counts the position in an epoch in steps, whatever one was made of, and takes rates and state
+    of the optimizer from the checkpoint, whatever its arguments say. ``are_rows_chosen``: by a loop, which says itself
+    what becomes of their order."""
+    for change in changes(facts_of(checkpoint), {**facts_of_arguments(arguments), "data": {}}):
+        if not (are_rows_chosen and change.name in (*ORDER, "world_size")):
+            logger.warning("changed since %s: %s", checkpoint.name, change.line)
 
 
 def sound(facts: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from scu_trainer.errors import StorageError
 from scu_trainer.run_files import free_bytes, readable
 from scu_trainer.safe_paths import remove_inside
 from scu_trainer.train.checkpoints import format as files
-from scu_trainer.train.checkpoints.compatibility import order_of
+from scu_trainer.train.checkpoints.compatibility import facts_of_arguments
 
 logger = logging.getLogger("scu_trainer")
 
@@ -136,7 +136,7 @@ class CheckpointWriter:
 
     def _publish(self, staged: Path, final: Path) -> None:
         states = {loop.state_file: type(loop).__name__ for loop in self.trainer.loops if loop.state_file is not None}
-        facts = self.facts or order_of(self.trainer.args)
+        facts = self.facts or facts_of_arguments(self.trainer.args)
         files.seal(staged, {"step": self.trainer.state.global_step, "loops": states, **facts})
         files.publish(staged, final)
 
