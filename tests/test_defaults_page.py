@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from scu_trainer.cli.configuration import TRAINING_DEFAULTS, our_parser
+from scu_trainer.cli.configuration import TRAINING_DEFAULTS
+from scu_trainer.cli.fields import our_parser
 from scu_trainer.settings.tasks import KINDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "defaults.md"

@@ -8,7 +8,7 @@ def make_what_is_kept() -> None:
     from transformers import TrainingArguments
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from scu_trainer.cli.configuration import our_parser
+    from scu_trainer.cli.fields import our_parser
     from scu_trainer.cli.names.known import known_names, stock_fields
 
     get_checkpoint_conversion_mapping("llama")

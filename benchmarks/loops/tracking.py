@@ -37,7 +37,7 @@ from benchmarks.lib.common import (
     write_result,
 )
 from scu_trainer import SCUTrainer
-from scu_trainer.cli.configuration import read_file
+from scu_trainer.cli.configuration_file import read_file
 from scu_trainer.control.tracking import assess
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import RegularizationSettings

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Optional
 
-from scu_trainer.cli import configuration
+from scu_trainer.cli import configuration, fields
 from scu_trainer.cli.machine.check import check_recipe
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.meaning import FALSE, TRUE
@@ -93,7 +93,7 @@ def _help(with_stock_fields: bool) -> str:
         + ", ".join(f"{name} {value}" for name, value in configuration.TRAINING_DEFAULTS.items())
         + "."
     )
-    return f"{configuration.our_parser(*kinds).format_help()}\nmodes:\n{modes}\n{note}"
+    return f"{fields.our_parser(*kinds).format_help()}\nmodes:\n{modes}\n{note}"
 
 
 def _train(job, log, modes: argparse.Namespace, flags: Sequence[str]) -> int:

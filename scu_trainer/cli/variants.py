@@ -263,6 +263,6 @@ def _model_in(config: Path) -> str:
 
 
 def _entry(config: Path, name: str) -> Optional[str]:
-    from scu_trainer.cli.configuration import read_file
+    from scu_trainer.cli.configuration_file import read_file
 
     return read_file(config).get(name)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from scu_trainer.cli.configuration import field_names, our_parser, read_data, read_job, typed_entries
+from scu_trainer.cli.configuration import read_data, read_job, typed_entries
+from scu_trainer.cli.fields import field_names, our_parser
 from scu_trainer.cli.names.common import NAMES, PATHS, ZERO
 from scu_trainer.cli.names.known import known_names, own_names, stock_fields
 from scu_trainer.cli.names.meaning import Same, Switch

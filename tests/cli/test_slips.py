@@ -9,7 +9,9 @@ import yaml
 from transformers import TrainingArguments
 
 from scu_trainer.cli import main as cli
-from scu_trainer.cli.configuration import SAYS_NO, as_yaml, check_early, our_parser, read_data, read_job, read_values
+from scu_trainer.cli.configuration import as_yaml, check_early, read_data, read_job, read_values
+from scu_trainer.cli.configuration_file import SAYS_NO
+from scu_trainer.cli.fields import our_parser
 from scu_trainer.cli.names.common import NAMES
 from scu_trainer.cli.names.known import known_names, own_names
 from scu_trainer.cli.names.tools import COMMON, TOOLS, owner_of, tool_of

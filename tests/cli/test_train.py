@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scu_trainer.cli import configuration, train
+from scu_trainer.cli import configuration, configuration_file, train
 from scu_trainer.cli import main as cli
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
@@ -154,7 +154,7 @@ def test_unknown_flag_and_missing_file_are_refused(tmp_path, capsys):
         (tmp_path / name).symlink_to("a" * 300)
     for name in ("unusable.yaml", "unusble.yaml"):
         with pytest.raises(SettingsError, match=f"cannot read the configuration {tmp_path}/{name}: .*; give a YAML"):
-            configuration.read_file(tmp_path / name)
+            configuration_file.read_file(tmp_path / name)
 
 
 @pytest.mark.parametrize("content", ['[{"text": "a"}]', '{"text": "a"}\n{"text": "b"}\n'])

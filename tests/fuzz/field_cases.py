@@ -28,9 +28,9 @@ TOO_SLOW = ("torch_compile", "torch_compile_mode", "torch_compile_backend")
 def all_fields() -> list[str]:
     from transformers import TrainingArguments
 
-    from scu_trainer.cli import configuration
+    from scu_trainer.cli import fields
 
-    names = configuration.field_names(configuration.our_parser(TrainingArguments))
+    names = fields.field_names(fields.our_parser(TrainingArguments))
     return sorted(names - {*TOO_SLOW, *BIG_MACHINE, "help", "push_to_hub", "auto_find_batch_size"})
 
 

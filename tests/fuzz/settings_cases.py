@@ -31,13 +31,13 @@ def number_fields() -> dict[str, str]:
     """Every field of the command line that holds a number -> the task it belongs to, '' for all."""
     from transformers import TrainingArguments
 
-    from scu_trainer.cli import configuration
+    from scu_trainer.cli import fields
     from scu_trainer.settings import CurriculumSettings, DataSettings, ModelSettings, SafetySettings
     from scu_trainer.settings.efficiency import EfficiencySettings
     from scu_trainer.settings.tasks import KINDS
 
     kinds = [ModelSettings, DataSettings, CurriculumSettings, EfficiencySettings, SafetySettings, TrainingArguments]
-    kinds += [configuration.regularization_flags(), configuration.memory_flags()]
+    kinds += [fields.regularization_flags(), fields.memory_flags()]
     found = {name: "" for kind in kinds for name in _numbers_of(kind)}
     own = [(task, kind.settings) for task, kind in KINDS.items() if kind.settings is not None]
     return (

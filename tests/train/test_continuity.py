@@ -8,7 +8,7 @@ import json
 import pytest
 from transformers import TrainingArguments
 
-from scu_trainer.cli import configuration
+from scu_trainer.cli import fields
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
 from scu_trainer.train.checkpoints import compatibility as subject
@@ -44,7 +44,7 @@ def before(**settings) -> dict:
 
 @pytest.mark.parametrize("name", LISTS)
 def test_every_name_is_a_setting(name):
-    known = {action.dest for action in configuration.our_parser(TrainingArguments)._actions}
+    known = {action.dest for action in fields.our_parser(TrainingArguments)._actions}
     assert getattr(subject, name) - known == set()
 
 

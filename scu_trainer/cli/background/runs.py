@@ -14,7 +14,8 @@ from typing import Optional
 from scu_trainer import shipped
 from scu_trainer.cli.background import screens
 from scu_trainer.cli.background.seeds import INFIX, one_seed, runs_of, seeds_of, spread_lines
-from scu_trainer.cli.configuration import check_early, read_file
+from scu_trainer.cli.configuration import check_early
+from scu_trainer.cli.configuration_file import read_file
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import name_of, translated

@@ -14,8 +14,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.cli import configuration
 from scu_trainer.cli.evaluation.options import BATCH_SIZE, BATCH_TOKENS, EvalOptions, HarnessOptions
+from scu_trainer.cli.fields import check_names, field_names, plain_words
 from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.subjects import (
     BASE,
@@ -73,7 +73,7 @@ def _parser() -> HfArgumentParser:
     class Parser(HfArgumentParser):
         def error(self, message: str):
             where = "; give it before --against, which takes all names that follow" if "RUN_OR_MODEL" in message else ""
-            raise SettingsError(configuration.plain_words(message) + where)
+            raise SettingsError(plain_words(message) + where)
 
     class DataFlags(DataSettings):
         _argument_group_name = "data"
@@ -92,7 +92,7 @@ def _parser() -> HfArgumentParser:
 
 def _read(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOptions, HarnessOptions, dict[str, Any]]:
     """RUN_OR_MODEL, --json, the options, what the harness is asked, and the data settings that were typed."""
-    configuration.check_names(argv, configuration.field_names(parser))
+    check_names(argv, field_names(parser))
     data_names = [item.name for item in fields(DataSettings)]
     parser.set_defaults(**dict.fromkeys(data_names))  # None: not typed
     values = vars(parser.parse_args(argv))

@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
 
 def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tuple[Imported, dict[str, Any]]:
     """The file's keys and what the flags set before it. Raises SettingsError."""
-    from scu_trainer.cli.configuration import check_values_early, read_file
+    from scu_trainer.cli.configuration import check_values_early
+    from scu_trainer.cli.configuration_file import read_file
 
     known = known_names()
     if tool is not None and tool not in TOOLS:

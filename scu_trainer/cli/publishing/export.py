@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.cli.configuration import parse_checked
+from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.publishing.merge import (

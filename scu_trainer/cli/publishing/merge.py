@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Self
 
-from scu_trainer.cli.configuration import parse_checked
+from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import MERGED, Subject, split_seed, subject_of

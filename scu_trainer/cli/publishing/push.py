@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.cli.configuration import parse_checked
+from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import adapter_hash, add_merge_options, default_output, merge, merge_options

@@ -1,0 +1,162 @@
+"""All fields as one command line: settings of ours by concern, and the stock ``TrainingArguments`` beside them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Optional
+
+from scu_trainer import shipped
+from scu_trainer.cli.names.known import PREFIX, SETTINGS, known_names
+from scu_trainer.cli.names.tools import as_word
+from scu_trainer.cli.names.translation import flags_of, name_of, translated
+from scu_trainer.cli.parsing import with_choice
+from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.secrets import redact
+from scu_trainer.settings import MemorySettings, RegularizationSettings
+from scu_trainer.settings.base import hints_of, short
+from scu_trainer.settings.mixture import dataset_of
+from scu_trainer.settings.tasks import KINDS
+
+if TYPE_CHECKING:
+    from transformers import HfArgumentParser
+
+
+APPENDED = {"resume_from_checkpoint": "auto", "use_cpu": "true"}
+"""What a background run appends to the typed flags to override them (runs/supervisor.py)."""
+
+
+@functools.cache
+def regularization_flags() -> type:
+    """``RegularizationSettings`` as flags: ``scu`` and every field with the prefix ``scu_``."""
+    about = "S is measured, and with scu_target_s steered; false: neither"
+    switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": about}))
+    texts = {"target_s": Optional[str]}  # a number or a word; RegularizationSettings tells them apart
+    return _flags("RegularizationFlags", RegularizationSettings, texts, [switch], PREFIX)
+
+
+@functools.cache
+def memory_flags() -> type:
+    """``MemorySettings`` as flags; numbers that may also be a word are read as text, the settings tell them apart."""
+    texts = {"token_cap": Optional[str], "target_headroom_gb": str}
+    texts |= {"max_gpu_mem": Optional[str], "cpu_mem": Optional[str]}
+    return _flags("MemoryFlags", MemorySettings, texts)
+
+
+def _flags(name: str, kind: type, texts: Mapping[str, Any], first: Sequence[tuple] = (), prefix: str = "") -> type:
+    """The dataclass ``kind`` with other types of the fields ``texts``, after the fields ``first``."""
+    hints = {**hints_of(kind), **texts}
+    fields = [
+        (prefix + item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))
+        for item in dataclasses.fields(kind)
+    ]
+    return dataclasses.make_dataclass(name, [*first, *fields])
+
+
+def our_parser(*more: type) -> HfArgumentParser:
+    from transformers.hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str):
+            raise SettingsError(plain_words(message))
+
+    otherwise = {"regularization": regularization_flags(), "memory": memory_flags()}
+    kinds = [_grouped(otherwise.get(title, kind), title) for title, kind in SETTINGS.items()]
+    kinds += [_grouped(kind.settings, f"task {name}") for name, kind in KINDS.items() if kind.settings is not None]
+    kinds += more
+    parser = Parser(
+        kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
+    )
+    parser._option_string_actions["--dataset"].type = dataset_of  # a name, or a JSON list
+    if "--deepspeed" in parser._option_string_actions:
+        parser._option_string_actions["--deepspeed"].type = shipped.deepspeed
+    if "--liger_kernel_config" in parser._option_string_actions:  # transformers reads its other dicts from JSON
+        parser._option_string_actions["--liger_kernel_config"].type = _json_object
+    return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{short(text)} is no JSON object, such as '{{\"rope\": true}}'")
+    return found
+
+
+def _grouped(kind: type, title: str) -> type:
+    kind._argument_group_name = title
+    return kind
+
+
+def given_names(arguments: Iterable[str], names: Collection[str]) -> list[str]:
+    """Fields that were given a value; ``--no_scu`` gives one to ``scu``."""
+    given = [name_of(word) for word in arguments if word.startswith("--")]
+    return [name.removeprefix("no_") if name.startswith("no_") and name[3:] in names else name for name in given]
+
+
+def field_names(parser: argparse.ArgumentParser) -> set[str]:
+    """Every flag without its dashes, with underscores: ``learning_rate``, ``no_scu``."""
+    return {name_of(flag) for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+
+
+def check_names(arguments: Iterable[str], names: Collection[str], read_before: Collection[str] = ()) -> None:
+    """Raise SettingsError at the first flag that nobody knows. ``read_before``: more that may have been meant."""
+    for argument in arguments:
+        if argument.startswith("--") and name_of(argument) not in names:
+            near = nearest(name_of(argument), [*names, *read_before])
+            raise SettingsError(f"unknown option {argument.split('=')[0]}{near}")
+
+
+def check_given_once(flags: Sequence[str]) -> None:
+    """Raise SettingsError for data given twice, of which argparse would take the last, or as several words."""
+    for name, first, second in given_twice(flags):
+        if name == "dataset":
+            both = json.dumps([{name: redact(first)}, {name: redact(second)}])
+            raise SettingsError(f"--{name} is given twice; give it once, or both as a list: --{name} '{both}'")
+    for name, value in flags_of(translated(flags, known_names())[0]):
+        if name in ("dataset", "eval_dataset") and isinstance(value, list):
+            several = json.dumps([redact(one) for one in value[:2]])[:-1] + (", ...]" if len(value) > 2 else "]")
+            listed = f", or several as a list: --dataset '{several}'" if name == "dataset" else ""
+            raise SettingsError(f"--{name} has {len(value)} values; give one file or the folder of all{listed}")
+
+
+def given_twice(flags: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(name, earlier value, later value that counts) of each flag that has two."""
+    seen: dict[str, str] = {}
+    found, known = [], known_names()
+    for name, value in flags_of(flags):
+        target, word = name, as_word(value).strip()
+        if name.startswith("no_") and name[3:] in known and value is True:
+            target, word = name[3:], "false"
+        if seen.get(target, word) != word and APPENDED.get(target) != word:
+            found.append((target, seen[target], word))
+        seen[target] = word
+    return found
+
+
+def parse_checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse ``argv``, after ``check_names`` where nobody asks for help."""
+    if not {"-h", "--help"} & {*argv}:
+        check_names(argv, field_names(parser))
+    return parser.parse_args(argv)
+
+
+def plain_words(message: str) -> str:
+    """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling, and with the choice
+    that was probably meant."""
+    text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
+    text = re.sub(r"'([^']{60})[^']{100,}'", r"'\1...'", text)
+    number = re.search(r"--(\w+): invalid (int|float) value: .*", text)
+    return with_choice(text + (such_as(number[1], number[2]) if number else ""))
+
+
+def such_as(name: str, kind: str) -> str:
+    """What to type in the place of a word where a number belongs."""
+    said = f"; give a {'whole ' if kind == 'int' else ''}number"
+    return f"{said}; scu-trainer plan says which one fits this machine" if name.endswith("_batch_size") else said
