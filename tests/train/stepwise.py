@@ -96,3 +96,24 @@ def compared(
 
 def losses_of(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def apart(first: Trainer, second: Trainer) -> float:
+    """The largest difference of a weight."""
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+
+
+class FailsOnce(TrainerCallback):
+    """Out of memory in the backward of step 2."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def fail(gradient: torch.Tensor) -> None:
+            if state.global_step == 1 and not self.failed:
+                self.failed += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+        next(p for p in model.parameters() if p.requires_grad).register_hook(fail)

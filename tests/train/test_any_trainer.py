@@ -42,6 +42,7 @@ from scu_trainer.errors import ControlError, DataError, OutOfMemory, SettingsErr
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from tests import tiny
+from tests.train.stepwise import FailsOnce, apart
 
 # TRL says so of trainers in trl.experimental, and of the sampler that KTO asks the stock Trainer for.
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -125,12 +126,6 @@ def trained(name: str, folder: Path, looped: bool = True, resume=None, **given: 
 
 def logs(trainer: Trainer) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not TIMES.search(key)} for row in trainer.state.log_history]
-
-
-def apart(first: Trainer, second: Trainer) -> float:
-    """The largest difference of a weight."""
-    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
-    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -231,21 +226,6 @@ def test_memory_splits_or_says_why_it_does_not(tmp_path, stock, name, caplog):
         assert chunks > 2 * STEPS and not said
     else:
         assert chunks == 2 * STEPS and len(said) == 1
-
-
-class FailsOnce(TrainerCallback):
-    """Out of memory in the backward of step 2."""
-
-    def __init__(self) -> None:
-        self.failed = 0
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        def fail(gradient: torch.Tensor) -> None:
-            if state.global_step == 1 and not self.failed:
-                self.failed += 1
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-        next(p for p in model.parameters() if p.requires_grad).register_hook(fail)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -22,7 +22,7 @@ from scu_trainer.train.step import micro_batches
 from scu_trainer.train.step.distributed.ranks import ShardedRanks
 from scu_trainer.train.trainer import SCUTrainer, with_loops
 from tests import processes, tiny
-from tests.train.test_any_trainer import FailsOnce, apart
+from tests.train.stepwise import FailsOnce, apart
 
 CUT = MemorySettings(token_cap=24)
 STEPS, ACCUMULATION = 6, 2
