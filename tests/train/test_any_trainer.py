@@ -257,9 +257,6 @@ def test_pairs_are_never_cut_apart(tmp_path, name):
         trained(name, tmp_path, memory=MemorySettings(), callbacks=[AlwaysFails()])
 
 
-# -- regularization, safety --------------------------------------------------------------------------------------------
-
-
 def fails(model: torch.nn.Module, times: int) -> None:
     """As the forward of ``model`` fails that runs out of memory."""
     left = iter(range(times))
@@ -283,6 +280,9 @@ def test_pairs_are_never_cut_apart_in_an_evaluation(tmp_path, name):
     fails(trainer.model.model, 2)
     with pytest.raises(OutOfMemory, match=r"12 rows, which cannot be cut .*Lower per_device_eval_batch_size"):
         trainer.evaluate()
+
+
+# -- regularization, safety --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KINDS)
