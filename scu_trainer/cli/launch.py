@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, Optional
 
+from scu_trainer.cli.configuration import check_early
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.train import mode_parser
 from scu_trainer.hardware.probe import accelerators
 from scu_trainer.runs.launch import command, environment, processes_here
 
@@ -40,6 +42,8 @@ def main(argv: list[str]) -> NoReturn:
         help="default: one per GPU; without a GPU two for accelerate, otherwise one",
     )
     options, words = parser.parse_known_args(argv)
+    modes, flags = mode_parser().parse_known_args(words)
+    check_early(modes.config, flags)  # here once: each process would say it, and the launcher end with its traceback
     gpus = sum(item.kind == "cuda" for item in accelerators())
     processes = processes_here(options.launcher, gpus, options.processes)
     if gpus == 0 and not any(word.split("=")[0] in ("--use_cpu", "--use-cpu") for word in words):

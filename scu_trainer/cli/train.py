@@ -34,7 +34,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 @guarded
 def _main(argv: list[str]) -> int:
-    modes, flags = _mode_parser().parse_known_args(argv)
+    modes, flags = mode_parser().parse_known_args(argv)
     if modes.help or modes.help_all:
         print(_help(with_stock_fields=modes.help_all))
         return 0
@@ -62,7 +62,7 @@ def _train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[in
     return train_seeds(config, flags, seeds)
 
 
-def _mode_parser() -> argparse.ArgumentParser:
+def mode_parser() -> argparse.ArgumentParser:
     parser = Parser(add_help=False)
     parser.add_argument("--config", type=recipe)
     parser.add_argument("-h", "--help", action="store_true")

@@ -61,7 +61,7 @@ def test_launch_on_gpus_starts_one_process_each(monkeypatch, capsys):
     became = []
     monkeypatch.setattr(os, "execve", lambda *words: became.append(words))
     monkeypatch.setattr(launch, "accelerators", lambda: (CARD, CARD))
-    launch.main(["torchrun", "--config", "x.yaml"])
+    launch.main(["torchrun", "--config", "recipes/scu_lora.yaml"])
     assert became[0][1][2:4] == ["--nproc_per_node", "2"] and "--use_cpu" not in became[0][1]
 
 
@@ -71,11 +71,14 @@ def test_launch_on_gpus_starts_one_process_each(monkeypatch, capsys):
         (["deepsped"], "invalid choice: 'deepsped'"),
         (["deepsped"], "(did you mean 'deepspeed'?)"),
         (["deepspeed", "--processes", "0"], "'0' is not a number of processes"),
+        (["torchrun", "--config", "x.yaml"], "cannot read the configuration x.yaml"),
+        (["accelerate", "--max_stps", "3"], "unknown option --max_stps (did you mean 'max_steps'?)"),
         (["deepspeed", "--processes", "3"], "3 processes were asked for, and there are 1 GPUs"),
     ],
 )
 def test_launch_mistakes(monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(launch, "accelerators", lambda: (CARD,))
+    monkeypatch.setattr(os, "execve", lambda *words: None)
     assert launch.main(arguments) == 2
     assert words in capsys.readouterr().err
 
