@@ -13,6 +13,7 @@ from typing import Any, Optional
 import psutil
 
 from scu_trainer.errors import StorageError
+from scu_trainer.hardware.watching.monitor import held_bytes
 from scu_trainer.run_files import free_bytes
 from scu_trainer.runs.process import Fact, Machine, look
 from scu_trainer.runs.progress import Progress, last_error, progress, seconds
@@ -144,7 +145,7 @@ def _is_disk_full(seen: Evidence) -> bool:
 @dataclass(frozen=True)
 class Report:
     """All that is reported of one run. ``ahead``: runs before it in the line of its device; None where it does not
-    wait. ``resident_bytes``: main memory of its process now."""
+    wait. ``resident_bytes``: main memory of its processes now, those of a launcher and of loaders too."""
 
     run: Run
     state: RunState
@@ -228,7 +229,7 @@ def _of_a_terminal(status: Mapping[str, Any], machine: Machine) -> tuple[Optiona
 
 def _resident_bytes(pid: Optional[int]) -> Optional[int]:
     try:
-        return None if pid is None else psutil.Process(pid).memory_info().rss
+        return None if pid is None else held_bytes(psutil.Process(pid))
     except psutil.Error:  # it has ended since
         return None
 

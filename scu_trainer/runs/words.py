@@ -50,7 +50,7 @@ def strength(progress: Progress) -> str:
 
 
 def memory(report: Report) -> str:
-    """What the process holds, and what the last micro-batch needed at most of what its device has."""
+    """What the processes hold, and what the last micro-batch needed at most of what its device has."""
     found, parts = report.progress, []
     if report.resident_bytes is not None:
         parts.append(f"{readable(report.resident_bytes)} held")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from datetime import UTC, datetime
 
@@ -274,3 +276,14 @@ def test_the_rate_is_that_of_the_last_training_row(tmp_path):
     found = report(Run(tmp_path, "mine"), HERE)
     assert found.progress.samples_per_second == 12.34
     assert ("samples per second", "12.3") in list(words.facts(found)) and "samples/s 12.3" in words.line(found)
+
+
+def test_the_memory_of_a_run_is_that_of_all_its_processes(tmp_path):
+    """A launcher holds little, and its ranks the run."""
+    RunStatus(tmp_path / "run.json").update(status="running", pid=os.getpid())
+    alone = report(Run(tmp_path), HERE).resident_bytes
+    words = [sys.executable, "-c", "held = bytes([1]) * 2**27; print(flush=True); input()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert report(Run(tmp_path), HERE).resident_bytes - alone > 2**26
+        child.communicate(b"\n")

@@ -204,6 +204,12 @@ def family(supervisor: psutil.Process) -> list[psutil.Process]:
         return [supervisor]
 
 
+def held_bytes(process: psutil.Process) -> Optional[int]:
+    """Main memory of its family, each page once where the system tells. None if it has ended."""
+    sizes = [size for member in family(process) if (size := _sizes(member)) is not None]
+    return sum(rss if pss is None else pss for rss, pss in sizes) or None
+
+
 def _sizes(process: psutil.Process) -> Optional[tuple[int, Optional[int]]]:
     """(RSS, PSS) in bytes; None for a process that has ended."""
     import psutil
