@@ -132,6 +132,9 @@ def test_scu_can_be_switched_off(capsys):
         ("scu_target_s: auto", "set eval_strategy"),
         ("fp16: true\nuse_cpu: true", "fp16"),
         ("scu_hold_steps: 5", "scu_stop_at_target"),
+        ("max_steps: 1\nlabel_names: [target]", "but the command line names its labels itself"),
+        ("max_steps: 1\nprediction_loss_only: true", "would leave out the held-out bits per token"),
+        ("max_steps: 1\neval_do_concat_batches: false", "is for your own compute_metrics"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, capsys, content, expected):

@@ -65,6 +65,7 @@ def check_words(training: TrainingArguments) -> None:
     check_optimizer_arguments(training, [pair.partition("=")[0] for pair in pairs if pair])
     check_schedule(training)
     _check_pairs(training)
+    _check_scores(training)
 
 
 def _check_pairs(training: TrainingArguments) -> None:
@@ -85,6 +86,24 @@ def _check_pairs(training: TrainingArguments) -> None:
     require(
         training.save_strategy != "best" or training.metric_for_best_model is not None,
         "save_strategy: best needs metric_for_best_model, such as loss",
+    )
+
+
+def _check_scores(training: TrainingArguments) -> None:
+    """Fields for evaluations of one's own. Those of the command line read the labels that the task made, and the scores
+    of all rows."""
+    require(
+        training.label_names in (None, ["labels"]),
+        f"label_names is {training.label_names}, but the command line names its labels itself; drop it",
+    )
+    require(
+        not training.prediction_loss_only,
+        "prediction_loss_only would leave out the held-out bits per token (or label) of each evaluation; drop it: "
+        "logits are not kept anyway",
+    )
+    require(
+        training.eval_do_concat_batches,
+        "eval_do_concat_batches: false is for your own compute_metrics, which the command line does not have; drop it",
     )
     require(
         not training.batch_eval_metrics,
