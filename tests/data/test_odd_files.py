@@ -236,7 +236,7 @@ def test_rows_that_are_not_lines_say_how_to_make_them_lines(tmp_path, content, s
     ],
 )
 def test_the_list_in_an_object_of_one_line_is_read_as_in_one_of_several(tmp_path, value, rows):
-    """``json.dump`` breaks no lines unless it is told to. What a row may be stays one."""
+    """``json.dump`` breaks no lines unasked. What may be a row stays one."""
     (tmp_path / "a.json").write_text(json.dumps(value))
     assert [record.value for record in read_file(tmp_path / "a.json", "text")] == (rows or [value])
 
