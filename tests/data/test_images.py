@@ -104,6 +104,15 @@ def test_class_folders(pets, tmp_path):
     assert "classes: 2 (cat, dog), 6 to 6 images each" in data.statistics.lines()
 
 
+def test_folders_within_a_class_are_named(pets, tmp_path):
+    (pets / "cat" / "tabby").mkdir()
+    picture(pets / "cat" / "tabby" / "a.png", 77)
+    data = prepared(pets, tmp_path)
+    assert data.statistics.per_class == {"cat": 7, "dog": 6}
+    said = "1 image in folders within the folder of a class: taken for that class (cat/tabby: cat)"
+    assert said in data.statistics.notes
+
+
 def test_of_a_file_of_several_images_the_first_is_read_and_a_line_says_so(pets, tmp_path):
     frames = [PIL.Image.new("RGB", (8, 8), (80 * k, 0, 0)) for k in range(3)]
     for name in ("dog/a.gif", "dog/b.tiff"):

@@ -261,7 +261,7 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
     in_table = _in_table(folder, labels)
     if in_table is not None:
         return in_table
-    found, links = _Found(), []
+    found, links, deeper = _Found(), [], []
     for entry in _visible(folder):
         if entry.is_dir():
             _require_text(entry)
@@ -270,6 +270,7 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
             images = [path for path in files if path.suffix.lower() in SUFFIXES]
             found.ignored += [path for path in files if path.suffix.lower() not in SUFFIXES]
             found.files += [(path, entry.name) for path in images]
+            deeper += [path for path in images if path.parent != entry]
             found.empty += [] if images else [entry]
         elif not entry.exists():
             links.append(entry)
@@ -279,6 +280,10 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
             found.ignored.append(entry)
     advice = _advice_for_table(folder, labels)
     found.notes = (*notes_of_links(links, folder), *([advice.removeprefix(". ")] if advice else []))
+    if deeper:
+        inside = deeper[0].parent.relative_to(folder)
+        classes = f"taken for that class ({inside}: {inside.parts[0]})"
+        found.notes += (f"{counted(len(deeper), 'image')} in folders within the folder of a class: {classes}",)
     return found
 
 
