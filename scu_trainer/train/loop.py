@@ -50,6 +50,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError, NonFiniteLoss
+from scu_trainer.figures import counted
 from scu_trainer.run_files import History, state_text, write_state
 from scu_trainer.settings.base import short
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
@@ -344,9 +345,9 @@ def opened(output_dir: str, name: str, step: int, begins: bool) -> History:
     dropped = history.truncate_after(step)
     if dropped and begins:
         logger.warning(
-            "removed the %d rows of %s in %s, which are of an earlier training: this one writes its own. To keep both, "
-            "give each an output_dir of its own", dropped, name, output_dir,
+            "removed %s of %s in %s, from an earlier training: this one writes its own. To keep both, give each an "
+            "output_dir of its own", counted(dropped, "row"), name, output_dir,
         )  # fmt: skip
     elif dropped:
-        logger.info("removed %d rows of %s after step %d: this run writes its own", dropped, name, step)
+        logger.info("removed %s of %s after step %d: this run writes its own", counted(dropped, "row"), name, step)
     return history

@@ -22,6 +22,7 @@ from scu_trainer.data.images.records import ImageSource
 from scu_trainer.data.statistics import Dropping
 from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError, StorageError
+from scu_trainer.figures import counted
 from scu_trainer.run_files import require_room
 
 STORE_VERSION = 3
@@ -91,7 +92,7 @@ class StoredImages:
     def lines(self, name: str) -> list[str]:
         """What the cache did to the images of the source ``name``, for a person."""
         several = self.about.several
-        first = f"{name}: {several:,} files hold several images (frames or pages), of which the first was read"
+        first = f"{name}: {counted(several, 'file holds', 'files hold')} several images (frames or pages), of which the first was read"
         return [line for line in (self._sizes(name), self._conversions(name), first if several else None) if line]
 
     def _sizes(self, name: str) -> str:

@@ -20,6 +20,7 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError, OutOfMemory
+from scu_trainer.figures import counted
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.loss.analysis.own_step import CallCounters
@@ -152,7 +153,7 @@ class MicroBatchStep:
         self.loop.forget_window()
         logical = self.loop.logical
         if logical is not None and logical.kept_rows:
-            logger.warning("%d rows that the loader delivered were not trained on", logical.kept_rows)
+            logger.warning("not trained on: %s that the loader delivered", counted(logical.kept_rows, "row"))
         if self._guard is not None:
             self._guard.detach()
             self._guard = None
