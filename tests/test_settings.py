@@ -19,6 +19,7 @@ from scu_trainer.settings import (
     RegularizationSettings,
     SafetySettings,
 )
+from scu_trainer.settings.base import check_text
 
 SCU, MODEL, DATA, EFFICIENCY = RegularizationSettings, ModelSettings, DataSettings, EfficiencySettings
 
@@ -247,3 +248,12 @@ def test_the_cap_is_automatic_where_memory_is_controlled(given, cap, acts):
 def test_headroom_is_a_share_or_gibibytes(given, kept, share):
     settings = MemorySettings(target_headroom_gb=given)
     assert (settings.target_headroom_gb, settings.headroom_share) == (kept, share)
+
+
+def test_a_name_that_this_locale_does_not_read_is_told_apart(monkeypatch):
+    name = "über".encode().decode("ascii", "surrogateescape")
+    with pytest.raises(SettingsError, match="not valid UTF-8; give the file or folder a name in UTF-8"):
+        check_text("output_dir", name, is_name=True)
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(SettingsError, match="this process reads names as ascii: set PYTHONUTF8=1"):
+        check_text("output_dir", name, is_name=True)

@@ -162,7 +162,7 @@ def _target_levels(found: Comparison) -> list[Level]:
 
 def _curves(found: Comparison) -> Plot:
     lines, without = _means(found, "logs", "eval_bpt")
-    notes = [f"{', '.join(without)}: no evaluation was logged"] if without else []
+    notes = [f"{', '.join(without)}: no evaluation during training"] if without else []
     title = "Held-out bits per token, mean of the seeds"
     return _curve_plot("curves", "Held-out bits during training", title, "bits per token", lines, notes)
 

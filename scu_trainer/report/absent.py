@@ -33,7 +33,7 @@ def why_half_a_loss(run: RunFiles) -> str:
     if is_evaluated:
         return why_no_row(run)
     strategy = f" (eval_strategy: {run.settings['eval_strategy']})" if "eval_strategy" in run.settings else ""
-    return f"no evaluation {'yet' if run.is_alive else 'was logged'}{strategy}"
+    return f"no evaluation {'yet' if run.is_alive else 'during training'}{strategy}"
 
 
 def why_no_loss(run: RunFiles) -> str:

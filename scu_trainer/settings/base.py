@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields
@@ -171,10 +172,11 @@ def plain(value: Any) -> str:
 def check_text(name: str, text: str, *, is_name: bool) -> None:
     """Reject text that neither files nor libraries accept; ``is_name``: also one too long for a path."""
     require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which names cannot contain; take it out")
-    require(
-        _is_unicode(text),
-        f"{name} is {short(text)}, which is not valid UTF-8; give the file or folder a name in UTF-8 (mv, or convmv)",
-    )
+    encoding = sys.getfilesystemencoding()
+    way_out = "give the file or folder a name in UTF-8 (mv, or convmv)"
+    if encoding != "utf-8":
+        way_out = f"this process reads names as {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+    require(_is_unicode(text), f"{name} is {short(text)}, which is not valid UTF-8; {way_out}")
     if not is_name:
         return
     longest = max(len(part.encode()) for part in text.split("/"))

@@ -217,7 +217,7 @@ class Loop(TrainerCallback):
                 logger.warning("%s has no %s: %s starts fresh", path.parent, path.name, called(self))
             return
         state = read_state(path)
-        with reading(path):
+        with reading(path, f"load_state_dict of {called(self)}"):
             self.load_state_dict(state)
 
     # -- reports -------------------------------------------------------------------------------------------------------

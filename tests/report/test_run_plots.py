@@ -111,12 +111,12 @@ def test_a_run_that_was_never_evaluated_says_so(made, tmp_path):
     run = make_run(tmp_path / "run", eval_strategy="no")
     rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
     (run / "log_history.json").write_text(json.dumps(rows))
-    assert plots(run)["loss"].notes == ["no evaluation was logged (eval_strategy: no)"]
-    assert plots(made / "one", run)["loss"].notes == ["run: no evaluation was logged (eval_strategy: no)"]
+    assert plots(run)["loss"].notes == ["no evaluation during training (eval_strategy: no)"]
+    assert plots(made / "one", run)["loss"].notes == ["run: no evaluation during training (eval_strategy: no)"]
     names = [f"copy-{number}" for number in range(10)]
     copies = [shutil.copytree(run, tmp_path / name) for name in names]
     assert plots(*copies)["loss"].notes == [
-        f"{', '.join(names[:8])} and 2 more: no evaluation was logged (eval_strategy: no)"
+        f"{', '.join(names[:8])} and 2 more: no evaluation during training (eval_strategy: no)"
     ]
     (run / "scu_history.json").unlink()
     (run / "log_history.json").write_text('[{"step": 20, "eval_bpt": 7.0}]')

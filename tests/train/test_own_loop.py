@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer import Loop, SCUTrainer
-from scu_trainer.errors import ControlError
+from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
@@ -252,6 +252,17 @@ def test_numbers_of_a_state_that_are_not_finite_come_back(tmp_path):
     loop = Stateful({})
     trained(llama(layers=1), tmp_path, callbacks=[loop], resume=str(tmp_path / "checkpoint-6"), **RUN)
     assert repr(loop.state) == repr(STATE)
+
+
+def test_a_loop_that_cannot_take_its_state_is_named(tmp_path):
+    class Renamed(Stateful):
+        def load_state_dict(self, state):
+            self.best = state["lowest"]
+
+    trained(llama(layers=1), tmp_path, callbacks=[Stateful(STATE)], **RUN)
+    said = r"own_state.json cannot be read by load_state_dict of the loop Renamed \(KeyError: 'lowest'\)"
+    with pytest.raises(CheckpointError, match=said):
+        trained(llama(layers=1), tmp_path, callbacks=[Renamed({})], resume=str(tmp_path / "checkpoint-6"), **RUN)
 
 
 def test_a_loop_that_finds_no_state_says_so(tmp_path, caplog):

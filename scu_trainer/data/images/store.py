@@ -92,7 +92,8 @@ class StoredImages:
     def lines(self, name: str) -> list[str]:
         """What the cache did to the images of the source ``name``, for a person."""
         several = self.about.several
-        first = f"{name}: {counted(several, 'file holds', 'files hold')} several images (frames or pages), of which the first was read"
+        holding = counted(several, "file holds", "files hold")
+        first = f"{name}: {holding} several images (frames or pages), of which the first was read"
         return [line for line in (self._sizes(name), self._conversions(name), first if several else None) if line]
 
     def _sizes(self, name: str) -> str:

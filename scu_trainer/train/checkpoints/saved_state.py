@@ -97,15 +97,19 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Around what only takes over the content of ``path``: where that does not fit there is one CheckpointError."""
+def reading(path: Path, reader: str = "") -> Iterator[None]:
+    """Around what only takes over the content of ``path``: where that does not fit there is one CheckpointError.
+    ``reader``: whose code it is, for its message."""
     try:
         yield
     except CheckpointError:
         raise
     except (*NOT_A_STATE, OSError) as error:
         said = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {said}): {_way_out(path)}") from error
+        by = f" by {reader}" if reader else ""
+        raise CheckpointError(
+            f"{path} cannot be read{by} ({type(error).__name__}: {said}): {_way_out(path)}"
+        ) from error
 
 
 def _way_out(path: Path) -> str:

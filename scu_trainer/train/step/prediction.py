@@ -33,8 +33,8 @@ logger = logging.getLogger("scu_trainer")
 Result = TypeVar("Result")
 
 FEWER_LOGITS = (
-    "Lower per_device_eval_batch_size, set prediction_loss_only: true, or keep less of the logits "
-    "(preprocess_logits_for_metrics)"
+    "Lower per_device_eval_batch_size; in Python, prediction_loss_only=True or preprocess_logits_for_metrics also keep "
+    "less of the logits"
 )
 
 
