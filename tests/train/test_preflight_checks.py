@@ -428,6 +428,7 @@ def test_both_max_steps_and_epochs_are_noted():
         ({"activation_checkpointing_kwargs": "{}"}, ["activation_checkpointing_kwargs"]),
         ({"activation_checkpointing_kwargs": "{}", "activation_checkpointing": "true"}, []),
         ({"liger_kernel_config": "{}"}, ["liger_kernel_config"]),
+        ({"do_predict": "true", "include_for_metrics": "inputs"}, ["do_predict", "include_for_metrics"]),
         ({"fsdp_config": "{}"}, ["fsdp_config"]),
         ({"tuning": "qlora", "bnb_4bit_quant_type": "fp4"}, []),
         ({"divergence": "off", "divergence_factor": 9}, ["divergence_factor"]),

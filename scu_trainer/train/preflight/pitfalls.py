@@ -79,6 +79,8 @@ IDLE = (
         ("hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push"),
         lambda job: not job.training.push_to_hub, "push_to_hub is false", "set push_to_hub: true, or drop it",
     ),
+    Idle(("do_predict",), lambda job: True, "this command predicts nothing", "use scu-trainer eval after training"),
+    Idle(("include_for_metrics",), lambda job: True, "it is for a compute_metrics of your own, in Python"),
     Idle(
         ("adam_beta1", "adam_beta2", "adam_epsilon"),
         lambda job: plain(job.training.optim).startswith(WITHOUT_ADAM), "this optim does not read it",
