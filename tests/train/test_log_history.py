@@ -163,6 +163,17 @@ def test_a_resumed_run_writes_the_rows_after_its_checkpoint_again(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / LOG_FILE) if "eval_loss" in row] == [2, 4, 6]
 
 
+@pytest.mark.parametrize(("steps", "rows"), [(4, [4, 6]), (500, [6])])
+def test_the_last_step_is_logged_too(tmp_path, steps, rows):
+    trainer = run(tmp_path, logging_steps=steps, eval_strategy="no")
+    losses = [row for row in read_rows(tmp_path / LOG_FILE) if "loss" in row]
+    assert [row["step"] for row in losses] == rows
+    of_all = sum(row["loss"] * done for row, done in zip(losses, (rows[0], 6 - rows[0]), strict=False)) / 6
+    assert of_all == pytest.approx(trainer.state.log_history[-1]["train_loss"], rel=1e-4)
+    run(tmp_path / "none", logging_strategy="no", eval_strategy="no")
+    assert not [row for row in read_rows(tmp_path / "none" / LOG_FILE) if "loss" in row]
+
+
 def test_logging_changes_no_weight_and_off_is_stock(tmp_path):
     quiet, loud = run(tmp_path / "quiet", prepare=None), run(tmp_path / "loud")
     assert same(weights_of(quiet.model), weights_of(loud.model))

@@ -58,7 +58,10 @@ NO_EVALUATION = Check(
     "lower eval_steps, and eval_delay where it is set",
 )
 NO_LOG = Check(
-    "nothing-logged", "warning", "logging_steps is beyond the last step: no loss is shown", "lower logging_steps"
+    "nothing-logged",
+    "warning",
+    "logging_steps is beyond the last step: one loss is shown, at the end",
+    "lower logging_steps",
 )
 FEW_EVALUATIONS = Check(
     "target-needs-evaluations",

@@ -17,7 +17,8 @@ LOG_FILE = "log_history.json"
 
 
 class LogHistoryCallback(TrainerCallback):
-    """Appends each logged row with its step while ``train`` runs; only in the process that leads.
+    """Appends each logged row with its step while ``train`` runs; only in the process that leads. The last step has a
+    row as well, whatever ``logging_steps`` is.
 
     A resumed run drops the rows after its checkpoint and writes them again.
     """
@@ -28,6 +29,10 @@ class LogHistoryCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             self.history = opened(args.output_dir, LOG_FILE, state.global_step, begins=state.global_step == 0)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True  # the steps since the last row would be in none
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.history is not None and state.log_history:
