@@ -83,6 +83,13 @@ def test_a_setting_and_its_consequence(name, value, consequence):
     assert change.line.startswith(f"{name} was {value}, now {NOW['configuration'][name]}: ")
 
 
+def test_an_optimizer_that_reads_the_state_of_another_goes_on_as_that_one():
+    (change,) = changes(before(optim="adamw_torch_fused"), before(optim="adamw_torch"))
+    assert change.is_carried and not change.is_refused and "no effect" in change.line
+    (change,) = changes(before(optim="adamw_torch_fused"), before(optim="sgd"))
+    assert change.is_refused and not change.is_carried
+
+
 def test_with_a_data_seed_another_seed_leaves_the_rows_as_they_are():
     (change,) = changes(before(seed=1, data_seed=5), before(seed=2, data_seed=5))
     assert "rows come as before, by data_seed" in change.consequence

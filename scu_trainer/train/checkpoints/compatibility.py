@@ -45,6 +45,8 @@ OTHER_SHAPE = frozenset(
     "quantized_branches report_head num_classes image_channels".split()
 )
 CARRIED = frozenset("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split())
+SAME_STATE = ("adamw_torch", "adamw_torch_fused")
+"""Kinds of ``optim`` that read each other's state, in which is said whether one kernel computes the step."""
 SCHEDULE = frozenset("max_steps num_train_epochs warmup_steps lr_scheduler_type lr_scheduler_kwargs".split())
 ORDER = frozenset(
     "seed data_seed per_device_train_batch_size gradient_accumulation_steps train_sampling_strategy "
@@ -74,7 +76,8 @@ class Change:
     @property
     def is_carried(self) -> bool:
         """The value of before goes on, whatever the settings say."""
-        return self.name in CARRIED
+        is_same_state = self.name == "optim" and self.before in SAME_STATE and self.now in SAME_STATE
+        return is_same_state or self.name in CARRIED
 
     @property
     def line(self) -> str:
@@ -166,10 +169,11 @@ def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool
 
 
 def _setting(name: str, before: Any, now: Any, has_data_seed: bool, has_plan: bool) -> Change:
+    carried = "no effect, the optimizer and schedule state in the checkpoint have the previous value"
+    if (change := Change(name, before, now, carried)).is_carried:
+        return change
     if name in OTHER_SHAPE:
-        return Change(name, before, now, "weights and optimizer state would not fit", is_refused=True)
-    if name in CARRIED:
-        text = "no effect, the optimizer and schedule state in the checkpoint have the previous value"
+        text = "weights and optimizer state would not fit"
     elif name in SCHEDULE:
         text = "the learning rate follows the new schedule from this step on, which may be a jump"
     elif name == "seed" and has_data_seed:
@@ -184,7 +188,7 @@ def _setting(name: str, before: Any, now: Any, has_data_seed: bool, has_plan: bo
         text = "the data may not be those of the previous run"
     else:
         text = "acts from here on"
-    return Change(name, before, now, text)
+    return Change(name, before, now, text, is_refused=name in OTHER_SHAPE)
 
 
 def _of_key(
