@@ -282,6 +282,16 @@ def test_pairs_are_never_cut_apart_in_an_evaluation(tmp_path, name):
         trainer.evaluate()
 
 
+def test_pairs_of_several_ranks_are_not_cut_apart_in_an_evaluation(tmp_path, monkeypatch):
+    """No rank can ask its loss alone: the others would have to exchange figures with it."""
+    trainer = made("DPO", tmp_path, eval_dataset=Dataset.from_dict(ROWS["DPO"]), memory=MemorySettings())
+    inputs = next(iter(trainer.get_eval_dataloader()))
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    fails(trainer.model.model, 2)
+    with pytest.raises(OutOfMemory, match="16 rows, which cannot be cut .the code of its loss exchanges with the other"):
+        trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
+
+
 # -- regularization, safety --------------------------------------------------------------------------------------------
 
 

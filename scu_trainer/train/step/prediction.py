@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import nested_concat
 from scu_trainer.data.random_states import put_back
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss.analysis import analyze
+from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.measuring import training_loss
 from scu_trainer.train.loss.rows.model_loss import counting_owner, defined_between
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -160,10 +161,13 @@ class Prediction:
         return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
 
     def _obstacle(self, batch: Batch, count: Any) -> Optional[str]:
-        """Why parts of ``batch`` would give other figures: to the loss a sample is several rows, such as a pair."""
+        """Why parts of ``batch`` would give other figures: to the loss a sample is several rows, such as a pair, or
+        each part would be an exchange with the other ranks, as would be to ask."""
         trainer = self.trainer
-        if counting_owner(trainer) is None or trainer.accelerator.num_processes > 1:
+        if counting_owner(trainer) is None:
             return None
+        if trainer.accelerator.num_processes > 1:
+            return exchange_in(trainer)
         has_labels = all(batch.inputs.get(name) is not None for name in trainer.label_names)
         if not has_labels and defined_between(trainer, "prediction_step") is None:  # no loss is computed
             return None
