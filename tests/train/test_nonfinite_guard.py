@@ -26,7 +26,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.evaluation.classification import class_metrics
 from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
-from scu_trainer.train.loops.guard.first_nonfinite import weights_are_finite
+from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, weights_are_finite
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
 
 BAD_STEP = 3
@@ -182,6 +182,14 @@ def test_what_own_code_keeps_is_not_spoilt_by_a_bad_step(tmp_path, memory):
     assert torch.isfinite(found.queue).all() and found.queue.all(), "a row of the queue came from no healthy step"
     assert math.isfinite(found.mean) and len(found.records["loss"]) == 5
     assert found.steps_seen == 6, "a counter goes on, as the number of the step does"
+
+
+def test_a_container_may_hold_itself():
+    records = {"loss": [1.0]}
+    records["all"] = records
+    assert not has_nonfinite(records)
+    records["loss"].append(torch.tensor(math.nan))
+    assert has_nonfinite(records)
 
 
 def test_statistics_of_a_bad_step_are_put_back(tmp_path):

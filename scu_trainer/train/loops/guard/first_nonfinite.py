@@ -111,10 +111,17 @@ def weights_are_finite(model: nn.Module) -> bool:
 
 
 def has_nonfinite(value: Any) -> bool:
-    """Whether a number in ``value``, a tensor, a float or a container of them, is not finite."""
-    if isinstance(value, (Mapping, list, tuple, deque)):
-        return any(map(has_nonfinite, value.values() if isinstance(value, Mapping) else value))
-    return not math.isfinite(value) if isinstance(value, float) else any(True for _ in _nonfinite(value))
+    """Whether a number in ``value``, a tensor, a float or a container of them, is not finite. A container may hold
+    itself."""
+    waiting, seen = [value], set()
+    while waiting:
+        one = waiting.pop()
+        if not math.isfinite(one) if isinstance(one, float) else torch.is_tensor(one) and [*_nonfinite(one)]:
+            return True
+        if isinstance(one, (Mapping, list, tuple, deque)) and id(one) not in seen:
+            seen.add(id(one))
+            waiting += one.values() if isinstance(one, Mapping) else one
+    return False
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
