@@ -16,6 +16,7 @@ from scu_trainer.train.loss.analysis.frozen_weights import WrittenWeights, froze
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
 from scu_trainer.train.step.recovery.snapshot import (
     OF_DATA,
+    OF_TORCH,
     PLAIN,
     contents,
     generators,
@@ -26,9 +27,6 @@ from scu_trainer.train.step.recovery.snapshot import (
 )
 
 aten = torch.ops.aten
-
-OF_TORCH = frozenset(vars(nn.Module()))
-"""What torch itself keeps of a module: its mode, weights, buffers, hooks."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Those that a forward may leave. transformers notes in an attribute that it has hooked itself onto the layers, and

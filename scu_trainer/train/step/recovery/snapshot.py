@@ -35,6 +35,9 @@ MOST_ENTRIES = 10_000
 OF_DATA = frozenset({"train_dataset", "eval_dataset", "data_collator", "callback_handler"})
 """Attributes of a trainer that no loss writes to."""
 
+OF_TORCH = frozenset(vars(nn.Module()))
+"""What torch itself keeps of a module: its mode, weights, buffers, hooks."""
+
 MOST_BYTES = 64 * 2**20
 """Of a tensor that is no buffer and is put back where it is written to."""
 
@@ -256,7 +259,7 @@ def _plain_attributes(one: Any, most: int, seen: set[int]) -> dict[str, tuple[An
     return {
         name: (value, None if isinstance(value, PLAIN) else contents(value, of_array, seen))
         for name, value in vars(one).items()
-        if name != "training" and name not in OF_DATA and (is_plain(value, most) or is_state(value))
+        if name not in OF_TORCH and name not in OF_DATA and (is_plain(value, most) or is_state(value))
     }
 
 
