@@ -225,4 +225,5 @@ def _json_object(path: Path) -> Iterator[Record]:
             f"{path} is one object that {found}; its rows must be one list of objects, or one object per line (.jsonl)"
         )
     for number, row in enumerate(value[lists[0]], start=1):
-        yield _object_record(f"{shown_name(path)} row {number} of {lists[0]!r}", row, content)
+        # What is looked through is the row, not the file: that would be all of it once per row.
+        yield _object_record(f"{shown_name(path)} row {number} of {lists[0]!r}", row, json.dumps(row).encode())

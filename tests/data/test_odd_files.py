@@ -11,6 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
+from scu_trainer.data import json_files
 from scu_trainer.data.json_files import READ_CHARACTERS
 from scu_trainer.data.readers import SUFFIXES, kind_of, read_file
 from scu_trainer.data.sources import files_and_links
@@ -239,6 +240,17 @@ def test_the_list_in_an_object_of_one_line_is_read_as_in_one_of_several(tmp_path
     """``json.dump`` breaks no lines unasked. What may be a row stays one."""
     (tmp_path / "a.json").write_text(json.dumps(value))
     assert [record.value for record in read_file(tmp_path / "a.json", "text")] == (rows or [value])
+
+
+def test_of_rows_in_an_object_each_is_looked_through_alone(tmp_path, monkeypatch):
+    """Not the whole file once per row, which takes minutes from some thousand rows on."""
+    looked, checked = [], json_files._object_record
+    monkeypatch.setattr(json_files, "_object_record", lambda *row: looked.append(len(row[2])) or checked(*row))
+    rows = [{"text": f"a b c d {n}"} for n in range(50)] + [{"text": "a\ud800b"}]
+    (tmp_path / "a.json").write_text(json.dumps({"data": rows}, indent=1))
+    *whole, half = read_file(tmp_path / "a.json", "text")
+    assert [record.value for record in whole] == rows[:50] and "half of a character" in half.problem
+    assert sum(looked) < (tmp_path / "a.json").stat().st_size
 
 
 def test_a_comma_behind_a_row_is_named(tmp_path):
