@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -145,7 +146,7 @@ def _is_disk_full(seen: Evidence) -> bool:
 @dataclass(frozen=True)
 class Report:
     """All that is reported of one run. ``ahead``: runs before it in the line of its device; None where it does not
-    wait. ``resident_bytes``: main memory of its processes now, those of a launcher and of loaders too."""
+    wait."""
 
     run: Run
     state: RunState
@@ -153,7 +154,15 @@ class Report:
     record: Optional[RunRecord] = None
     pid: Optional[int] = None
     ahead: Optional[int] = None
-    resident_bytes: Optional[int] = None
+
+    @functools.cached_property
+    def resident_bytes(self) -> Optional[int]:
+        """Main memory of its processes now, those of a launcher and of loaders too. Only where somebody asks: the
+        kernel walks through all of it, and most who read a report want to know whether the run is alive."""
+        try:
+            return None if self.pid is None else held_bytes(psutil.Process(self.pid))
+        except psutil.Error:  # it has ended since
+            return None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-like."""
@@ -202,7 +211,7 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
         )
     )
     pid = pid if state.is_alive else None
-    return Report(run, state, found, record, pid, _ahead(state, record, machine), _resident_bytes(pid))
+    return Report(run, state, found, record, pid, _ahead(state, record, machine))
 
 
 def _process(run: Run, record: Optional[RunRecord], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
@@ -225,13 +234,6 @@ def _of_a_terminal(status: Mapping[str, Any], machine: Machine) -> tuple[Optiona
     if psutil.Process(pid).create_time() > updated_s + 1:
         return pid, "other program"
     return pid, "suspended" if seen.state == "suspended" else "alive"
-
-
-def _resident_bytes(pid: Optional[int]) -> Optional[int]:
-    try:
-        return None if pid is None else held_bytes(psutil.Process(pid))
-    except psutil.Error:  # it has ended since
-        return None
 
 
 def _ahead(state: RunState, record: Optional[RunRecord], machine: Machine) -> Optional[int]:

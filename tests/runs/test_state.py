@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from scu_trainer.run_files import History, RunStatus, write_json
-from scu_trainer.runs import words
+from scu_trainer.runs import state, words
 from scu_trainer.runs.process import Identity, Machine, ProcessInfo
 from scu_trainer.runs.progress import last_error, last_lines, last_row, last_warning, newest_checkpoint
 from scu_trainer.runs.state import Evidence, RunState, judge, report
@@ -287,3 +287,13 @@ def test_the_memory_of_a_run_is_that_of_all_its_processes(tmp_path):
         child.stdout.readline()
         assert report(Run(tmp_path), HERE).resident_bytes - alone > 2**26
         child.communicate(b"\n")
+
+
+def test_memory_is_looked_at_only_where_somebody_asks(tmp_path, monkeypatch):
+    """It takes 20 ms per GB, and ``runs logs -f`` asks four times a second whether the run is alive."""
+    asked = []
+    monkeypatch.setattr(state, "held_bytes", lambda process: asked.append(process.pid) or 3)
+    RunStatus(tmp_path / "run.json").update(status="running", pid=os.getpid())
+    found = report(Run(tmp_path), HERE)
+    assert found.state.is_alive and asked == []
+    assert (found.resident_bytes, found.as_dict()["resident_bytes"]) == (3, 3) and asked == [os.getpid()]
