@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
@@ -87,11 +88,12 @@ def _not_alike(runs: Sequence[RunFiles]) -> list[Text]:
     scored = [run for run in runs if "held_out_tokens" in run.metrics]
     if len({scored_on(run.metrics) for run in scored}) < 2:
         return []
+    first, *others = (str(run.folder) for run in scored)
+    command = shlex.join(["scu-trainer", "eval", first, "--against", *others, "--eval_dataset", "FILE"])
     return [
         Text(
-            "These runs were not scored on the same held-out data, so their scores cannot be compared. With data that "
-            f"none of them has learned: scu-trainer eval {scored[0].folder} --against "
-            f"{' '.join(str(run.folder) for run in scored[1:])} --eval_dataset FILE"
+            "These runs were not scored on the same held-out data (or not on the same tokens of them), so their scores "
+            f"cannot be compared. With data that none of them has learned: {command}"
         )
     ]
 

@@ -214,7 +214,10 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     limits = _limits(found)
     far = " and ".join(f"{limit / GIB:.1f} GiB" for limit in limits if not _is_near(limit, used))
     levels = [Level(limit / GIB, f"limit {limit / GIB:.1f} GiB") for limit in limits if _is_near(limit, used)]
-    is_shared = all((run.config.get("hardware") or {}).get("device") == "cpu" for run in found)
+    is_shared = all(
+        (run.config.get("hardware") or {}).get("device") == "cpu" and run.settings.get("memory_limit_gb") is None
+        for run in found  # that limit is on the process alone, and what is in use is, too
+    )
     title = "Memory in use" + (", all programs" if is_shared else "") + (f" (limit {far}, far above)" if far else "")
     count = sum(len(ooms(run.memory)) for run in found)
     crosses = f"crosses: out of memory, {count} in all" if count else "never out of memory"

@@ -140,6 +140,8 @@ def test_a_limit_far_above_is_told_in_the_title(made, tmp_path):
     panel = plots(run)["memory"].panels[0]
     assert panel.levels == []
     assert panel.title == "Memory in use, all programs (limit 100.0 GiB, far above)", "on a CPU, unlike peak memory"
+    limited = make_run(tmp_path / "limited", memory_limit_gb=1.0)
+    assert plots(limited)["memory"].panels[0].title == "Memory in use", "that limit is on the process alone"
     panel = plots(made / "one", run)["memory"].panels[0]
     assert [level.label for level in panel.levels] == ["limit 4.0 GiB"] and "limit 100.0 GiB, far" in panel.title
 
@@ -306,7 +308,7 @@ def test_figures_and_warnings_of_a_run(made):
 
 def test_scores_on_different_documents_are_not_left_to_be_compared(made, tmp_path):
     runs = []
-    for name, documents in (("few", 2), ("more", 6), ("again", 6)):
+    for name, documents in (("a few", 2), ("more", 6), ("again", 6)):
         folder = make_run(tmp_path / name)
         metrics = json.loads((folder / "scu_metrics.json").read_text())
         metrics |= {"held_out_documents": documents, "held_out_tokens": 10 * documents}
@@ -323,7 +325,7 @@ def test_scores_on_different_documents_are_not_left_to_be_compared(made, tmp_pat
         return [block.text for block in key_figures_of.blocks if block.kind == "text"]
 
     assert said(few) == said(more, again) == said(read_run(made / "one", "one"), few) == []
-    assert f"scu-trainer eval {few.folder} --against {more.folder} --eval_dataset FILE" in said(few, more)[0]
+    assert f"scu-trainer eval '{few.folder}' --against {more.folder} --eval_dataset FILE" in said(few, more)[0]
 
 
 def test_figures_of_a_run_without_a_finite_loss(tmp_path):
