@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -118,8 +118,9 @@ def _has_half_character(value) -> bool:
     return False
 
 
-def read_json_file(path: Path) -> Iterator[Record]:
-    """A .json file: one list of objects, an object that holds such a list, or one object per line."""
+def read_json_file(path: Path, columns: Collection[str] = ()) -> Iterator[Record]:
+    """A .json file: one list of objects, an object that holds such a list, or one object per line. An object with one
+    of the ``columns`` that are asked for is a row, whatever lists it holds: a folder may have a document per file."""
     with opened(path) as file:
         start = file.read(4096)
         if _is_utf_16(start):  # json.loads would take a list in one line for a row
@@ -128,22 +129,23 @@ def read_json_file(path: Path) -> Iterator[Record]:
         is_line = _is_whole_object(start.partition(b"\n")[0])
     if start.startswith(b"["):
         return _json_list(path)
-    return _lines_or_object(path) if is_line or not start.startswith(b"{") else _json_object(path)
+    is_lines = is_line or not start.startswith(b"{")
+    return _lines_or_object(path, columns) if is_lines else _json_object(path, columns)
 
 
-def _lines_or_object(path: Path) -> Iterator[Record]:
+def _lines_or_object(path: Path, columns: Collection[str]) -> Iterator[Record]:
     """A file of one line is a row, or an object that holds the list of rows, as ``json.dump`` writes it."""
     records = read_json_lines(path)
     first = list(islice(records, 2))
-    if len(first) == 1 and first[0].value is not None and _holds_rows(first[0].value):
+    if len(first) == 1 and first[0].value is not None and _holds_rows(first[0].value, columns):
         return _json_object(path)
     return chain(first, records)
 
 
-def _holds_rows(value: dict) -> bool:
+def _holds_rows(value: dict, columns: Collection[str]) -> bool:
     """Whether an object is no row, but has one list of objects that are no messages either."""
     rows = [held[0] for held in value.values() if isinstance(held, list) and held and isinstance(held[0], dict)]
-    return len(rows) == 1 and not {"role", "from"} & {*rows[0]} and not {*KNOWN_COLUMNS} & {*value}
+    return len(rows) == 1 and not {"role", "from"} & {*rows[0]} and not {*KNOWN_COLUMNS, *columns} & {*value}
 
 
 def _is_whole_object(line: bytes) -> bool:
@@ -210,14 +212,17 @@ def _require_end(rest: str, text: TextIO) -> None:
     raise ValueError(f"more follows behind the end of the list: {rest.strip()[:40]!r}")
 
 
-def _json_object(path: Path) -> Iterator[Record]:
-    """One object over several lines: its one list of objects holds the rows."""
+def _json_object(path: Path, columns: Collection[str] = ()) -> Iterator[Record]:
+    """One object over several lines: its one list of objects holds the rows, unless it is a row."""
     with opened(path) as file:
         content = file.read()
     try:
         value = json.loads(content, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not readable as JSON: {error}; a .json file is a list of objects") from None
+    if {*columns} & {*value}:
+        yield _object_record(shown_name(path), value, content)
+        return
     lists = [name for name, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)]
     if len(lists) != 1:
         found = f"has the lists {', '.join(lists)}" if lists else f"has no list, but {', '.join(list(value)[:20])}"

@@ -47,13 +47,16 @@ def require_kind(path: Path) -> str:
         return kind
 
 
-def read_file(path: Path, text_column: str) -> Iterator[Record]:
+def read_file(path: Path, text_column: str, *columns: str) -> Iterator[Record]:
     """Records of one file, by its suffix. A .txt file is one record with the column ``text_column``.
+    ``columns``: others that are asked for.
 
     Raises DataError for a file that cannot be read, or is of none of the kinds."""
     kind = require_kind(path)
     if kind == ".txt":
         yield Record(shown_name(path), {text_column: "".join(_text_lines(path))})
+    elif kind == ".json":
+        yield from read_json_file(path, (text_column, *columns))
     else:
         yield from READERS[kind](path)
 

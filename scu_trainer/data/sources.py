@@ -239,17 +239,17 @@ def _from_files(name: str, files: list[Path], settings: DataSettings, will_split
     identity = ["files", [_file_identity(path) for path in files]]
     if len(files) == 1 and kind_of(files[0]) == ".txt":
         return _from_text_file(name, files[0], identity, settings.text_column, will_split)
-    read = partial(_read_files, files, settings.text_column)
+    read = partial(_read_files, files, named_columns(settings))
     return Source(name, identity, read)
 
 
-def _read_files(files: list[Path], text_column: str) -> Iterator[Record]:
-    """Places in files that share a name differ by their folders."""
+def _read_files(files: list[Path], columns: tuple[str, ...]) -> Iterator[Record]:
+    """``columns``: first that of the text. Places in files that share a name differ by their folders."""
     often, top = Counter(path.name for path in files), os.path.commonpath([path.parent for path in files])
     for path in files:
         folder = os.path.relpath(path.parent, top) if often[path.name] > 1 else os.curdir
         beside = "" if folder == os.curdir else f"{os.fsencode(folder).decode(errors='replace')}/"
-        for record in read_file(path, text_column):
+        for record in read_file(path, *columns):
             yield record._replace(place=f"{beside}{record.place}") if beside else record
 
 

@@ -242,6 +242,16 @@ def test_the_list_in_an_object_of_one_line_is_read_as_in_one_of_several(tmp_path
     assert [record.value for record in read_file(tmp_path / "a.json", "text")] == (rows or [value])
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("asked", [{"text_column": "body"}, {"prompt_column": "head", "response_column": "body"}])
+def test_an_object_with_a_column_that_is_asked_for_is_a_row_itself(tmp_path, prepared, indent, asked):
+    """A folder may have a document per file, and a document comments."""
+    for number in range(6):
+        row = {"head": "what?", "body": f"a b c d {number}", "comments": [{"head": "no", "body": "document"}]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(row, indent=indent))
+    assert prepared(tmp_path, **asked).statistics.columns_not_used["comments"] == 6
+
+
 def test_of_rows_in_an_object_each_is_looked_through_alone(tmp_path, monkeypatch):
     """Not the whole file once per row, which takes minutes from some thousand rows on."""
     looked, checked = [], json_files._object_record

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from scu_trainer.data import formats
 from scu_trainer.data.readers import kind_of, read_file
-from scu_trainer.data.sources import files_and_links
+from scu_trainer.data.sources import files_and_links, named_columns
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.figures import counted
 from scu_trainer.settings import DataSettings
@@ -97,7 +97,7 @@ def _of_one(data: DataSettings) -> Iterator[Finding]:
     file = _first_file(Path(data.dataset).expanduser())
     if file is None:
         return
-    records = islice(read_file(file, data.text_column), ROWS_LOOKED_AT)
+    records = islice(read_file(file, *named_columns(data)), ROWS_LOOKED_AT)
     rows = [record.value for record in records if not record.problem]
     if rows:
         yield from _pairs(rows)
