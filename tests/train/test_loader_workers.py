@@ -108,6 +108,20 @@ def test_a_batch_that_a_worker_cannot_send_is_an_error_and_not_awaited_forever(e
     assert is_out_of_memory_in_loader(caught.value) == is_memory
 
 
+def test_an_error_of_a_class_that_cannot_be_sent_is_told_in_words():
+    class Odd(Exception):
+        pass
+
+    def collate(rows):
+        raise Odd("an odd row")
+
+    loader = shield(DataLoader(range(4), num_workers=1, collate_fn=collate, multiprocessing_context="fork", timeout=20))
+    batches = iter(loader)
+    with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*Odd: an odd row"):
+        next(batches)
+    batches._shutdown_workers()
+
+
 def test_without_workers_nothing_is_changed():
     loader = DataLoader(Rows(), num_workers=0)
     assert shield(loader).worker_init_fn is None

@@ -53,14 +53,15 @@ class LeaveSignals:
 
 
 def _send_error(queue: Queue, worker_id: int, print_error: Callable[..., None], error: Exception, item: Any) -> None:
-    """In a worker, in the thread that sends ``item``, the number of a batch and the batch."""
-    if isinstance(item, tuple) and len(item) == 2 and not isinstance(item[1], ExceptionWrapper):
-        described = ExceptionWrapper(
-            (type(error), error, error.__traceback__), f"in DataLoader worker process {worker_id}"
-        )
-        queue.put((item[0], described))
-    else:
-        print_error(error, item)
+    """In a worker, in the thread that sends ``item``, the number of a batch and the batch, or what making it raised: an
+    error of a class that cannot be pickled goes as a RuntimeError with its text."""
+    number, content = item if isinstance(item, tuple) and len(item) == 2 else (None, None)
+    if isinstance(content, ExceptionWrapper) and content.exc_type is not RuntimeError:
+        error = RuntimeError(content.exc_msg)
+    elif number is None or isinstance(content, ExceptionWrapper):
+        return print_error(error, item)
+    where = f"in DataLoader worker process {worker_id}"
+    queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), where)))
 
 
 def shield(loader: Any) -> Any:
