@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+AS_IT_IS = "use it as it is: chat, generate, eval and serve take it, and peft's AutoPeftModelForCausalLM"
+
 MERGE_TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "8-bit": 0.1}
 """Largest difference of logits between adapter and merged model, relative to the largest logit, by the coarsest
 arithmetic in either. Measured 1e-6, 0.002, 0.016 and 0.04; deeper models add up more. "8-bit": bitsandbytes rounds the
@@ -65,11 +67,10 @@ def _only_adapter(model: PeftModel) -> str:
     if len(active) != 1:
         raise ModelError(f"merging takes one adapter, and {len(active)} are active: {', '.join(active)}; activate one")
     config = model.peft_config[active[0]]
-    if config.is_prompt_learning:
+    if config.is_prompt_learning or not hasattr(model.base_model, "merge_and_unload"):
         raise ModelError(
             f"an adapter of {config.peft_type.value} puts learned states before the input and changes no weight, so it "
-            "cannot be merged or exported; use it as it is: chat, generate, eval and serve take it, and peft's "
-            "AutoPeftModelForCausalLM"
+            f"cannot be merged or exported; {AS_IT_IS}"
         )
     return active[0]
 
@@ -90,16 +91,38 @@ def _merged(full: PreTrainedModel, config, adapter: dict[str, torch.Tensor]) -> 
         # Packed layers all lie one way round; peft finds out that some full ones do not, and corrects it.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         config = copy.deepcopy(config)
-        if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = True  # what it takes out of a base is taken out of this one already
+        # What it takes out of a base, and which layers it repeats, was done to this one already.
+        for name, done in (("init_lora_weights", True), ("layer_replication", None)):
+            if hasattr(config, name):
+                setattr(config, name, done)
         wrapped = PeftModel(full, config)
     report = set_peft_model_state_dict(wrapped, adapter)
     if report.unexpected_keys:
         raise ModelError(f"the adapter does not fit its base: {report.unexpected_keys[0]} is not in it")
+    _untie(full)
     try:
         return wrapped.merge_and_unload(safe_merge=True)
     except ValueError as error:  # NaN or infinite
         raise ModelError(f"the adapter cannot be merged: {error}; use an earlier checkpoint") from error
+    except RuntimeError as error:
+        if "merg" not in str(error):  # what peft says of a kind that no weight of the base can hold has this word
+            raise
+        raise ModelError(f"the adapter cannot be merged or exported: {str(error).rstrip('.')}; {AS_IT_IS}") from error
+
+
+def _untie(full: PreTrainedModel) -> None:
+    """Where an adapter is on the embedding or on the head: merged, it would change both where they share a weight."""
+    import torch
+    from peft.tuners.trainable_tokens import TrainableTokensLayer  # peft changes the rows of both
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    ends = full.get_input_embeddings(), full.get_output_embeddings()
+    changes_one = any(isinstance(one, BaseTunerLayer) and not isinstance(one, TrainableTokensLayer) for one in ends)
+    embedding, head = (one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in ends)
+    if changes_one and head is not None and head.weight is embedding.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for config in (full.config, full.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _from_state(like: PreTrainedModel, state: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:

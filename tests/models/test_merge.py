@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -119,6 +119,31 @@ def test_other_kinds_of_adapters(tmp_path, adapter):
     assert check_merge(model, merge_adapter(model, torch.float32), IDS) <= 1e-5
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings=True`", "ignore:Model with `tie_word_embeddings=True`"
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "layer_replication": [(0, 2), (0, 2)]},
+    ],
+    ids=str,
+)
+def test_what_shared_a_weight_has_its_own_once_merged(tmp_path, changes):
+    """The head of the embedding, and repeated layers of the layers that they repeat."""
+    model = get_peft_model(tiny.llama(tie_word_embeddings=True), LoraConfig(r=4, **changes))
+    torch.manual_seed(1)
+    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
+        nn.init.normal_(weight, std=0.1)
+    merged = merge_adapter(model, torch.bfloat16).float()
+    assert check_merge(model, merge_adapter(model, torch.float32), IDS) <= 1e-5
+    merged.save_pretrained(tmp_path)
+    assert check_merge(merged, AutoModelForCausalLM.from_pretrained(tmp_path), IDS) == 0.0
+
+
 # -- what is left behind -----------------------------------------------------------------------------------------------
 
 
@@ -208,9 +233,28 @@ def test_an_adapter_of_another_base(tmp_path):
         _merged(FAMILIES["llama"](), model.peft_config["default"], other)
 
 
-def test_learned_prompts_are_no_change_of_weights():
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(ModelError, match=r"an adapter of PROMPT_TUNING puts learned states.*use it as it is"):
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but", "ignore:.* LoRA tensor")
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+            "an adapter of PROMPT_TUNING puts learned states",
+        ),
+        (
+            AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1),
+            "an adapter of ADAPTION_PROMPT puts learned states",
+        ),
+        (
+            LoraConfig(task_type="CAUSAL_LM", lora_bias=True),
+            "Impossible to merge LoRA with `lora_bias=True` because the base layer has no",
+        ),
+        (LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[3]), "aLoRA does not support safe merging"),
+    ],
+    ids=["prompt", "adaption prompt", "lora_bias", "alora"],
+)
+def test_what_is_no_change_of_weights(config, message):
+    with pytest.raises(ModelError, match=f"{message}.*use it as it is: chat"):
         merge_adapter(get_peft_model(FAMILIES["llama"](), config), torch.float32)
 
 
