@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
+from peft.tuners.lora import KasaConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, Trainer
 
 from scu_trainer import SCUTrainer
 from scu_trainer.cli import main as cli
@@ -141,6 +142,33 @@ def test_lambda_shrinks_the_distance(name):
         prior.decay(0.1, seed=step)
     assert float(prior.squared_distance()) < 0.01 * before
     assert prior.measured_gain() > 0
+
+
+def _mixtral():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=tiny.VOCAB, num_key_value_heads=2, num_local_experts=4, **sizes))
+
+
+OTHER_KINDS = {
+    "AdaLoRA": (tiny.llama, AdaLoraConfig(init_r=4, target_r=2, total_step=8, target_modules=TARGETS)),
+    "KasaLinearVariant": (tiny.llama, LoraConfig(kasa_config=KasaConfig(), target_modules=TARGETS)),
+    "LoRA of which A or B is frozen": (tiny.llama, LoraConfig(init_lora_weights="mica", r=4, target_modules=TARGETS)),
+    "target_parameters of 4 experts": (_mixtral, LoraConfig(r=2, target_parameters=["experts.down_proj"])),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_another_update_of_a_and_b_is_not_taken_for_their_product(kind, tmp_path):
+    make, config = OTHER_KINDS[kind]
+    model = get_peft_model(make(), config)
+    with pytest.raises(ControlError, match=f"not for {kind}; set scu_measure: factors"):
+        Prior(model)
+    prior, starts = Prior(model, measure="factors"), tiny.weights_of(model)
+    _move(model)
+    moved = sum(float((weight - starts[name]).square().sum()) for name, weight in tiny.weights_of(model).items())
+    assert float(prior.squared_distance()) == pytest.approx(moved, rel=1e-4)
+    trainer = SCUTrainer(model, tiny.arguments(tmp_path), regularization=RegularizationSettings())
+    assert kind in trainer.loop("regularization").notices[0]  # where nothing is steered, it is said
 
 
 def test_dora_has_no_prior_at_zero():

@@ -16,6 +16,9 @@ from scu_trainer.errors import ControlError
 
 Values = Sequence[torch.Tensor]
 
+VARIANTS_OF_ONE_UPDATE = ("ALoraLinearVariant", "VeloraLinearVariant")
+"""Of peft: they change for which tokens, or how, scale * B A is computed."""
+
 
 class DoraUpdate:
     """Parameters in the order of ``indices``: A (r, inputs), B (outputs, r), m (outputs,)."""
@@ -73,10 +76,18 @@ class VeraUpdate:
 
 def low_rank_pairs(model: nn.Module, position: Mapping[int, int]) -> Iterator[tuple[int, int, float]]:
     """(index of A, index of B, scale) of every trainable LoRA pair, for linear, convolutional and embedding layers; of
-    DoRA's in ``other_updates``."""
+    DoRA's in ``other_updates``. Raises ControlError for kinds of LoRA whose update is another one."""
     for module, adapter, scale, a, b in _lora(model):
-        if id(a) in position and id(b) in position and _magnitude(module, adapter) is None:
-            yield position[id(a)], position[id(b)], scale
+        trained = [weight for weight in (a, b) if id(weight) in position]
+        if not trained or _magnitude(module, adapter) is not None:
+            continue
+        other = "LoRA of which A or B is frozen" if len(trained) == 1 else _other_kind(module, adapter)
+        if other is not None:
+            raise ControlError(
+                f"the effective update is measured for LoRA, DoRA and VeRA, and not for {other}; set scu_measure: "
+                "factors"
+            )
+        yield position[id(a)], position[id(b)], scale
 
 
 def other_updates(model: nn.Module, position: Mapping[int, int]) -> Iterator[DoraUpdate | VeraUpdate]:
@@ -116,6 +127,16 @@ def _pair(module: nn.Module, adapter: str) -> tuple[Optional[nn.Parameter], Opti
             a, b = a_side[adapter], b_side[adapter]
             return getattr(a, "weight", a), getattr(b, "weight", b)
     return None, None
+
+
+def _other_kind(module: nn.Module, adapter: str) -> Optional[str]:
+    """What peft calls a layer of LoRA's that computes something else from A and B than scale * B A."""
+    variant = getattr(module, "lora_variant", {}).get(adapter)
+    if variant is not None and type(variant).__name__ not in VARIANTS_OF_ONE_UPDATE:
+        return type(variant).__name__
+    if hasattr(module, "lora_E"):
+        return "AdaLoRA"
+    return f"target_parameters of {module.num_experts} experts" if getattr(module, "num_experts", 1) > 1 else None
 
 
 def _magnitude(module: nn.Module, adapter: str) -> Optional[nn.Parameter]:
