@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.lora import KasaConfig
 from safetensors.torch import load_file
@@ -282,6 +282,15 @@ def test_an_adapter_is_gone_on_with_and_said(flags, base, tmp_path, capsys):
     words = [*flags, "--model_name_or_path", str(other), "--adapter_name_or_path", str(first)]
     assert cli.main(["train", *words, "--output_dir", str(tmp_path / "third")]) == 2
     assert f"was trained on {base}, and model_name_or_path is {other}" in capsys.readouterr().err
+
+
+def test_an_adapter_without_a_rank_is_gone_on_with(flags, base, tmp_path, capsys):
+    words = {"task_type": "CAUSAL_LM", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), IA3Config(**words))
+    adapter.save_pretrained(tmp_path / "first")
+    command = ["train", *flags, "--adapter_name_or_path", str(tmp_path / "first"), "--output_dir", str(tmp_path / "on")]
+    assert cli.main(command) == 0
+    assert f"first: IA3, of {base}" in capsys.readouterr().out.replace("\n", "")
 
 
 # -- all weights, by name ----------------------------------------------------------------------------------------------

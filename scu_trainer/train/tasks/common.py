@@ -98,10 +98,9 @@ def _tunable(
     model = prepare_for_tuning(model, settings, adapters)
     if is_adapter(Path(settings.model_name_or_path or "").expanduser()):
         own = model.peft_config[model.active_adapter]
-        base = own.base_model_name_or_path
-        console.print(
-            f"continues training the adapter {settings.model_name_or_path}: rank {own.r}, of {base}", soft_wrap=True
-        )
+        kind = f"rank {own.r}" if own.peft_type in ("LORA", "VERA") else own.peft_type.value  # IA3 has no rank
+        from_where = f"{settings.model_name_or_path}: {kind}, of {own.base_model_name_or_path}"
+        console.print(f"continues training the adapter {from_where}", soft_wrap=True)
     trainable = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
     total = sum(weight_count(p) for p in model.parameters())
     console.print(f"model: {total:,} weights, {trainable:,} trained ({settings.tuning})", soft_wrap=True)
