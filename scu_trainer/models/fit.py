@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Optional
 from scu_trainer.errors import ModelError, SettingsError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -20,12 +21,20 @@ def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row
             f"the tokenizer has {token_count} tokens, the embedding of {name} has {rows} rows; use the "
             f"tokenizer that belongs to the model"
         )
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = positions_of(model)
     if positions is not None and longest_row > positions:
         raise SettingsError(
             f"rows of {longest_row} tokens exceed the {positions} positions of {name}; use --block_size {positions} "
             "or less"
         )
+
+
+def positions_of(model: nn.Module) -> Optional[int]:
+    """Tokens that it can read at once; None where its config has no limit. Learned prompts take positions too."""
+    config = getattr(model.config, "text_config", model.config)
+    positions = getattr(config, "max_position_embeddings", None)
+    prompt = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None) or 0
+    return None if positions is None else positions - prompt
 
 
 def embedding_rows(model: PreTrainedModel) -> Optional[int]:

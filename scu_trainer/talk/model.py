@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import DataError
+from scu_trainer.models.fit import positions_of
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings import ModelSettings
@@ -56,8 +57,7 @@ class Talker:
     @property
     def positions(self) -> Optional[int]:
         """Most tokens of prompt and answer together; None where nothing says."""
-        config = getattr(self.model.config, "text_config", self.model.config)
-        return getattr(config, "max_position_embeddings", None)
+        return positions_of(self.model)
 
     def encoded(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt. Without a template the texts stand one after the other, to be gone on with."""

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as command
@@ -480,6 +482,17 @@ def test_a_model_smaller_than_its_tokenizer(refused, work, tmp_path):
 def test_rows_longer_than_the_positions_of_the_model(refused, work, tmp_path):
     long = write_documents(tmp_path / "long.jsonl", 2, words_each=200)
     assert "exceed the 128 positions" in refused(work.model, "--eval_dataset", long)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_a_learned_prompt_takes_positions(refused, evaluate, work, tmp_path):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(work.model), config).save_pretrained(tmp_path)
+    given = tmp_path, "--eval_dataset", work.documents
+    assert "exceed the 120 positions" in refused(*given, "--max_length", 121)
+    assert evaluate(*given, "--stride", 32)["windows"]["max_length"] == 120
+    long = write_documents(tmp_path / "long.jsonl", 2, words_each=200)
+    assert "exceed the 120 positions" in refused(tmp_path, "--eval_dataset", long)
 
 
 def test_broken_weights(refused, work, tmp_path):

@@ -8,6 +8,7 @@ from scu_trainer.cli.evaluation.options import EvalOptions
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.errors import SettingsError
 from scu_trainer.models.loading.load import config_of
+from scu_trainer.models.loading.names import prompt_of_adapter
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.base import require
 from scu_trainer.settings.tasks import TEXT
@@ -60,5 +61,6 @@ def refuse_windows(options: EvalOptions, task_name: str, typed: dict[str, Any]) 
 
 
 def positions_of(subject: Subject) -> Optional[int]:
-    """Tokens that the model can read at once; None if its config.json has no limit. Reads no weights."""
-    return getattr(config_of(subject.model).get_text_config(), "max_position_embeddings", None)
+    """As of the model (``models/fit.py``), but reads no weights."""
+    positions = getattr(config_of(subject.model).get_text_config(), "max_position_embeddings", None)
+    return None if positions is None else positions - prompt_of_adapter(subject.model.model_name_or_path)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 from scu_trainer.errors import NEAR, ModelError, UserError
 from scu_trainer.models.loading.possible import require_sane_config
@@ -116,10 +116,20 @@ def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> O
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
+def prompt_of_adapter(name: str) -> int:
+    """Positions that an adapter's learned prompt takes; 0 for one without, and for a model."""
+    adapter = Path(located(name))
+    return (_in_config(adapter, "num_virtual_tokens") or 0) if is_adapter(adapter) else 0
+
+
+def _in_config(adapter: Path, name: str) -> Any:
+    with as_model_error(str(adapter), "adapter"):
+        return json.loads(read_regular(adapter / "adapter_config.json")).get(name)
+
+
 def rows_of_adapter(adapter: Path) -> int:
     """Rows that the embedding needs for the tokens which an adapter has trained; 0 for one without."""
-    with as_model_error(str(adapter), "adapter"):
-        found = json.loads(read_regular(adapter / "adapter_config.json")).get("trainable_token_indices") or {}
+    found = _in_config(adapter, "trainable_token_indices") or {}
     rows = found.values() if isinstance(found, dict) else [found]
     return 1 + max((row for some in rows for row in some), default=-1)
 
