@@ -9,16 +9,21 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
+from torch import nn
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError, SettingsError, nearest
 from scu_trainer.settings.base import short
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.loop import Loop, called
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 logger = logging.getLogger("scu_trainer")
 
@@ -108,6 +113,45 @@ def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
                 "loop, and the checkpoints from here on do not hold its state. To keep it, resume from %s with %s",
                 checkpoint, file, kind or name, checkpoint.name, way,
             )  # fmt: skip
+
+
+def tell_of_unsaved(model: nn.Module) -> None:
+    """Of an adapter, peft saves what it has added and what modules_to_save names, whatever else is trained."""
+    if not hasattr(model, "peft_config"):
+        return
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        return
+    config = model.active_peft_config
+    if config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False):
+        logger.warning(
+            "peft saves the prompts that the encoder of %s gives, and not the encoder: the final model is whole, but a "
+            "run that is resumed starts with a new encoder",
+            config.peft_type.value,
+        )
+    elif not config.is_prompt_learning and (unsaved := _unsaved(model)):
+        logger.warning(
+            "%d trained weights are not part of the adapter (%s, ...): peft saves them neither in checkpoints nor with "
+            "the final model. Name their modules in modules_to_save of the adapter's configuration, or freeze them",
+            len(unsaved),
+            unsaved[0],
+        )
+
+
+def _unsaved(model: PeftModel) -> list[str]:
+    from peft import get_peft_model_state_dict
+
+    added = getattr(model.base_model, "prefix", None)
+    outside = {
+        name: p for name, p in model.named_parameters() if p.requires_grad and (added is None or added not in name)
+    }
+    if not outside:
+        return []
+    with warnings.catch_warnings(action="ignore"):  # peft says them at each save
+        states = [get_peft_model_state_dict(model, adapter_name=adapter) for adapter in model.peft_config]
+    saved = {tensor.data_ptr() for state in states for tensor in state.values()}
+    return [name for name, weight in outside.items() if weight.data_ptr() not in saved]
 
 
 def tell_of_no_step(trainer: Any) -> None:

@@ -47,12 +47,14 @@ from scu_trainer.train.loop_checks import (
     row_of,
     tell_of_left_out,
     tell_of_no_step,
+    tell_of_unsaved,
     tell_of_unused,
 )
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
+from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
 from scu_trainer.train.step.recovery.memory import Gauge
@@ -260,6 +262,8 @@ class SCUTrainer(Trainer):
             )
         if not self.is_stock:
             heap.settle()
+            if self.is_world_process_zero() and not is_sharded(self):
+                tell_of_unsaved(self.model)
         for loop in self.loops:
             loop.trainer = self  # as around evaluations; for all of this training
             loop.begin()

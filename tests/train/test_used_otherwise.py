@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import skip_first_batches
+from peft import IA3Config, LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError, SettingsError
@@ -82,6 +83,26 @@ def test_an_argument_without_the_loop_that_reads_it_is_told(tmp_path, caplog, ar
     assert "has no effect" not in caplog.text
     SCUTrainer(llama(), **parts)
     assert f"{name} has no effect without {user}={type(LOOPS[user]).__name__}(...)" in caplog.text
+
+
+PEFT_SAVES = {
+    "beside the adapter": (LoraConfig(), "norm", "5 trained weights are not part of the adapter"),
+    "in modules_to_save": (LoraConfig(modules_to_save=["lm_head"]), "lm_head", ""),
+    "biases": (LoraConfig(bias="all"), "bias", ""),
+    "no rank": (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "ia3", ""),
+    "prompts": (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt", ""),
+    "their encoder": (PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt", "of P_TUNING gives"),
+}
+
+
+@pytest.mark.parametrize("name", PEFT_SAVES)
+def test_trained_weights_that_peft_does_not_save_are_told(tmp_path, caplog, name):
+    config, trained_too, told = PEFT_SAVES[name]
+    model = get_peft_model(llama(), config)
+    for weight_name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad or (trained_too in weight_name and "original" not in weight_name))
+    made(tmp_path, model=model, max_steps=1, safety=SafetySettings()).train()
+    assert ("peft saves" in caplog.text) == bool(told) and told in caplog.text
 
 
 class Named(Examples):
