@@ -50,14 +50,19 @@ class Facts:
     def base(self) -> Optional[str]:
         """What it was tuned from, as the files name it; None where it started from nothing or from the embedded
         base."""
-        if self.settings and not self.settings.get("model_name_or_path"):
+        if self.settings and not self._start:
             return None
-        return self.adapter.get("base_model_name_or_path") or self.settings.get("model_name_or_path")
+        return self.adapter.get("base_model_name_or_path") or self._start
 
     @property
     def is_embedded_base(self) -> bool:
         """A base that every installation makes for itself."""
-        return bool(self.settings) and self.task == TEXT and not self.settings.get("model_name_or_path")
+        return bool(self.settings) and self.task == TEXT and not self._start
+
+    @property
+    def _start(self) -> Optional[str]:
+        """The model that was trained, or the adapter that was continued with."""
+        return self.settings.get("model_name_or_path") or self.settings.get("adapter_name_or_path")
 
     @property
     def base_id(self) -> Optional[str]:

@@ -32,7 +32,7 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("out of memory, recovered", _ooms(run)),
         ("training time", duration(run.metrics.get("train_s") or newest(run.logs, "train_runtime"))),
         ("seed", str(run.config.get("seed", NONE))),
-        ("model", str(run.settings.get("model_name_or_path") or base)),
+        ("model", str(run.settings.get("model_name_or_path") or run.settings.get("adapter_name_or_path") or base)),
         ("data", _data(run)),
     ]
 

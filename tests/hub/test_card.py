@@ -16,6 +16,8 @@ from scu_trainer.hub.card import CARD, base_license, card_of, is_ours, write_car
 from scu_trainer.hub.card_use import loading
 from scu_trainer.hub.facts import facts_of, read_facts
 from scu_trainer.hub.local_paths import is_local, without_local_paths
+from scu_trainer.report.files import read_run
+from scu_trainer.report.words import key_figures
 from scu_trainer.run_files import read_json, write_json
 
 
@@ -105,6 +107,13 @@ def test_a_model_that_started_from_nothing_has_no_base_to_ask(run):
     card = card_of(facts, "me/x")
     assert "the model started from random weights" in card and "Not stated: none was given." in card
     assert "published the base" not in card
+
+
+def test_an_adapter_that_was_continued_with_has_its_own_base(run):
+    facts = changed(run, model_name_or_path=None, adapter_name_or_path="me/adapter")
+    facts = replace(facts, adapter={**facts.adapter, "base_model_name_or_path": "me/base"})
+    assert facts.base_id == "me/base" and not facts.is_embedded_base
+    assert ("model", "me/adapter") in key_figures(read_run(run, "run"))
 
 
 def test_the_dataset_that_was_scored_is_the_one_that_is_named(run):

@@ -142,6 +142,15 @@ def test_an_adapter_of_a_local_base_is_refused_before_anything_is_loaded(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_the_base_of_an_adapter_that_is_continued_with_is_the_one_that_counts(tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+    words = ["--push_to_hub", "true", "--adapter_name_or_path", str(tmp_path), "--output_dir", str(tmp_path / "run")]
+    assert main(words) == 2
+    assert f"push_to_hub would send an adapter of {tmp_path / 'base'}, and" in capsys.readouterr().err
+
+
 def test_the_second_try_of_the_last_push_is_as_private_as_the_first(finished):
     wanted = {"hub_model_id": "model", "hub_revision": "of today", "hub_private_repo": True, "hub_token": WRONG}
     with pytest.raises(HubError) as failed:

@@ -27,7 +27,7 @@ def refuse_useless_push(job: Job) -> None:
     """Raise HubError, before anything is loaded, where ``push_to_hub`` would send an adapter that nobody can load."""
     if not job.training.push_to_hub or job.model.tuning == "full":
         return
-    name = job.model.model_name_or_path
+    name = job.model.model_name_or_path or job.model.adapter_name_or_path
     base = None if name is None else base_of(Path(located(name)))
     if job.task.task == TEXT and base is not None and not is_local(base):
         return
