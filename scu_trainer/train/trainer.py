@@ -30,6 +30,7 @@ from scu_trainer.models.loading.safety import tensors_only
 from scu_trainer.secrets import secret
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.checkpoints.compatibility import tell_of_changes
 from scu_trainer.train.checkpoints.findings import has_optimizer
 from scu_trainer.train.checkpoints.pushing import Pushes
@@ -218,6 +219,8 @@ class SCUTrainer(Trainer):
             )
             if not self.is_stock:
                 check_checkpoint(Path(str(given["resume_from_checkpoint"])), self.args, self.resumes_weights_only)
+                if not self.checkpoints.facts:  # the commands compare their settings
+                    check_adapter(Path(str(given["resume_from_checkpoint"])), self.model)
         self._begin()
         self._is_training, loops = True, self.loops  # also those that are removed on the way end
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from accelerate import skip_first_batches
 from peft import IA3Config, LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import Trainer
 
-from scu_trainer.errors import ControlError, SettingsError
+from scu_trainer.errors import CheckpointError, ControlError, SettingsError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
@@ -34,6 +35,29 @@ def made(folder, kind=SCUTrainer, model=None, rows=None, **changes) -> Trainer:
     loops = {name: changes.pop(name) for name in list(changes) if name in LOOPS}
     args = arguments(folder, **changes)
     return kind(model or llama(), args, train_dataset=rows or UnevenRows(), data_collator=pad, **loops)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, ""),
+        ({"target_modules": r".*\.q_proj"}, "target_modules was ['q_proj'], now"),
+        ({"lora_alpha": 99}, "lora_alpha was 8, now 99. Its weights are continued with"),
+        ({"target_modules": ["o_proj"]}, "target_modules was ['q_proj'], now ['o_proj']. 4 weights would start over"),
+    ],
+    ids=str,
+)
+def test_a_resume_with_another_adapter_is_told_or_refused(tmp_path, caplog, changes, told):
+    def model(**changes):
+        return get_peft_model(llama(), LoraConfig(**{"target_modules": ["q_proj"], **changes}))
+
+    saves = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "safety": SafetySettings()}
+    made(tmp_path, model=model(), **saves).train()
+    refused = pytest.raises(CheckpointError) if "start over" in told else contextlib.nullcontext()
+    with refused as error:
+        made(tmp_path, model=model(**changes), **saves).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    said = f"{caplog.text}{error and error.value}"
+    assert told in said and ("the adapter of" in said) == bool(told)
 
 
 @pytest.mark.parametrize("loops", EACH.values(), ids=EACH)

@@ -1,0 +1,64 @@
+"""Is the adapter of a checkpoint the one that is trained? peft puts its weights into whatever adapter there is, drops
+those that find no place, and leaves the others as they were made."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import nn
+
+from scu_trainer.errors import CheckpointError
+from scu_trainer.settings.base import short
+from scu_trainer.train.checkpoints.selection import content_of
+
+logger = logging.getLogger("scu_trainer")
+
+NOT_COMPARED = frozenset("inference_mode peft_version base_model_name_or_path revision auto_mapping task_type".split())
+"""Of adapter_config.json: what says nothing of the weights."""
+
+
+def check_adapter(checkpoint: Path, model: nn.Module) -> None:
+    """Tell what changed in the configuration of each adapter. Raises CheckpointError where weights would start over."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        folder = checkpoint if name == "default" else checkpoint / name  # as peft saves them
+        saved = content_of(folder / "adapter_config.json")
+        left_out = NOT_COMPARED | ({"rank_pattern"} if config.peft_type == "ADALORA" else set())  # it changes its own
+        now = {key: _plain(value) for key, value in config.to_dict().items() if key in saved.keys() - left_out}
+        changed = [key for key in now if now[key] != _plain(saved[key])]
+        if not changed:
+            continue
+        words = ", ".join(f"{key} was {short(saved[key])}, now {short(now[key])}" for key in changed)
+        fresh = _without_counterpart(folder / "adapter_model.safetensors", model, name)
+        if fresh:
+            raise CheckpointError(
+                f"the adapter of {folder} is another one: {words}. {len(fresh)} weights would start over, such as "
+                f"{fresh[0]}; resume with the configuration of {folder / 'adapter_config.json'}"
+            )
+        logger.warning(
+            "the adapter of %s had another configuration: %s. Its weights are continued with under the new one",
+            folder.name,
+            words,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; sets and lists of names in one order."""
+    value = sorted(value, key=str) if isinstance(value, set | list | tuple) else value
+    return json.loads(json.dumps(value, default=str))
+
+
+def _without_counterpart(file: Path, model: nn.Module, name: str) -> list[str]:
+    """Weights of the model's adapter that are not in ``file``; none where there is no such file."""
+    from peft import get_peft_model_state_dict
+
+    if not file.is_file():
+        return []
+    with safe_open(file, framework="pt") as saved:
+        there = set(saved.keys())
+    return [
+        key for key in get_peft_model_state_dict(model, None, name, save_embedding_layers=False) if key not in there
+    ]
