@@ -22,7 +22,7 @@ NOT_COMPARED = frozenset("inference_mode peft_version base_model_name_or_path re
 
 
 def check_adapter(checkpoint: Path, model: nn.Module) -> None:
-    """Tell what changed in the configuration of each adapter. Raises CheckpointError where weights would start over."""
+    """Tell what changed in the configuration of each adapter. Raises CheckpointError where weights do not fit."""
     for name, config in getattr(model, "peft_config", {}).items():
         folder = checkpoint if name == "default" else checkpoint / name  # as peft saves them
         saved = content_of(folder / "adapter_config.json")
@@ -35,8 +35,8 @@ def check_adapter(checkpoint: Path, model: nn.Module) -> None:
         fresh = _without_counterpart(folder / "adapter_model.safetensors", model, name)
         if fresh:
             raise CheckpointError(
-                f"the adapter of {folder} is another one: {words}. {len(fresh)} weights would start over, such as "
-                f"{fresh[0]}; resume with the configuration of {folder / 'adapter_config.json'}"
+                f"the adapter of {folder} is another one: {words}. {len(fresh)} weights are not in it or have another "
+                f"shape, such as {fresh[0]}; resume with the configuration of {folder / 'adapter_config.json'}"
             )
         logger.warning(
             "the adapter of %s had another configuration: %s. Its weights are continued with under the new one",
@@ -52,13 +52,12 @@ def _plain(value: Any) -> Any:
 
 
 def _without_counterpart(file: Path, model: nn.Module, name: str) -> list[str]:
-    """Weights of the model's adapter that are not in ``file``; none where there is no such file."""
+    """Weights of the model's adapter that are not in ``file`` as they are; none where there is no such file."""
     from peft import get_peft_model_state_dict
 
     if not file.is_file():
         return []
     with safe_open(file, framework="pt") as saved:
-        there = set(saved.keys())
-    return [
-        key for key in get_peft_model_state_dict(model, None, name, save_embedding_layers=False) if key not in there
-    ]
+        shapes = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return [key for key, weight in state.items() if shapes.get(key) != tuple(weight.shape)]
