@@ -166,9 +166,9 @@ def _has_vllm() -> bool:
 
 
 def _has_gpu() -> bool:
-    from scu_trainer.hardware.probe import probe
+    from scu_trainer.hardware.probe import accelerators
 
-    return bool(probe().gpus)
+    return any(item.kind == "cuda" for item in accelerators())
 
 
 def _check_vllm(options: argparse.Namespace, key: Optional[str]) -> None:
