@@ -26,7 +26,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.evaluation.classification import class_metrics
 from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
-from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, weights_are_finite
+from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, nonfinite_weight, weights_are_finite
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
 
 BAD_STEP = 3
@@ -384,8 +384,9 @@ def test_a_checkpoint_of_a_broken_weight_is_not_written(tmp_path):
 
 def test_weights_are_asked_for_numbers_that_are_none():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3).bfloat16())
+    model.append(torch.nn.Linear(3, 3, bias=False).to(torch.float8_e4m3fn))  # as of a model that is stored in FP8
     with torch.no_grad():
-        assert weights_are_finite(model)
+        assert weights_are_finite(model) and nonfinite_weight(model) is None
         model[0].weight[0, 0] = 3e38  # its square is none
         assert weights_are_finite(model)
         for tensor in (model[0].bias, model[1].running_var, model[2].weight):

@@ -128,7 +128,8 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         own = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3: the parameter is empty, its part is elsewhere
         own = own.to_local() if hasattr(own, "to_local") else own
-        if own.is_floating_point() and not own.is_meta:
+        # Of 8 bits torch computes no norm; such weights (a model stored in FP8) are frozen.
+        if own.is_floating_point() and own.dtype.itemsize > 1 and not own.is_meta:
             yield f"the weight {name}", own
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
