@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scu_trainer.errors import ControlError
+from scu_trainer.train.regularization.distances import BLOCK_VALUES
 from scu_trainer.train.regularization.penalty import Prior, decay_stochastically, param_bpt, penalty_coefficient
 from tests.tiny import llama, lora
 
@@ -509,6 +511,23 @@ def test_fingerprint_against_float64():
     model = llama()
     expected = sum(float(p.detach().double().square().sum()) for p in model.parameters())
     assert Prior(model).fingerprint() == pytest.approx(expected, rel=1e-12)
+
+
+class LargestFloat64(TorchDispatchMode):
+    values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if torch.is_tensor(made) and made.dtype == torch.float64:
+            self.values = max(self.values, made.numel())
+        return made
+
+
+def test_a_fingerprint_takes_little_memory_beside_a_full_card():
+    prior = Prior(nn.Linear(1 << 10, 1 << 10))
+    with LargestFloat64() as seen:
+        prior.fingerprint()
+    assert 0 < seen.values <= BLOCK_VALUES["cpu"] < 1 << 20
 
 
 def test_w0_follows_a_model_that_is_moved():

@@ -91,4 +91,4 @@ def _batch_scores(model: nn.Module, batch: Mapping[str, Any], device: torch.devi
     outputs = model(**inputs)
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     scores, reports = class_scores(logits, labels), getattr(outputs, "report_scores", None)
-    return (scores if reports is None else torch.cat([scores, reports], dim=1)).double().cpu().numpy()
+    return (scores if reports is None else torch.cat([scores, reports], dim=1)).cpu().double().numpy()

@@ -149,7 +149,7 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
 
 def _batch_scores(path: EvaluationPath, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
     inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
-    return path.scores(inputs, batch["labels"].to(device)).double().cpu().numpy()
+    return path.scores(inputs, batch["labels"].to(device)).cpu().double().numpy()
 
 
 def _vocabulary(model: nn.Module) -> int:

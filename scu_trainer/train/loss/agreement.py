@@ -155,7 +155,7 @@ def agrees_on_rows(
         if _looks_past_borders(model, rows):
             return False, OWN_ATTENTION
         _, others = answered(_with_another_first(two, alike), rows)
-        return _same_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].double() for kept in (others, states)))
+        return _same_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].cpu().double() for kept in (others, states)))
 
     with torch.no_grad():
         return _asked(model, compared, "two short rows")
@@ -216,8 +216,8 @@ def _answers(
     with _kept_output(inner_model(model).base_model) as outputs:
         loss = _loss(trainer, batch, way, with_gradient=bool(few))
     found = torch.autograd.grad(loss, few, allow_unused=True) if few else ()
-    gradient = [torch.zeros(1, dtype=torch.float64), *(g.flatten().double().cpu() for g in found if g is not None)]
-    states = outputs[0].detach().flatten(0, 1).double().cpu()
+    gradient = [torch.zeros(1, dtype=torch.float64), *(g.flatten().cpu().double() for g in found if g is not None)]
+    states = outputs[0].detach().flatten(0, 1).cpu().double()
     states = states if len(states) == len(rows.known_places) else states[rows.known_places]
     return float(loss.detach()), states, torch.cat(gradient)
 

@@ -61,6 +61,13 @@ class SquaredDistances:
             yield difference.square_().sum()
 
 
+def exact_squares(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Sums of squares of its blocks in float64, which Apple's GPUs do not know. A whole embedding in float64 would take
+    gigabytes of a full card."""
+    for block in tensor.reshape(-1).split(_block_values(tensor)):
+        yield (block.cpu() if block.device.type == "mps" else block).double().square().sum()
+
+
 def read_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``tensors`` on the host, at one wait for each device: they travel as the bytes of one tensor."""
     found: dict[int, torch.Tensor] = {}

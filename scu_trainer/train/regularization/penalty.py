@@ -24,7 +24,7 @@ from torch import nn
 
 from scu_trainer.errors import ControlError
 from scu_trainer.figures import NATS_PER_BIT
-from scu_trainer.train.regularization.distances import Pair, SquaredDistances, read_together
+from scu_trainer.train.regularization.distances import Pair, SquaredDistances, exact_squares, read_together
 from scu_trainer.train.regularization.effective import DoraUpdate, low_rank_pairs, other_updates
 from scu_trainer.train.step.recovery.second_try import second_try
 
@@ -160,7 +160,7 @@ class Prior:
 
     def fingerprint(self) -> float:
         """Sum of squares of w0: cheap evidence that two runs decay toward the same point."""
-        return math.fsum(float(w.double().square().sum()) for w in self.starts)
+        return math.fsum(float(square) for w in self.starts for square in exact_squares(w))
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents
 
 def _weights(model: nn.Module) -> list[list[Any]]:
     """What tells these weights from others."""
-    return [[name, float(weight.detach().double().abs().sum())] for name, weight in model.named_parameters()]
+    return [[name, float(weight.detach().cpu().double().abs().sum())] for name, weight in model.named_parameters()]
 
 
 def _texts(model: nn.Module, tokenizer: Any, begin: int, documents: int, tokens: int, seed: int) -> Iterator[str]:

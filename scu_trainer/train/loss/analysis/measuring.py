@@ -109,7 +109,8 @@ def with_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tens
         torch.zeros_like(weight) if gradient is None else gradient
         for weight, gradient in zip(weights, found, strict=True)
     ]
-    return torch.cat([part.detach().double().reshape(-1).cpu() for part in (loss, *parts)])
+    # On the host, for Apple's GPUs know no float64.
+    return torch.cat([part.detach().reshape(-1).cpu().double() for part in (loss, *parts)])
 
 
 def gradient_error(whole: torch.Tensor, shared: list[torch.Tensor]) -> float:
