@@ -5,13 +5,17 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BertForSequenceClassification
 
 from scu_trainer.control.batches import Batches
 from scu_trainer.control.curriculum import EpochPlan
+from scu_trainer.train.loss.loss_path import zero_loss
+from scu_trainer.train.loss.rows.model_loss import opened
+from scu_trainer.train.loss.rows.padding_free import end_to_end
 from scu_trainer.train.loss.rows.row_readings import CAUSAL, RowLossReading
 from scu_trainer.train.loss.rows.row_weights import RowWeights
-from tests.tiny import bert, labelled
+from tests.tiny import bert, labelled, llama
 from tests.train.curricula import SGD, curriculum_run
 from tests.train.stepwise import error_of
 from tests.train.test_loss_path import batch_of, class_losses
@@ -83,3 +87,30 @@ def test_an_epoch_of_equal_tokens_weighs_every_row_alike(tmp_path, accumulation)
     for name in expected:
         steps[name] = sum(gradients[name] for gradients in trainer.recorder.gradients) / len(sizes)
     assert error_of(steps, expected) < 1e-4
+
+
+# -- several cards -----------------------------------------------------------------------------------------------------
+
+FIRST, LAST = CPU, torch.device("meta")
+"""Stand for two cards: tensors without content on either may not meet."""
+
+
+@pytest.mark.parametrize("is_end_to_end", [False, True])
+def test_rows_are_weighed_and_known_where_their_numbers_are(is_end_to_end):
+    """``device_map`` puts the output head on the last card, labels and numbers of rows are on the first one."""
+    model, ids = llama(), torch.arange(12).reshape(2, 6)
+    mask = (ids != 11).long()
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    rows, seen = end_to_end(inputs) if is_end_to_end else None, []
+    with FakeTensorMode(allow_non_fake_inputs=True), opened(model, torch.ones(2, device=FIRST), seen.append, rows):
+        logits = torch.zeros(*((1, 11) if is_end_to_end else (2, 6)), 64, device=LAST, requires_grad=True)
+        loss = model.loss_function(logits=logits, labels=inputs["labels"], num_items_in_batch=torch.tensor(9))
+        loss.backward()
+    assert logits.grad.device == LAST and seen[0].sums.device == seen[0].counts.device == FIRST
+
+
+def test_nothing_to_learn_is_a_zero_for_weights_on_all_cards():
+    with FakeTensorMode(), torch.no_grad():  # a build for CPUs knows no gradients of cards
+        model = torch.nn.Module()
+        model.weights = torch.nn.ParameterList(torch.empty(2, device=f"cuda:{number}") for number in range(2))
+        assert zero_loss(model, model.weights[0].device).device == model.weights[0].device

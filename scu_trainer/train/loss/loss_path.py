@@ -323,8 +323,7 @@ class LossPath:
         if len(good):
             kept = pick(type(inputs)({**inputs, SAMPLE_INDEX: ids}), good, len(ids))
             return self.loss(model, kept, num_items, stock)
-        # Every trained weight gets a gradient of zero: ranks wait for each of them.
-        return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros((), device=ids.device))
+        return zero_loss(model, ids.device)
 
     def _bad_alone(self, model, inputs, num_items, stock, bad: torch.Tensor) -> torch.Tensor:
         """Where rows act on each other one of them spoils all: which it is shows without batch statistics."""
@@ -408,6 +407,12 @@ class LossPath:
             logger.warning("%s is not used: %s", setting.partition(":")[0], obstacle)
             return False
         return found
+
+
+def zero_loss(model: torch.nn.Module, device: torch.device) -> torch.Tensor:
+    """On ``device``, wherever weights lie. Each that is trained gets a gradient of zero: ranks wait for all of them."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return sum(((p.sum() * 0.0).to(device) for p in trained), torch.zeros((), device=device))
 
 
 def _are_finite(losses: Sequence[RowLosses]) -> bool:

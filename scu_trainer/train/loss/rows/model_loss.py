@@ -329,6 +329,7 @@ def _embedding_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
 
 
 def _of_tokens(weights: torch.Tensor, targets: torch.Tensor, rows: Optional[EndToEnd]) -> torch.Tensor:
+    weights = weights.to(targets.device)  # of several cards the last one has the output head
     if rows is None:
         return weights.repeat_interleave(targets.size(1))
     return rows.of(weights.unsqueeze(1).expand(rows.shape)).flatten()
@@ -341,7 +342,8 @@ def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen, rows: 
     inner = inner_model(model)
 
     def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs):
-        targets = (shifted(labels) if shift_labels is None else shift_labels).to(logits.device)
+        given = shifted(labels) if shift_labels is None else shift_labels
+        targets = given.to(logits.device)
         known = on_host(labels) if shift_labels is None else None
         known = None if known is None else shifted(known)
         if rows is None:
@@ -352,7 +354,7 @@ def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen, rows: 
             tail = logits.size(1) - own.size(1)  # that nobody reads
             loss, tokens = loss_of(logits, pad(own, (0, tail), value=NOT_LEARNED), num_items_in_batch, known)
             tokens = rows.padded(tokens.detach()[: own.size(1)])
-        seen(RowLosses(*row_losses(tokens.detach(), targets)))
+        seen(RowLosses(*(each.to(given.device) for each in row_losses(tokens.detach(), targets))))  # to their numbers
         return loss
 
     with on_rows(inner.base_model, rows), replaced(inner, "_loss_function", loss_function):
