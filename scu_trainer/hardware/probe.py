@@ -17,10 +17,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from scu_trainer.hardware import cgroup
 from scu_trainer.run_files import free_bytes
+
+_FREE = ("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
 
 LONGEST_S = 20.0
 """That the driver may take for an answer."""
@@ -95,19 +97,38 @@ def usable_cores(cgroup_root: Path = cgroup.ROOT) -> float:
 
 
 def accelerators() -> tuple[Accelerator, ...]:
-    """GPUs that torch can use; none if torch is not installed."""
+    """GPUs that torch can use; none if torch is not installed. What is free says the driver's tool where it is there:
+    CUDA answers only a process that has taken some hundred MiB of each card, which then are missing to others."""
     if importlib.util.find_spec("torch") is None:
         return ()
     import torch
 
     if torch.cuda.is_available():
+        free = free_of_gpus()
         return tuple(
-            Accelerator("cuda", index, torch.cuda.get_device_name(index), *reversed(torch.cuda.mem_get_info(index)))
+            Accelerator("cuda", index, torch.cuda.get_device_name(index), *_memory(index, free))
             for index in range(torch.cuda.device_count())
         )
     if torch.backends.mps.is_available():
         return (Accelerator("mps", 0, platform.processor() or "Apple", *ram_bytes()),)
     return ()
+
+
+def _memory(index: int, free: dict[str, int]) -> tuple[int, int]:
+    """(total, free) bytes of a card. ``free``: of ``free_of_gpus``, which knows whole cards, not parts (MIG)."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index) if free else None
+    uuid = "" if properties is None or "MIG" in properties.name else uuid_of(properties)
+    if uuid not in free:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        return total_bytes, free_bytes
+    return properties.total_memory, free[uuid]
+
+
+def uuid_of(properties: Any) -> str:
+    """Of what torch says of a GPU, without its "GPU-"; "" where it has none (old versions, ROCm)."""
+    return str(getattr(properties, "uuid", "")).removeprefix("GPU-")
 
 
 def installed_version(name: str) -> Optional[str]:
@@ -148,6 +169,12 @@ def gpu_users() -> Optional[list[tuple[str, GpuUser]]]:
         for uuid, pid, *name, mib in (row for row in rows if len(row) >= 4 and row[1].isdigit())
     ]
     return None if answer is None else found
+
+
+def free_of_gpus() -> dict[str, int]:
+    """Free bytes by the uuid of a GPU without its "GPU-"; none where the driver does not tell."""
+    rows = csv.reader((ask_driver(_FREE) or "").splitlines(), skipinitialspace=True)
+    return {row[0].removeprefix("GPU-"): int(row[1]) * 2**20 for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def free_port() -> int:

@@ -25,6 +25,7 @@ from scu_trainer.hardware.probe import (
     installed_version,
     ram_bytes,
     usable_cores,
+    uuid_of,
 )
 from scu_trainer.run_files import free_bytes, nearest_existing
 
@@ -150,7 +151,7 @@ def _gpu(item: Accelerator) -> Gpu:
     import torch
 
     properties = torch.cuda.get_device_properties(item.index)
-    uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")
+    uuid = uuid_of(properties)
     found = gpu_users() if uuid else None
     users = None if found is None else tuple(user for gpu, user in found if gpu == uuid)
     return Gpu(**vars(item), compute_capability=f"{properties.major}.{properties.minor}", users=users)

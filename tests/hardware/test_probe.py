@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from scu_trainer.hardware import probe as probe_module
+from scu_trainer.hardware import target
+from scu_trainer.hardware.precision import DeviceFacts
 from scu_trainer.hardware.probe import accelerators, installed_version, probe, usable_cores
 
 
@@ -49,12 +52,39 @@ def test_affinity_limits_cores(tmp_path):
 
 
 def test_cuda_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 100))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
+    with_cards(monkeypatch, 2)
     found = [(item.kind, item.index, item.name, item.free_bytes, item.total_bytes) for item in accelerators()]
     assert found == [("cuda", 0, "card 0", 10, 100), ("cuda", 1, "card 1", 11, 100)]
+
+
+def with_cards(monkeypatch, count: int, answer: str | None = None) -> list[int]:
+    """``answer``: of the driver's tool. Returns the cards that CUDA is asked about, which takes memory of them."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: asked.append(index) or (10 + index, 100))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(name="A100 MIG 1g" if index == 2 else "A100", uuid=f"u{index}", total_memory=99),
+    )
+    monkeypatch.setattr(probe_module, "ask_driver", lambda words: answer)
+    return asked
+
+
+def test_looking_at_a_card_takes_none_of_its_memory(monkeypatch):
+    """The process that leads several ranks would hold memory of every card for as long as it trains."""
+    asked = with_cards(monkeypatch, 4, "GPU-u1, 24000\nGPU-u0, 7\nGPU-u2, 5\nGPU-u3, [N/A]\nwarning\n")
+    found = [(item.free_bytes, item.total_bytes) for item in accelerators()]
+    assert found == [(7 * 2**20, 99), (24000 * 2**20, 99), (12, 100), (13, 100)]
+    assert asked == [2, 3], "a part of a card, and one of which the driver says nothing"
+
+
+def test_a_plan_for_this_card_leaves_room_for_what_cuda_takes(monkeypatch):
+    with_cards(monkeypatch, 1, "GPU-u0, 7\n")
+    monkeypatch.setattr(target, "device_facts", lambda use_cpu: DeviceFacts("cuda"))
+    assert target.here(use_cpu=False).limit_bytes == 10
 
 
 def test_without_torch_there_is_no_accelerator(monkeypatch):
