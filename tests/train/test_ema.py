@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import TrainerCallback
 
 from scu_trainer.errors import CheckpointError, ControlError, SettingsError
@@ -94,10 +95,19 @@ def test_bfloat16_weights_are_averaged_in_float32(tmp_path):
     assert same(weights_of(trainer.model), {name: saved[name].bfloat16() for name in weights_of(trainer.model)})
 
 
+def test_it_does_not_wait_for_a_card(tmp_path):
+    average = trained(llama(layers=1), tmp_path, efficiency=EMA, max_steps=1).loop("weight_average")
+    with FakeTensorMode():  # asked for its content, a tensor raises
+        average._averages = [torch.empty(3, device="cuda")]
+        for _ in range(2):
+            average._add([torch.empty(3, device="cuda", dtype=torch.bfloat16)])
+    assert average._count == 3
+
+
 def test_frozen_weights_have_no_second_copy(tmp_path):
     model = lora(llama(layers=1))
     trainer = trained(model, tmp_path, efficiency=EMA)
-    averaged = sum(p.numel() for p in trainer.loop("weight_average")._average.parameters())
+    averaged = sum(p.numel() for p in trainer.loop("weight_average")._averages)
     assert averaged == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 

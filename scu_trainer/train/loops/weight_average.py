@@ -17,7 +17,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import Trainer, TrainingArguments
 
 from scu_trainer.errors import CheckpointError, ControlError
@@ -59,8 +58,9 @@ class WeightAverage(Loop):
                 "or use ZeRO stage 1 or 2"
             )
         self.trainer, self.decay = trainer, decay
-        self._average: Optional[AveragedModel] = None
         self._names: list[str] = []
+        self._averages: list[torch.Tensor] = []
+        self._count = 0
         self._checkpoint: Optional[Path] = None
 
     def opening_lines(self) -> list[str]:
@@ -74,7 +74,8 @@ class WeightAverage(Loop):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         tensors = self._tensors()
         self._names = list(tensors)
-        self._average = AveragedModel(_Tensors(tensors.values()), multi_avg_fn=_update(self.decay))
+        self._averages = [tensor.to(torch.float32, copy=True) for tensor in tensors.values()]
+        self._count = 0
         if self._checkpoint is not None:
             self._read(self._checkpoint)
             self._checkpoint = None
@@ -89,11 +90,19 @@ class WeightAverage(Loop):
                 "drop ema_decay"
             )
         # The first update is a copy, which may be repeated; later ones may where none has been written to.
-        written = self._averaged() if self._average.n_averaged else []
+        written = self._averages if self._count else []
         second_try(partial(self._add, tensors.values()), "averaging the weights", LESS, written)
 
     def _add(self, weights: Iterable[torch.Tensor]) -> None:
-        self._average.update_parameters(_Tensors(weights))
+        """The decay grows from 2/11 to ``self.decay``, so that a short run's average forgets where it began: the rule
+        of TensorFlow's ``ExponentialMovingAverage`` (argument ``num_updates``). Not by torch's ``AveragedModel``, which
+        waits for a card in each step."""
+        weights, n = [weight.float() for weight in weights], self._count
+        if n:
+            torch._foreach_lerp_(self._averages, weights, 1 - min(self.decay, (1 + n) / (10 + n)))
+        else:
+            torch._foreach_copy_(self._averages, weights)
+        self._count = n + 1
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         """The model that training leaves behind is the average: with load_best_model_at_end that of the best step."""
@@ -106,7 +115,7 @@ class WeightAverage(Loop):
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Inside, the model has the averages. Outside of training, and before its first step, nothing changes."""
-        if self._average is None or not self.trainer.is_in_train or not self._average.n_averaged:
+        if not self.trainer.is_in_train or not self._count:
             yield
             return
         doing = "a copy of the weights in training, beside which their average is evaluated,"
@@ -122,10 +131,10 @@ class WeightAverage(Loop):
         return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def _put_in(self) -> None:
-        if not self._average.n_averaged:
+        if not self._count:
             return
         self._share_statistics()
-        averages = dict(zip(self._names, self._averaged(), strict=True))
+        averages = dict(zip(self._names, self._averages, strict=True))
         for name, tensor in self._tensors().items():
             tensor.copy_(averages[name])
 
@@ -134,12 +143,9 @@ class WeightAverage(Loop):
         if self.trainer.accelerator.num_processes == 1:
             return
         buffers = {name for name, _ in self.trainer.model.named_buffers()}
-        for name, average in zip(self._names, self._averaged(), strict=True):
+        for name, average in zip(self._names, self._averages, strict=True):
             if name in buffers:
                 dist.broadcast(average, src=0)
-
-    def _averaged(self) -> list[torch.Tensor]:
-        return [average.detach() for average in self._average.module.parameters()]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Of the model as it is: placing a model puts other tensors behind its weights."""
@@ -152,8 +158,8 @@ class WeightAverage(Loop):
     def save_state(self, folder: str) -> None:
         if not self.trainer.args.should_save:
             return
-        tensors = dict(zip(self._names, self._averaged(), strict=True))
-        count = {"n_averaged": str(int(self._average.n_averaged))}
+        tensors = dict(zip(self._names, self._averages, strict=True))
+        count = {"n_averaged": str(self._count)}
         save_file({name: t.contiguous() for name, t in tensors.items()}, Path(folder) / EMA_FILE, metadata=count)
 
     def load_state(self, checkpoint: str) -> None:
@@ -169,9 +175,9 @@ class WeightAverage(Loop):
                     f"{checkpoint / EMA_FILE} averages a different set of weights than this run trains; resume with "
                     "the same model and tuning"
                 )
-            for name, average in zip(self._names, self._averaged(), strict=True):
+            for name, average in zip(self._names, self._averages, strict=True):
                 average.copy_(saved.get_tensor(name))
-            self._average.n_averaged.fill_(int(saved.metadata()["n_averaged"]))
+            self._count = int(saved.metadata()["n_averaged"])
 
 
 def _require_file(checkpoint: Path) -> None:
@@ -180,28 +186,6 @@ def _require_file(checkpoint: Path) -> None:
             f"{checkpoint} holds no {EMA_FILE}: it was written without ema_decay or with save_only_model; resume "
             "without ema_decay, or start over from its weights with model_name_or_path"
         )
-
-
-class _Tensors(nn.ParameterList):
-    """What ``AveragedModel`` walks over and copies: tensors as float32 parameters, the very memory where they are
-    float32 already."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__(nn.Parameter(tensor.float(), requires_grad=False) for tensor in tensors)
-
-
-def _update(decay: float):
-    """The average's next value, with the decay growing from 2/11 to ``decay``: (1 + n) / (10 + n) after n updates.
-
-    So that a short run's average forgets where it began; the rule of TensorFlow's ``ExponentialMovingAverage``
-    (argument ``num_updates``).
-    """
-
-    def update(averages: Any, weights: Any, count: torch.Tensor) -> None:
-        n = int(count)
-        get_ema_multi_avg_fn(min(decay, (1 + n) / (10 + n)))(averages, weights, count)
-
-    return update
 
 
 def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
