@@ -365,9 +365,10 @@ class SCUTrainer(Trainer):
         loss, self.task_loss = loss.unbind() if loss.dim() else (loss, loss)
         for loop in loops:
             loop.on_loss(loss, num_items_in_batch)
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and loops:
+            scale = self._loss_scale()  # once: it waits for the device
             for loop in loops:
-                loop.on_gradients(self._loss_scale())
+                loop.on_gradients(scale)
         return loss
 
     def stock_training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:

@@ -15,6 +15,7 @@ from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.loops.overflow import OverflowWatch
+from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.faults import FakeGauge, oom
 
@@ -119,3 +120,11 @@ def test_every_loop_off_is_stock(tmp_path):
 def test_the_optimizer_is_left_as_it_was(tmp_path):
     trainer, _ = run(tmp_path, "adamw_torch_fused", **ALL)
     assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks
+
+
+def test_the_scale_is_read_once_in_a_step(tmp_path, monkeypatch):
+    """Reading it waits for the device."""
+    reads, read = [], SCUTrainer._loss_scale
+    monkeypatch.setattr(SCUTrainer, "_loss_scale", lambda trainer: reads.append(1) or read(trainer))
+    run(tmp_path, "adamw_torch", **ALL)
+    assert len(reads) == STEPS
