@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 FLASH = "flash_attention"
+FLASH_CAPABILITY = (8, 0)
+"""Of the cards that the packages' kernels are for: Ampere and newer."""
 ATTENTION_KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu": "sdpa, the flash kernel for CPU",
     "_scaled_dot_product_flash_attention": "sdpa, the flash kernel",
@@ -52,7 +54,8 @@ def best_attention(wanted: Optional[str], device: torch.device | str, half_preci
 
     on_cuda = torch.device(device).type == "cuda"
     if wanted is None:
-        return f"{FLASH}_2" if on_cuda and half_precision and is_flash_attn_2_available() else None
+        can_run = on_cuda and half_precision and is_flash_attn_2_available() and _is_recent(device)
+        return f"{FLASH}_2" if can_run else None
     _require_known(wanted)
     if wanted.startswith(FLASH):
         _require_flash(wanted, device, on_cuda, half_precision)
@@ -74,6 +77,12 @@ def _require_flash(wanted: str, device: torch.device | str, on_cuda: bool, half_
     instead = "use attn_implementation: sdpa, whose own flash kernel needs no package"
     if not on_cuda:
         raise ModelError(f"attn_implementation: {wanted} runs on CUDA only, and this run is on {device}; {instead}")
+    if not _is_recent(device):
+        name = torch.cuda.get_device_name(device)
+        raise ModelError(
+            f"attn_implementation: {wanted} runs on cards of the Ampere generation or newer, and this is a {name}; "
+            "use attn_implementation: sdpa, which has other kernels for it"
+        )
     if not half_precision:
         raise ModelError(
             f"attn_implementation: {wanted} computes in bf16 or fp16 only, and this run in float32; set "
@@ -84,6 +93,10 @@ def _require_flash(wanted: str, device: torch.device | str, on_cuda: bool, half_
             f"attn_implementation: {wanted} needs its package, which is not installed; `pip install flash-attn "
             f"--no-build-isolation` (flash_attention_2), or {instead}"
         )
+
+
+def _is_recent(device: torch.device | str) -> bool:
+    return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def _flash_is_installed(wanted: str) -> bool:

@@ -145,6 +145,12 @@ def flash_attn(monkeypatch):
     import transformers.utils
 
     monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: True)
+    on_card(monkeypatch, (8, 6))
+
+
+def on_card(monkeypatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
 
 
 def test_flash_attention_where_it_is_installed_and_runs(flash_attn):
@@ -159,6 +165,14 @@ def test_else_the_choice_of_the_library(flash_attn, device, half_precision):
     assert best_attention("eager", device, half_precision) == "eager"
 
 
+def test_on_a_card_before_ampere_the_choice_of_the_library(flash_attn, monkeypatch):
+    """The package is installed there as well, and ends in the first forward."""
+    on_card(monkeypatch, (7, 5))
+    assert best_attention(None, "cuda", half_precision=True) is None
+    with pytest.raises(ModelError, match=r"of the Ampere generation or newer, and this is a Tesla T4; use .* sdpa"):
+        best_attention("flash_attention_2", "cuda", half_precision=True)
+
+
 def test_without_the_package_the_choice_of_the_library():
     assert best_attention(None, "cuda", half_precision=True) is None
 
@@ -171,7 +185,8 @@ def test_without_the_package_the_choice_of_the_library():
         ("cuda", True, "not installed; `pip install flash-attn"),
     ],
 )
-def test_flash_attention_that_cannot_run_is_refused(device, half_precision, reason):
+def test_flash_attention_that_cannot_run_is_refused(device, half_precision, reason, monkeypatch):
+    on_card(monkeypatch, (8, 0))
     with pytest.raises(ModelError) as caught:
         best_attention("flash_attention_2", device, half_precision)
     assert str(caught.value).startswith("attn_implementation: flash_attention_2 ") and reason in str(caught.value)
