@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from rich.console import Console
 
 from scu_trainer.cli import configuration, modes
 from scu_trainer.cli.modes import Measured, measured_here
@@ -145,6 +150,15 @@ def test_batches_of_equal_tokens_are_counted_as_they_will_run(flags):
     quiet = trying_out.Console(quiet=True)
     trainer = trying_out.build_trainer(job, job.kind.load(job, quiet), None, quiet)
     assert figures["steps"] == len(trainer.get_train_dataloader()) != job.planned_steps(figures["rows"])
+
+
+def test_the_peak_is_that_of_the_device_that_trained(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and use_cpu is set
+    job = SimpleNamespace(training=SimpleNamespace(device=torch.device("cpu"), output_dir="."))
+    console = Console(file=io.StringIO())
+    known = {field.name: FIGURES[field.name] for field in dataclasses.fields(trying_out.Estimate)}
+    trying_out._say(console, trying_out.Estimate(**known), True, 0, job)
+    assert "peak memory of this process 1.50 GiB" in console.file.getvalue()
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Estimate:
         seconds_per_step: of one that is not among the first.
         evaluations: of the held-out rows in the full run, one before and one after training among them.
         evaluation_s: one of them, extrapolated.
-        peak_bytes: of the GPU's memory that torch took, or of this process's main memory where there is no GPU.
+        peak_bytes: of the GPU's memory that torch took, or of this process's main memory where no GPU trains.
     """
 
     rows: Optional[int]
@@ -91,7 +91,7 @@ def try_out(job: Job, log: RunLog) -> Estimate:
             parts.model.load_state_dict(start, strict=False)
             resumed = build_trainer(replace_training(job, scratch), parts, None, Console(quiet=True))
             resumed.train(resume_from_checkpoint=str(checkpoint))
-        _say(console, estimate, resumes, size_bytes(checkpoint), Path(job.training.output_dir))
+        _say(console, estimate, resumes, size_bytes(checkpoint), job)
     return estimate
 
 
@@ -206,9 +206,10 @@ def _peak_bytes(job: Job) -> int:
     return max(peak if sys.platform == "darwin" else peak * 1024, psutil.Process().memory_info().rss)
 
 
-def _say(console: Console, estimate: Estimate, resumes: bool, checkpoint_bytes: int, output_dir: Path) -> None:
+def _say(console: Console, estimate: Estimate, resumes: bool, checkpoint_bytes: int, job: Job) -> None:
     done = "saved and resumed" if resumes else f"saved ({NOT_RESUMED})"
-    where = "of the GPU" if torch.cuda.is_available() else "of this process"
+    where = "of the GPU" if job.training.device.type == "cuda" else "of this process"
+    output_dir = Path(job.training.output_dir)
     console.print(
         f"test run passed: trained, evaluated, {done}. The full run: {estimate.steps:,} steps of "
         f"{estimate.seconds_per_step:.2f} s and {estimate.evaluations} evaluations of {estimate.evaluation_s:.1f} s, "
