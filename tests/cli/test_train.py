@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from scu_trainer.cli import configuration, configuration_file, train
 from scu_trainer.cli import main as cli
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
+from scu_trainer.train.tasks.text import TextTask
 from tests import processes, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -308,6 +310,14 @@ def test_resuming_from_nothing_is_refused(capsys, flags, tmp_path):
     assert "holds no checkpoint-N" in refused(capsys, with_value(flags, "resume_from_checkpoint", "true"))
     assert "is not a checkpoint" in refused(capsys, with_value(flags, "resume_from_checkpoint", tmp_path))
     assert not (tmp_path / "run").exists()
+
+
+def test_several_gpus_and_one_process_are_refused_before_anything_is_loaded(capsys, flags, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda arguments: 2))
+    monkeypatch.setattr(TextTask, "load", lambda *_: pytest.fail("loaded"))
+    said = refused(capsys, flags)
+    assert said.startswith("error: 2 GPUs are here, and this one process trains on one: begin the command with")
+    assert "scu-trainer launch accelerate" in said and "CUDA_VISIBLE_DEVICES=0" in said and "device_map: auto" in said
 
 
 def test_an_interrupted_run_says_so(capsys, flags, tmp_path, monkeypatch):

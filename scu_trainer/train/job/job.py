@@ -126,6 +126,17 @@ class Job:
             found["save_steps"] = None  # read back it is still not given
         return {name: value for name, value in found.items() if name not in self.task.kind.unused}
 
+    def require_one_gpu(self) -> None:
+        """Raise SettingsError where the stock Trainer would drive several by DataParallel, which no loop works with."""
+        gpus = self.training.n_gpu
+        acts = self.memory.acts or self.regularization is not None or self.acting_curriculum is not None
+        require(
+            gpus < 2 or not acts or self.model.device_map is not None,
+            f"{gpus} GPUs are here, and this one process trains on one: begin the command with scu-trainer launch "
+            "accelerate instead of scu-trainer train for a process on each of them, or put CUDA_VISIBLE_DEVICES=0 "
+            "before it for the first one alone; device_map: auto spreads one large model over them",
+        )
+
     def check(self) -> None:
         """Raise SettingsError for settings that contradict each other, or would write a secret into the run's files."""
         training = self.training

@@ -109,6 +109,7 @@ def look_only(job: Job) -> None:
 def _begin(job: Job, console: Console) -> list[Finding]:
     """What can be refused, or found by preflight, before anything is loaded."""
     job.check()
+    job.require_one_gpu()
     for note in job.notes:
         console.print(note, soft_wrap=True)
     require_own_folder(job.training.output_dir)

@@ -75,6 +75,7 @@ def try_out(job: Job, log: RunLog) -> Estimate:
     console = console_of_run()
     begun_s = time.perf_counter()
     job.check()
+    job.require_one_gpu()
     parts = job.kind.load(job, console)
     load_s = time.perf_counter() - begun_s
     with _shared_scratch() as scratch:
@@ -102,6 +103,7 @@ def measure(job: Job, before_s: float = 0.0) -> Estimate:
     """
     begun_s = time.perf_counter()
     job.check()
+    job.require_one_gpu()
     parts = job.kind.load(job, Console(quiet=True))
     load_s = before_s + time.perf_counter() - begun_s
     with _shared_scratch() as scratch:
