@@ -31,10 +31,14 @@ def devices(environment: Mapping[str, str] = os.environ, ask: Ask = ask_driver) 
     return ["mps"] if sys.platform == "darwin" and platform.machine() == "arm64" else [CPU]
 
 
-def visible_devices(chosen: Sequence[str]) -> dict[str, str]:
+def visible_devices(chosen: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment of a run that may see only these."""
     names = [name.removeprefix(GPU) for name in chosen if name.startswith(GPU)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
+    if not names:
+        return {}
+    # Numbers are the driver's, by slot; CUDA counts from the fastest card on where nobody says otherwise.
+    order = {} if "CUDA_VISIBLE_DEVICES" in environment else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names), **order}
 
 
 def choose(asked: str, found: Sequence[str], length_of: Callable[[str], int]) -> str:

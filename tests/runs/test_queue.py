@@ -158,7 +158,9 @@ def test_the_device_with_the_shortest_line(tmp_path):
     assert room.choose("cpu", ["gpu-0"], lengths.get) == "cpu"
     with pytest.raises(room.RequirementError, match="no device 'gpu-7' here; there: gpu-0, cpu"):
         room.choose("gpu-7", ["gpu-0"], lengths.get)
-    assert room.visible_devices(["gpu-0", "gpu-3"]) == {"CUDA_VISIBLE_DEVICES": "0,3"}
+    only = {"CUDA_VISIBLE_DEVICES": "0,3"}
+    assert room.visible_devices(["gpu-0", "gpu-3"], {}) == {**only, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert room.visible_devices(["gpu-0", "gpu-3"], only) == only, "numbers of somebody's own, in an order of their own"
     assert room.visible_devices(["cpu"]) == {}
 
 
