@@ -44,10 +44,8 @@ def here(use_cpu: bool) -> Target:
     if facts.kind != "cuda":
         name = "this machine's CPU" if facts.kind == "cpu" else "this machine"
         return Target(name, facts, available, available, True)
-    import torch
-
-    free_bytes, _ = torch.cuda.mem_get_info(0)  # less what CUDA itself takes of it, in a run as here
-    return Target(f"this machine's {machine.accelerators[0].name}", facts, free_bytes, available, True)
+    gpu = machine.accelerators[0]
+    return Target(f"this machine's {gpu.name}", facts, gpu.free_bytes, available, True)
 
 
 def named(gpu: Optional[str], ram: Optional[str]) -> Target:

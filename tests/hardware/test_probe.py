@@ -81,10 +81,11 @@ def test_looking_at_a_card_takes_none_of_its_memory(monkeypatch):
     assert asked == [2, 3], "a part of a card, and one of which the driver says nothing"
 
 
-def test_a_plan_for_this_card_leaves_room_for_what_cuda_takes(monkeypatch):
+def test_a_plan_for_this_card_has_what_was_free_before_cuda_took_its_part(monkeypatch):
+    """Which an estimate counts among the libraries."""
     with_cards(monkeypatch, 1, "GPU-u0, 7\n")
     monkeypatch.setattr(target, "device_facts", lambda use_cpu: DeviceFacts("cuda"))
-    assert target.here(use_cpu=False).limit_bytes == 10
+    assert target.here(use_cpu=False).limit_bytes == 7 * 2**20
 
 
 def test_without_torch_there_is_no_accelerator(monkeypatch):
