@@ -25,7 +25,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from scu_trainer.train.loss.analysis import analyze, asked_rows, mixing_modules
+from scu_trainer.data.random_states import states
+from scu_trainer.train.loss.analysis import analyze, asked_rows, measuring, mixing_modules
 from scu_trainer.train.step.batches.rows import read_layout
 from tests import tiny
 
@@ -128,6 +129,19 @@ def test_a_sum_over_rows_is_known_as_such():
         lambda batch, _: model(batch["x"]).square().sum(), model, [read_layout({"x": torch.rand(4, 3)}, "x")], None, 0
     )
     assert answer.kind == "sum"
+
+
+def test_numbers_drawn_on_the_models_device_are_the_same_in_every_trial(monkeypatch):
+    """A card has a generator of its own. Whole numbers have no mean that could stand for them."""
+    model, card = nn.Linear(3, 1), torch.Generator().manual_seed(0)
+    monkeypatch.setattr(measuring, "generators", lambda devices: [*states(), (card.set_state, card.get_state())])
+
+    def loss_of(batch, _):
+        return model(batch["x"]).square().sum() * torch.randint(1, 99, (), generator=card)
+
+    rows = [read_layout({"x": torch.rand(4, 3)}, "x")]
+    answer = analyze(loss_of, model, rows, None, 0, is_public=True)
+    assert answer.kind == "sum" and answer.is_exact
 
 
 def test_batch_norm_mixes_rows_and_is_named():

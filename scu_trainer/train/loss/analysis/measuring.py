@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import Trainer
 
-from scu_trainer.data.random_states import States, put_back, states
+from scu_trainer.data.random_states import States, put_back
 from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
 from scu_trainer.train.loss.rows.known import Call, LossCalls
 from scu_trainer.train.step.batches.reduction import Targets, row_items
 from scu_trainer.train.step.batches.rows import placed
+from scu_trainer.train.step.recovery.snapshot import generators
 
 EXACT = 5e-5
 """Largest relative difference that counts as equal in float32."""
@@ -54,7 +55,7 @@ class Meter:
     def first(self, inputs: Any, gradient: bool) -> tuple[torch.Tensor, list[Call]]:
         """(as ``measure``, public loss functions that were called); finds out whether there is noise."""
         if self.is_noisy is None:
-            self._start = states()
+            self._start = generators({p.device for p in self.model.parameters()})
             before = rng_state(self.model)
             found = self._first(inputs, gradient)
             self.is_noisy = has_drawn(self.model, before)
