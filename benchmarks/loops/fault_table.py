@@ -222,7 +222,7 @@ def figures(metrics: dict[str, float]) -> str:
 def trained_state(trainer: SCUTrainer, recorder: Recorder, folder: str) -> list[Any]:
     average = trainer.loop("weight_average")
     state: list[Any] = [tensor for step in (*recorder.weights, *recorder.buffers) for tensor in step.values()]
-    state += [] if average is None else average._averaged()
+    state += [] if average is None else average._averages
     state += [] if trainer.regularizer is None else [repr(read_rows(Path(folder) / "scu_history.json"))]
     state += [] if trainer.curriculum is None else [trainer.difficulty.scores]
     return [*state, len(recorder.weights), trainer.state.global_step]

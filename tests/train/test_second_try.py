@@ -67,7 +67,7 @@ def outcome(trainer: SCUTrainer, folder):
     if trainer.curriculum is not None:
         curriculum = trainer.difficulty.scores.tolist(), read_rows(folder / "curriculum.json")
     average = trainer.loop("weight_average")
-    tensors = [*trainer.model.state_dict().values(), *(average._averaged() if average is not None else [])]
+    tensors = [*trainer.model.state_dict().values(), *(average._averages if average is not None else [])]
     return [tensor.clone() for tensor in tensors], rows, curriculum, trainer.state.log_history[-1].get("train_loss")
 
 
