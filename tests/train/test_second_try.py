@@ -40,6 +40,7 @@ WINDOW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "m
 
 SUBJECTS = {
     "language": (partial(tiny.llama, layers=1, hidden=8), tiny.UnevenRows),
+    "half precision": (lambda: tiny.llama(layers=1, hidden=8).bfloat16(), tiny.UnevenRows),
     "seq2seq": (tiny.t5, tiny.pairs),
     "pictures": (tiny.conv_net, tiny.images),
 }
@@ -90,7 +91,7 @@ KINDS = {
     "bad numbers": {},
     "measuring S": {},
     "penalty": {"regularization": PENALTY},
-    "average": {},
+    "average": {"subject": "half precision"},  # of float32 weights it takes no memory
     "losses of rows": {},
     "tokens": {},
 }
