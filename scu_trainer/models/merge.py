@@ -116,10 +116,12 @@ def _untie(full: PreTrainedModel) -> None:
     from peft.tuners.trainable_tokens import TrainableTokensLayer  # peft changes the rows of both
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    if full.get_output_embeddings() is None:  # not every classifier has an embedding
+        return
     ends = full.get_input_embeddings(), full.get_output_embeddings()
     changes_one = any(isinstance(one, BaseTunerLayer) and not isinstance(one, TrainableTokensLayer) for one in ends)
     embedding, head = (one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in ends)
-    if changes_one and head is not None and head.weight is embedding.weight:
+    if changes_one and head.weight is embedding.weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         for config in (full.config, full.config.get_text_config()):
             config.tie_word_embeddings = False

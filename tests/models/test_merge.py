@@ -9,7 +9,7 @@ import torch
 from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.export import export_dtype, read_back, require_same_logits
@@ -142,6 +142,12 @@ def test_what_shared_a_weight_has_its_own_once_merged(tmp_path, changes):
     assert check_merge(model, merge_adapter(model, torch.float32), IDS) <= 1e-5
     merged.save_pretrained(tmp_path)
     assert check_merge(merged, AutoModelForCausalLM.from_pretrained(tmp_path), IDS) == 0.0
+
+
+def test_a_classifier_without_an_embedding():
+    sizes = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
+    model = get_peft_model(ResNetForImageClassification(ResNetConfig(**sizes)), LoraConfig(target_modules="all-linear"))
+    assert not hasattr(merge_adapter(model, torch.float32), "peft_config")
 
 
 # -- what is left behind -----------------------------------------------------------------------------------------------
