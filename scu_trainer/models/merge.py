@@ -105,9 +105,12 @@ def _merged(full: PreTrainedModel, config, adapter: dict[str, torch.Tensor]) -> 
     except ValueError as error:  # NaN or infinite
         raise ModelError(f"the adapter cannot be merged: {error}; use an earlier checkpoint") from error
     except RuntimeError as error:
-        if "merg" not in str(error):  # what peft says of a kind that no weight of the base can hold has this word
+        # Of a kind that no weight of the base can hold, peft says this word, or raises this error, even without a word.
+        if "merg" not in str(error) and not isinstance(error, NotImplementedError):
             raise
-        raise ModelError(f"the adapter cannot be merged or exported: {str(error).rstrip('.')}; {AS_IT_IS}") from error
+        said = str(error).rstrip(".") or "peft does not merge this kind"
+        kind = config.peft_type.value
+        raise ModelError(f"an adapter of {kind} cannot be merged or exported: {said}; {AS_IT_IS}") from error
 
 
 def _untie(full: PreTrainedModel) -> None:

@@ -6,7 +6,14 @@ import json
 
 import pytest
 import torch
-from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from peft import (
+    AdaptionPromptConfig,
+    LoraConfig,
+    PolyConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
@@ -256,8 +263,9 @@ def test_an_adapter_of_another_base(tmp_path):
             "Impossible to merge LoRA with `lora_bias=True` because the base layer has no",
         ),
         (LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[3]), "aLoRA does not support safe merging"),
+        (PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), "POLY .*: peft does not merge this kind"),
     ],
-    ids=["prompt", "adaption prompt", "lora_bias", "alora"],
+    ids=["prompt", "adaption prompt", "lora_bias", "alora", "poly"],
 )
 def test_what_is_no_change_of_weights(config, message):
     with pytest.raises(ModelError, match=f"{message}.*use it as it is: chat"):
