@@ -218,9 +218,10 @@ class SCUTrainer(Trainer):
                 is_main=self.is_world_process_zero(),
             )
             if not self.is_stock:
-                check_checkpoint(Path(str(given["resume_from_checkpoint"])), self.args, self.resumes_weights_only)
+                checkpoint = Path(str(given["resume_from_checkpoint"]))
+                check_checkpoint(checkpoint, self.args, self.resumes_weights_only)
                 if not self.checkpoints.facts:  # the commands compare their settings
-                    check_adapter(Path(str(given["resume_from_checkpoint"])), self.model)
+                    check_adapter(checkpoint, self.model, tells=self.is_world_process_zero())
         self._begin()
         self._is_training, loops = True, self.loops  # also those that are removed on the way end
         try:

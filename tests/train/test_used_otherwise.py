@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import skip_first_batches
-from peft import IA3Config, LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from transformers import Trainer
+from peft import IA3Config, LoraConfig, PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from transformers import BertForSequenceClassification, Trainer
 
 from scu_trainer.errors import CheckpointError, ControlError, SettingsError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge
-from tests.tiny import Examples, Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
+from tests.tiny import Examples, Rows, UnevenRows, arguments, bert, llama, pad, same, trained, weights_of
 from tests.train.test_off_is_stock import BareLoss, Points, tensors, untimed
 
 LOOPS = {
@@ -43,8 +44,9 @@ def made(folder, kind=SCUTrainer, model=None, rows=None, **changes) -> Trainer:
         ({}, ""),
         ({"target_modules": r".*\.q_proj"}, "target_modules was ['q_proj'], now"),
         ({"lora_alpha": 99}, "lora_alpha was 8, now 99. Its weights are continued with"),
-        ({"target_modules": ["o_proj"]}, "target_modules was ['q_proj'], now ['o_proj']. 4 weights are not in it"),
-        ({"r": 2}, "r was 8, now 2. 4 weights are not in it or have another shape"),
+        ({"target_modules": ["o_proj"]}, "target_modules was ['q_proj'], now ['o_proj']. 8 weights are not in both"),
+        ({"r": 2}, "r was 8, now 2. 4 weights are not in both or have another shape"),
+        ({"layers_to_transform": [0]}, "layers_to_transform was None, now [0]. 2 weights are not in both"),
     ],
     ids=str,
 )
@@ -54,7 +56,7 @@ def test_a_resume_with_another_adapter_is_told_or_refused(tmp_path, caplog, chan
 
     saves = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "safety": SafetySettings()}
     made(tmp_path, model=model(), **saves).train()
-    refused = pytest.raises(CheckpointError) if "not in it" in told else contextlib.nullcontext()
+    refused = pytest.raises(CheckpointError) if "not in both" in told else contextlib.nullcontext()
     with refused as error:
         made(tmp_path, model=model(**changes), **saves).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     said = f"{caplog.text}{error and error.value}"
@@ -108,6 +110,17 @@ def test_an_argument_without_the_loop_that_reads_it_is_told(tmp_path, caplog, ar
     assert "has no effect" not in caplog.text
     SCUTrainer(llama(), **parts)
     assert f"{name} has no effect without {user}={type(LOOPS[user]).__name__}(...)" in caplog.text
+
+
+def test_an_adapter_is_the_one_that_was_saved_whatever_peft_adds_to_its_names(tmp_path, caplog):
+    saved, loaded = (bert(BertForSequenceClassification) for _ in range(2))
+    get_peft_model(saved, LoraConfig(task_type="SEQ_CLS")).save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(loaded, tmp_path, is_trainable=True)  # its modules_to_save: each name twice
+    check_adapter(tmp_path, model, tells=True)
+    assert not caplog.text
+    model.peft_config["default"].lora_alpha = 99
+    check_adapter(tmp_path, model, tells=False)  # as on the other ranks
+    assert not caplog.text
 
 
 PEFT_SAVES = {
