@@ -143,15 +143,20 @@ def _unsaved(model: PeftModel) -> list[str]:
     from peft import get_peft_model_state_dict
 
     added = getattr(model.base_model, "prefix", None)
-    outside = {
+    unsaved = {
         name: p for name, p in model.named_parameters() if p.requires_grad and (added is None or added not in name)
     }
-    if not outside:
-        return []
-    with warnings.catch_warnings(action="ignore"):  # peft says them at each save
-        states = [get_peft_model_state_dict(model, adapter_name=adapter) for adapter in model.peft_config]
-    saved = {tensor.data_ptr() for state in states for tensor in state.values()}
-    return [name for name, weight in outside.items() if weight.data_ptr() not in saved]
+    for embedding in (False, "auto"):  # of a vocabulary that has grown: peft asks the Hub for the one that it was
+        if not unsaved:
+            break
+        with warnings.catch_warnings(action="ignore"):  # peft says them at each save
+            states = [
+                get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=embedding)
+                for adapter in model.peft_config
+            ]
+        saved = {tensor.data_ptr() for state in states for tensor in state.values()}
+        unsaved = {name: weight for name, weight in unsaved.items() if weight.data_ptr() not in saved}
+    return list(unsaved)
 
 
 def tell_of_no_step(trainer: Any) -> None:

@@ -17,6 +17,7 @@ from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.adapters import check_adapter
+from scu_trainer.train.loop_checks import tell_of_unsaved
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge
 from tests.tiny import Examples, Rows, UnevenRows, arguments, bert, llama, pad, same, trained, weights_of
@@ -141,6 +142,15 @@ def test_trained_weights_that_peft_does_not_save_are_told(tmp_path, caplog, name
         weight.requires_grad_(weight.requires_grad or (trained_too in weight_name and "original" not in weight_name))
     made(tmp_path, model=model, max_steps=1, safety=SafetySettings()).train()
     assert ("peft saves" in caplog.text) == bool(told) and told in caplog.text
+
+
+def test_the_hub_is_not_asked_which_modules_are_saved(monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *of: asked.append(of))
+    base = llama()
+    base.name_or_path = "me/base"
+    tell_of_unsaved(get_peft_model(base, LoraConfig(modules_to_save=["lm_head"])))
+    assert not asked and not caplog.text
 
 
 class Named(Examples):
