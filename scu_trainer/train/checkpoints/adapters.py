@@ -36,8 +36,8 @@ def check_adapter(checkpoint: Path, model: nn.Module, tells: bool) -> None:
         alone = _without_counterpart(folder / "adapter_model.safetensors", model, name)
         if alone:
             raise CheckpointError(
-                f"the adapter of {folder} is another one: {words}. {len(alone)} weights are not in both or have another "
-                f"shape, such as {alone[0]}; resume with the configuration of {folder / 'adapter_config.json'}"
+                f"the adapter of {folder} is another one: {words}. {len(alone)} weights are not in both or have "
+                f"another shape, such as {alone[0]}; resume with the configuration of {folder / 'adapter_config.json'}"
             )
         if tells:
             logger.warning(
