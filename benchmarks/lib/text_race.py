@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Optional
 
-from tqdm import tqdm
-
 from benchmarks.lib.memory_work import EXACT_MEMORY, MIB, in_fresh_process
 from benchmarks.lib.text_job import Job, contender_of, memory, tiny
-from benchmarks.lib.turns import Ended, another_first, in_turns
+from benchmarks.lib.turns import Ended, another_first, in_turns, shown
 
 BASE = "stock"
 
@@ -54,13 +52,8 @@ def race(
         present = [name for name in names if number == 0 or name not in once]
         order = another_first([contender_of(name, job) for name in present], number)
         turns = -(-job.steps // steps_per_turn) * len(order)
-        with tqdm(total=turns, desc=f"round {number + 1} of {repeats}", unit="turn", mininterval=10) as bar:
-
-            def shown(name: str, bar: tqdm = bar) -> None:
-                bar.set_postfix_str(name, refresh=False)
-                bar.update()
-
-            found = in_turns(order, steps_per_turn, warm_up_turns=0, on_turn=shown)
+        with shown(f"round {number + 1} of {repeats}", turns) as on_turn:
+            found = in_turns(order, steps_per_turn, warm_up_turns=0, on_turn=on_turn)
         _book(raced, found, steps_per_turn, warm_up_steps // steps_per_turn)
     return raced
 

@@ -7,15 +7,17 @@ batches.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, Optional, TypeVar
 from unittest.mock import patch
 
+from tqdm import tqdm
 from transformers import TrainerCallback
 
 T = TypeVar("T")
@@ -112,7 +114,23 @@ def in_turns(
 
 def rounds(contenders: Sequence[Contender], steps_per_turn: int, repeats: int, **given: int) -> list[dict[str, Ended]]:
     """``repeats`` times all contenders, each time another one first."""
-    return [in_turns(another_first(contenders, number), steps_per_turn, **given) for number in range(repeats)]
+    found = []
+    for number in range(repeats):
+        with shown(f"round {number + 1} of {repeats}") as on_turn:
+            found.append(in_turns(another_first(contenders, number), steps_per_turn, on_turn=on_turn, **given))
+    return found
+
+
+@contextlib.contextmanager
+def shown(title: str, turns: Optional[int] = None) -> Iterator[Callable[[str], None]]:
+    """A bar that moves with each turn, which is said by the name of its contender."""
+    with tqdm(total=turns, desc=title, unit="turn", mininterval=10) as bar:
+
+        def on_turn(name: str) -> None:
+            bar.set_postfix_str(name, refresh=False)
+            bar.update()
+
+        yield on_turn
 
 
 def another_first(contenders: Sequence[T], number: int) -> list[T]:
