@@ -116,7 +116,7 @@ def has_nonfinite(value: Any) -> bool:
     waiting, seen = [value], set()
     while waiting:
         one = waiting.pop()
-        if not math.isfinite(one) if isinstance(one, float) else torch.is_tensor(one) and [*_nonfinite(one)]:
+        if (isinstance(one, float) and not math.isfinite(one)) or (torch.is_tensor(one) and _is_nonfinite(one)):
             return True
         if isinstance(one, (Mapping, list, tuple, deque)) and id(one) not in seen:
             seen.add(id(one))
@@ -244,10 +244,14 @@ class _Watch:
             self.place = f"the first non-finite value comes from {around}, before it calls {name}"
 
 
+def _is_nonfinite(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+
+
 def _nonfinite(value: Any) -> Iterator[torch.Tensor]:
     """The tensors inside of ``value`` that hold a number that is not finite."""
     if torch.is_tensor(value):
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if _is_nonfinite(value):
             yield value
     elif isinstance(value, Mapping):
         for item in value.values():
