@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.costs import StepTimes, bytes_before_model
+from scu_trainer.train.step.recovery import memory_limit
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
 from scu_trainer.train.step.recovery.memory_limit import LimitedGauge, limited_gauge
 from tests.faults import touch
@@ -49,6 +52,21 @@ def test_the_limit_of_the_settings_is_in_gib():
     resident = limited_gauge(torch.device("cpu"), None).read().own_bytes
     reading = limited_gauge(torch.device("cpu"), (resident + 2**20) / 2**30).read()
     assert reading.limit_name == "memory_limit_gb"
+
+
+def test_a_card_is_held_to_a_limit_until_a_training_without_one(monkeypatch):
+    held = {"fraction": 0.9}
+    monkeypatch.setattr(memory_limit, "gauge_for", lambda device: Fixed(SHARED))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: held["fraction"])
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, device: held.update(fraction=share)
+    )
+    found = []
+    for limit_gb in (2.0, 4.0, None, None):
+        limited_gauge(torch.device("cuda", 0), limit_gb)
+        found.append(held["fraction"])
+    assert found == [0.25, 0.5, 0.9, 0.9]
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])

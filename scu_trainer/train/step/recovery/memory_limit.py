@@ -9,6 +9,9 @@ import torch
 
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, gauge_for
 
+_fractions_before: dict[torch.device, float] = {}
+"""What torch's allocator was held to on each card before ``memory_limit_gb`` was."""
+
 
 class LimitedGauge(Gauge):
     """Whichever leaves less room: the device of ``inner`` with all who use it, or a limit on this process alone."""
@@ -32,11 +35,14 @@ class LimitedGauge(Gauge):
 def limited_gauge(device: torch.device, limit_gb: Optional[float]) -> Gauge:
     """The gauge of a device, under ``limit_gb`` GiB if given; on CUDA the allocator is held to it, so that what exceeds
     it fails here and not in a neighbour's process. Raises RequirementError for a device that cannot be measured."""
+    if device in _fractions_before:  # of an earlier training in this process, which had a limit of its own
+        torch.cuda.set_per_process_memory_fraction(_fractions_before.pop(device), device)
     gauge = gauge_for(device)
     if limit_gb is None:
         return gauge
     limit_bytes = int(limit_gb * 2**30)
     if device.type == "cuda":
+        _fractions_before[device] = torch.cuda.get_per_process_memory_fraction(device)
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
     return LimitedGauge(gauge, limit_bytes)
