@@ -31,7 +31,7 @@ IMAGES = ("images", "image", "videos", "video", "audios", "audio")
 
 PREFERENCES = ("chosen", "rejected")
 LABELS = ("label", "kto_tag")
-"""Whether an answer is a good one, as KTO has it: true or false."""
+"""Whether an answer is a good one, as KTO has it: true or false, or 1 or 0."""
 
 KNOWN_COLUMNS = (
     *(*CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CONTEXTS, *SYSTEMS, *TOOLS, *IMAGES, *PREFERENCES, *LABELS),
@@ -82,7 +82,8 @@ def understand(row: dict, columns: Columns) -> Understood:
     if not columns.are_named:
         _refuse_what_would_be_lost(row, content)
     used = tuple(column for column in used if column in row)
-    marks = () if isinstance(content, Text) else tuple(name for name in LABELS if _mark(row.get(name)) is True)
+    is_unmarked = columns.are_named or isinstance(content, Text)
+    marks = () if is_unmarked else tuple(name for name in LABELS if _mark(row, name) is True)
     left = [name for name, value in row.items() if name not in (*used, *marks) and not _is_empty(value)]
     said = _said(content) if left else ()
     not_used = tuple(f"{name} (a copy)" if row[name] in said else str(name) for name in left)
@@ -256,18 +257,22 @@ def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
             f"belongs to what its column {shown!r} shows, but this task only learns text; remove such rows, or name "
             "the columns with the text (prompt_column and response_column, or messages_column) to learn only that"
         )
-    mark = next((name for name in LABELS if _mark(row.get(name)) is False), None)
+    mark = next((name for name in LABELS if _mark(row, name) is False), None)
     if mark is not None:
         raise BadRow(
-            f"is marked as a bad answer ({mark}: false), and would be learned as a good one; remove such rows, or "
-            "train with TRL's KTOTrainer and our loops (see docs/any_trainer.md)"
+            f"is marked as a bad answer ({mark}: {str(row[mark]).lower()}), and would be learned as a good one; remove "
+            "such rows, or train with TRL's KTOTrainer and our loops (see docs/any_trainer.md). If it is no such mark, "
+            "name the columns of the text (prompt_column and response_column, or messages_column)"
         )
 
 
-def _mark(value: Any) -> Optional[bool]:
-    """A mark of KTO, which a table holds as a word; None for anything else: a number may be a class."""
-    words = {"true": True, "false": False}
-    return value if isinstance(value, bool) else words.get(value.lower()) if isinstance(value, str) else None
+def _mark(row: dict, name: str) -> Optional[bool]:
+    """A mark of KTO, which a table may hold as a word; None for anything else. 0 and 1 are marks where KTO has them,
+    under its own name or beside prompt and completion; elsewhere they may be classes."""
+    marks = {"true": True, "false": False}
+    if name == "kto_tag" or {"prompt", "completion"} <= {*row}:
+        marks |= {"1": True, "1.0": True, "0": False, "0.0": False}
+    return marks.get(str(row.get(name)).strip().lower())
 
 
 _PREFERENCE = (

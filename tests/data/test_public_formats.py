@@ -195,6 +195,24 @@ CASES = {
         ["So.<|eos|>"],
         {},
     ),
+    "a class beside an answer, which is no mark": (
+        "a.jsonl",
+        json_lines,
+        [{"question": "Why?", "answer": "So.", "label": 0}],
+        {},
+        "question and answer (question, answer)",
+        ["So." + END],
+        {"label": 1},
+    ),
+    "a class beside named columns": (
+        "a.jsonl",
+        json_lines,
+        [{"prompt": "Why?", "completion": "So.", "label": 1}, {"prompt": "Who?", "completion": "Me.", "label": 0}],
+        {"prompt_column": "prompt", "response_column": "completion"},
+        "question and answer (prompt, completion)",
+        ["So." + END, "Me." + END],
+        {"label": 2},
+    ),
     "ShareGPT with all its roles": (
         "a.json",
         json_array,
@@ -364,6 +382,8 @@ REFUSED = {
     ),
     "answers marked as bad": ({"prompt": "Why?", "completion": "No.", "label": False}, r"bad answer \(label: false\)"),
     "the same in a table": ({"prompt": "Why?", "response": "No.", "label": "False"}, r"bad answer \(label: false\)"),
+    "the same as a number": ({"prompt": "Why?", "completion": "No.", "label": 0}, r"bad answer \(label: 0\)"),
+    "a number in a table": ({"instruction": "Why?", "output": "No.", "kto_tag": "0"}, r"bad answer \(kto_tag: 0\)"),
     "no answer": ({"question": "Why?", "answer": None}, "column 'answer' holds NoneType, not text"),
     "images": (
         {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]},
