@@ -110,7 +110,7 @@ def _named(row: dict, columns: Columns) -> Optional[Read]:
         response = columns.response or _only(row, ANSWERS, "response_column")
         for name, setting in ((prompt, "prompt_column"), (response, "response_column")):
             _present(row, name, setting)
-        if _are_messages(row[prompt]) or _are_messages(row[response]):
+        if are_messages(row[prompt]) or are_messages(row[response]):
             return _messages_pair(row, prompt, response, columns.system)
         return _question(row, prompt, response, columns.system, is_named=True)
     if columns.text != DEFAULT_TEXT_COLUMN:
@@ -124,14 +124,14 @@ def _chat(row: dict, system_column: Optional[str]) -> Optional[Read]:
 
 
 def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
-    messages, system = _under_system(row, messages_of(row[column], column), system_column)
+    messages, system = under_system(row, messages_of(row[column], column), system_column)
     tools_column = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     is_sharegpt = isinstance(row[column], list) and isinstance(row[column][0], dict) and "from" in row[column][0]
     name = "ShareGPT conversations" if is_sharegpt else "messages"
     return name, Chat(messages, tools_of(row.get(tools_column))), (column, tools_column, *system)
 
 
-def _under_system(row: dict, messages: list[dict], system_column: Optional[str]) -> tuple[list[dict], tuple[str, ...]]:
+def under_system(row: dict, messages: list[dict], system_column: Optional[str]) -> tuple[list[dict], tuple[str, ...]]:
     """``messages`` under the system prompt that stands beside them, unless they have one; the column that was read."""
     column = system_column or next((name for name in SYSTEMS if not _is_empty(row.get(name))), SYSTEMS[0])
     system = row.get(column)
@@ -143,7 +143,7 @@ def _under_system(row: dict, messages: list[dict], system_column: Optional[str])
 def _completion(row: dict, system_column: Optional[str]) -> Optional[Read]:
     if "prompt" not in row or "completion" not in row:
         return None
-    if _are_messages(row["prompt"]) or _are_messages(row["completion"]):
+    if are_messages(row["prompt"]) or are_messages(row["completion"]):
         return _messages_pair(row, "prompt", "completion", system_column)
     content = Completion(_string(row, "prompt"), _string(row, "completion"))
     return "prompt and completion", content, ("prompt", "completion")
@@ -155,19 +155,19 @@ def _messages_pair(row: dict, prompt: str, response: str, system_column: Optiona
     after = _as_messages(row[response], response, "assistant")
     if after[: len(before)] == before:
         after = after[len(before) :]
-    before, system = _under_system(row, before, system_column)
+    before, system = under_system(row, before, system_column)
     tools = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     content = Chat(before + after, tools_of(row.get(tools)), prompt_turns=len(before))
     return "prompt and completion as messages", content, (prompt, response, tools, *system)
 
 
-def _are_messages(value: Any) -> bool:
+def are_messages(value: Any) -> bool:
     """A list, or one that a table holds as text."""
     return isinstance(value, list) or (isinstance(value, str) and _LIST_OF_MESSAGES.match(value) is not None)
 
 
 def _as_messages(value: Any, column: str, role: str) -> list[dict]:
-    is_text = isinstance(value, str) and not _are_messages(value)
+    is_text = isinstance(value, str) and not are_messages(value)
     return [{"role": role, "content": value}] if is_text else messages_of(value, column)
 
 
@@ -212,6 +212,17 @@ def _question(row: dict, prompt: str, answer: str, system_column: Optional[str],
     return "Alpaca" if is_alpaca else "question and answer", pair, used
 
 
+def asked(row: dict, prompt: str) -> list[dict]:
+    """The question in the column ``prompt`` as messages, with all that a training reads beside it. Raises BadRow."""
+    around = [name for name in (*CONTEXTS, *SYSTEMS) if not _is_empty(row.get(name))]
+    odd = next((name for name in around if not isinstance(row[name], str)), None)
+    if odd is not None:
+        found = f"column {odd!r} holds {type(row[odd]).__name__}, not text, and belongs to {prompt!r}"
+        raise BadRow(f"{found}; write it as text, or remove it")
+    _, pair, _ = _question({**row, ANSWERS[0]: ""}, prompt, ANSWERS[0], None)
+    return pair.as_chat().messages[:-1]
+
+
 def _beside(row: dict, name: Optional[str], pair: tuple[str, str], is_named: bool) -> tuple[Optional[str], str]:
     """A column that belongs to the question of ``pair``, and its text; (None, "") where it is not read."""
     value = None if name is None else row.get(name)
@@ -233,8 +244,10 @@ def _filled(row: dict, names: Sequence[str]) -> Optional[str]:
 
 def _history(value: Any) -> tuple[tuple[str, str], ...]:
     """Of Alpaca: a list of [question, answer]."""
-    turns = tuple(tuple(turn) if isinstance(turn, (list, tuple)) else () for turn in value or ())
-    if not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns):
+    turns = () if _is_empty(value) else value
+    is_list = isinstance(turns, (list, tuple))
+    turns = tuple(tuple(turn) if isinstance(turn, (list, tuple)) else () for turn in (turns if is_list else ()))
+    if not is_list or not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns):
         raise BadRow("column 'history' is not a list of [question, answer]")
     return turns
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.data.messages import messages_of
+from scu_trainer.data.formats import SYSTEMS, TOOLS, are_messages, asked, under_system
+from scu_trainer.data.messages import messages_of, tools_of
 from scu_trainer.data.readers import read_file
 from scu_trainer.data.records import BadRow
 from scu_trainer.errors import DataError
@@ -16,8 +17,8 @@ from scu_trainer.settings.base import short
 TURNS = ("messages", "conversations", "conversation")
 QUESTIONS = ("prompt", "instruction", "question", "problem", "query", "text")
 ALLOWED = (
-    "a column messages or conversations (turns, the last of the user), or one of prompt, instruction (with input "
-    "beside it), question, problem, query, text; a .txt file has a prompt in each line"
+    "a column messages or conversations (turns, the last of the user), or one of prompt, instruction, question, "
+    "problem, query (with input or context, system and history beside it), text; a .txt file has a prompt in each line"
 )
 
 
@@ -55,28 +56,34 @@ def _messages(record: Any) -> list[dict[str, str]]:
         raise DataError(f"{record.place}: {record.problem}")
     row = record.value
     turns = next((name for name in TURNS if row.get(name)), None)
-    turns = turns or ("prompt" if isinstance(row.get("prompt"), list) else None)
+    turns = turns or ("prompt" if are_messages(row.get("prompt")) else None)
     if turns is not None:
-        return _unanswered(record.place, row[turns], turns)
+        return _unanswered(record.place, row, turns)
     name = next((name for name in QUESTIONS if _said(row.get(name))), None)
     if name is None:
         columns = ", ".join(map(str, row)) or "none"
         empty = next((f", but {name} is {short(row[name])}" for name in QUESTIONS if name in row), "")
         way = "write a prompt there, or remove the row" if empty else f"give {ALLOWED}"
         raise DataError(f"{record.place} has the columns {columns}{empty}; {way}")
-    more = _said(row.get("input")) if name == "instruction" else None
-    system = _said(row.get("system")) or ""
-    return _asked(f"{row[name]}\n\n{more}" if more else row[name], system)
+    if name == "text":
+        return _asked(row[name], next(filter(_said, map(row.get, SYSTEMS)), ""))
+    try:
+        return asked(row, name)
+    except BadRow as error:
+        raise DataError(f"{record.place}: {error}") from error
 
 
 def _said(value: Any) -> Optional[str]:
     return value if isinstance(value, str) and value.strip() else None
 
 
-def _unanswered(place: str, value: Any, column: str) -> list[dict[str, str]]:
+def _unanswered(place: str, row: dict, column: str) -> list[dict[str, str]]:
     """Without the answer that the row ends with, if it does."""
     try:
-        messages = messages_of(value, column)
+        messages, _ = under_system(row, messages_of(row[column], column), None)
+        tools = next((name for name in TOOLS if tools_of(row.get(name))), None)
+        if tools is not None:
+            raise BadRow(f"the model would not see what {tools!r} holds; remove the column")
     except BadRow as error:
         raise DataError(f"{place}: {error}") from error
     while messages and messages[-1]["role"] == "assistant":

@@ -402,6 +402,7 @@ REFUSED = {
         "message 1 of 'messages' belongs to what its 'images' shows; only text",
     ),
     "a number beside a question": ({"instruction": "Double it.", "input": 21, "output": "42"}, "'input' holds int"),
+    "a history that is no list": ({"instruction": "?", "output": "!", "history": 5}, "'history' is not a list"),
     "names in capitals": (
         {"Question": "Why?", "Answer": "So."},
         "small letters only; name them: --prompt_column Question --response_column Answer",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from scu_trainer.data.formats import Columns, understand
 from scu_trainer.errors import DataError, ModelError, OutOfMemory, SettingsError
 from scu_trainer.settings import ModelSettings
 from scu_trainer.talk import answers as subject
@@ -181,18 +182,32 @@ def test_prompts_in_every_way_that_people_write_them(tmp_path):
         {"messages": [{"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]},
         {"conversations": [{"from": "human", "value": "g"}]},
         {"question": "h"},
+        {"question": "i", "context": "j", "history": [["k", "l"]], "system_prompt": "s"},
+        {"conversations": [{"from": "human", "value": "m"}], "system": "s"},
+        {"prompt": json.dumps([{"role": "user", "content": "n"}])},
     ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = [[(turn["role"], turn["content"]) for turn in row.messages] for row in read_prompts(tmp_path / "p.jsonl")]
     assert found == [
         [("user", "a")],
-        [("system", "s"), ("user", "b\n\nc")],
+        [("system", "s"), ("user", "b\nc")],
         [("user", "e")],
         [("user", "g")],
         [("user", "h")],
+        [("system", "s"), ("user", "k"), ("assistant", "l"), ("user", "i\nj")],
+        [("system", "s"), ("user", "m")],
+        [("user", "n")],
     ]
     (tmp_path / "p.txt").write_text("one\n\n two \n")
     assert [row.messages[0]["content"] for row in read_prompts(tmp_path / "p.txt")] == ["one", "two"]
+
+
+def test_a_prompt_is_the_one_that_was_trained_on(tmp_path):
+    """Else a model is asked in other words than those that it has learned to answer."""
+    row = {"instruction": "b", "input": "c", "output": "d", "system": "s"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    learned = understand(row, Columns()).content.as_chat().messages
+    assert read_prompts(tmp_path / "p.jsonl")[0].messages == learned[:-1]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +219,9 @@ def test_prompts_in_every_way_that_people_write_them(tmp_path):
         ({"messages": [{"role": "user", "content": " "}]}, "messages has no turn with text; write a prompt"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages has no turn before the answer"),
         ({"messages": [{"role": "user"}]}, "row 1"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}, "what 'tools' holds"),
+        ({"question": "x", "context": ["y"]}, "'context' holds list, not text, and belongs to 'question'"),
+        ({"question": "x", "history": 5}, "column 'history' is not a list"),
     ],
 )
 def test_a_row_without_a_prompt_is_named(row, message, tmp_path):
