@@ -231,6 +231,16 @@ def saved_llama(folder, seed: int = 0):
     return folder
 
 
+def end_every_text(tokenizer) -> None:
+    """As add_eos_token does for Llama: eos is put behind each text."""
+    from tokenizers.processors import TemplateProcessing
+
+    marks = (tokenizer.bos_token, tokenizer.eos_token)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{marks[0]} $A {marks[1]}", special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in marks]
+    )
+
+
 def trained(model, output_dir, regularization=None, dataset=None, resume=None, prepare=None, kind=None, **changes):
     """An SCUTrainer (or ``kind``) that has trained ``model``; without ``regularization`` it is the stock one.
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from scu_trainer.data.messages import REASONING
 from scu_trainer.data.records import Chat
+from scu_trainer.data.text.encode import prompt_ids
 from scu_trainer.data.text.rendering import rendered_away
 from scu_trainer.errors import DataError, SettingsError, nearest
 from scu_trainer.serve.errors import BadRequest
@@ -89,7 +90,7 @@ class Asker:
             token_ids = self._encoded(asked["messages"])
         else:
             asked = {"prompt": _prompt(body.get("prompt"))}
-            token_ids = self.talker.tokenizer(asked["prompt"])["input_ids"]
+            token_ids = prompt_ids(self.talker.tokenizer, asked["prompt"])
         config = self._config(numbers, len(token_ids))
         stop = {} if not body.get("stop") else {"stop": _stop(body["stop"])}
         asked |= {"model": self.name, "stream": _switch(body), **stop, "generation_config": _said(config)}
@@ -245,7 +246,7 @@ def _text(where: str, content: Any) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(map(_is_text, parts)):
         raise BadRequest(f"{where}.content must be a string or a list of parts of type text", where)
-    return "\n".join(part["text"] for part in parts)
+    return "".join(part["text"] for part in parts)  # as a training joins them
 
 
 def _is_text(part: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from scu_trainer.data.text.encode import prompt_ids
 from scu_trainer.errors import DataError
 from scu_trainer.models.fit import positions_of
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
@@ -62,7 +63,7 @@ class Talker:
     def encoded(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt. Without a template the texts stand one after the other, to be gone on with."""
         if not self.has_template:
-            return self.tokenizer(self.rendered(messages))["input_ids"]
+            return prompt_ids(self.tokenizer, self.rendered(messages))
         try:
             found = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program, and says in its own words what it does not take

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 
+from scu_trainer.data.messages import messages_of
 from scu_trainer.listening import own_names
 from scu_trainer.serve.errors import FAILED
 from scu_trainer.serve.front import MOST_BYTES, _replayed
@@ -23,6 +24,7 @@ from scu_trainer.talk.answers import AnswerSettings
 from scu_trainer.talk.model import Talker, loaded
 from tests import tiny
 from tests.faults import CPU_TEXT, oom
+from tests.tiny import end_every_text
 
 HOST, KEY = "127.0.0.1:8000", "a-key-of-this-test"
 BEARER = {"Authorization": f"Bearer {KEY}"}
@@ -45,7 +47,7 @@ def talker(folder):
 
 class Site:
     def __init__(self, talker: Talker, hosts: Optional[Sequence[str]] = (HOST,), key: Optional[str] = None) -> None:
-        self.ends = Event()
+        self.talker, self.ends = talker, Event()
         self.app = Guard(application(Asker(talker, "tiny", AnswerSettings(max_new_tokens=8)), self.ends), hosts, key)
 
     def ask(self, path: str, method: str = "GET", headers: Any = None, **given: Any) -> httpx.Response:
@@ -230,6 +232,20 @@ def test_what_asks_for_nothing_is_no_mistake(site):
     neutral |= {"user": "me", "stream_options": {"include_usage": True}, "logit_bias": {}, "tool_choice": None}
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     assert site.post(**neutral).json()["choices"] == site.post(messages=parts).json()["choices"]
+
+
+def test_parts_of_a_message_are_joined_as_a_training_joins_them(site):
+    parts = [{"type": "text", "text": text} for text in ("hel", "lo")]
+    messages = [{"role": "user", "content": parts}]
+    answers = [site.post(**given).json()["usage"]["prompt_tokens"] for given in ({}, {"messages": messages})]
+    assert answers[0] == answers[1] and messages_of(messages, "messages")[0]["content"] == "hello"
+
+
+def test_a_text_goes_on_where_the_tokenizer_ends_every_text(folder):
+    site = Site(load(folder))
+    before = site.post(COMPLETIONS).json()["choices"]
+    end_every_text(site.talker.tokenizer)
+    assert site.post(COMPLETIONS).json()["choices"] == before
 
 
 @pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])

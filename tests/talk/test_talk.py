@@ -172,6 +172,15 @@ def test_drawn_answers_are_those_of_the_seed(talker):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_a_text_goes_on_where_the_tokenizer_ends_every_text(folder):
+    plain = loaded("plain", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
+    plain.tokenizer.chat_template = None
+    before = plain.encoded(QUESTION)
+    tiny.end_every_text(plain.tokenizer)
+    assert plain.tokenizer("a")["input_ids"][-1] == plain.tokenizer.eos_token_id
+    assert plain.encoded(QUESTION) == before
+
+
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 

@@ -125,7 +125,7 @@ class Encoder:
 
     def _completion(self, record: Record, content: Completion, read: Reading) -> Document | Dropped:
         # Two calls: at inference the prompt is tokenized alone, and a token must not straddle the boundary.
-        prompt = _without_end(self._ids([content.prompt])[0], self._end_ids)
+        prompt = prompt_ids(self.tokenizer, content.prompt)
         completion = self._ids([content.completion], add_special_tokens=False)[0]
         learned = [not self.completion_only_loss] * len(prompt) + [True] * len(completion)
         return self._finish(prompt + completion, learned, record, content.prompt + content.completion, read)
@@ -184,10 +184,6 @@ class Encoder:
             return Dropped(NOTHING_TO_LEARN, record.place)
         return Document(input_ids, labels, record.place, len(text.encode("utf-8", "surrogatepass")), read)
 
-    @property
-    def _end_ids(self) -> set[Optional[int]]:
-        return {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id} - {None}
-
 
 def columns_of(settings: DataSettings) -> Columns:
     """Where the settings say that the content stands."""
@@ -211,9 +207,11 @@ def _answers(chat: Chat) -> list[dict]:
     return [message for message in chat.messages[chat.prompt_turns or 0 :] if is_answer(message)]
 
 
-def _without_end(ids: list[int], end_ids: set[Optional[int]]) -> list[int]:
-    """Some tokenizers end every text; a prompt goes on."""
-    return ids[:-1] if ids and ids[-1] in end_ids else ids
+def prompt_ids(tokenizer, text: str) -> list[int]:
+    """Of a text that goes on: some tokenizers end every text."""
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
+    return ids[:-1] if ids and ids[-1] in ends else ids
 
 
 def _tokenizer_state(tokenizer) -> list:
