@@ -553,7 +553,7 @@ def test_numbers_are_in_order_in_a_table_and_as_other_libraries_sort_them_in_fol
     assert prepared(tmp_path / "folders", tmp_path).label_names == ("0", "2", "10")
 
 
-@pytest.mark.parametrize("missing", ["", "-1", "-1.0"])
+@pytest.mark.parametrize("missing", ["", "-1", "-1.0", "nan"])
 def test_numbers_of_a_table_with_gaps_are_classes_as_without(tmp_path, missing):
     """pandas writes 10.0 for 10 where another row has nothing; others write -1 for nothing."""
     folder = with_metadata(tmp_path / "pets")

@@ -596,6 +596,7 @@ BAD_ROWS = {
     "fraction": ({"label": 1.5}, "no label", "label is 1.5"),
     "truth": ({"label": True}, "no label", "label is True"),
     "no label": ({"label": None}, "no label", "label is None"),
+    "nothing, as a table writes it": ({"label": "nan"}, "no label", "label is 'nan'"),
     "no file": ({"file": None}, "no file", "names no file"),
     "outside": ({"file": "../000001.npz"}, "file outside", "lies outside of"),
     "absolute": ({"file": "/etc/passwd"}, "file outside", "lies outside of"),

@@ -7,6 +7,7 @@ of that step before the optimizer sees them.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -27,6 +29,7 @@ from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.evaluation.classification import class_metrics
 from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
 from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, nonfinite_weight, weights_are_finite
+from scu_trainer.train.run_directory.console import ConsoleCallback
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
 
 BAD_STEP = 3
@@ -140,6 +143,13 @@ def test_the_update_of_a_bad_step_does_not_happen(tmp_path, fault, case):
     assert adam_steps(found) == {5}, "the bad step moved Adam's counters"
     assert found.nonfinite_guard.skipped_steps == 1
     assert found.state.global_step == 6
+
+
+def test_a_first_step_that_is_taken_back_has_no_line(tmp_path):
+    """All of its rows may have been set aside, and a loss of 0 is what is left then."""
+    text = io.StringIO()
+    run(tmp_path, "loss", (1,), callbacks=[ConsoleCallback(Console(file=text))], max_steps=4, logging_steps=2)
+    assert "step 1/4" not in text.getvalue() and "step 2/4" in text.getvalue()
 
 
 def test_without_faults_it_is_the_stock_trainer_bit_for_bit(tmp_path):

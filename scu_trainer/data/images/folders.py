@@ -229,7 +229,8 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
             problem = record.problem or f"it names no image inside {folder}"
             raise DataError(f"{record.place}: {problem}; fix its {FILE_COLUMN}, or remove the row")
         path, given = folder / inside, record.value.get(label)
-        value = "" if given is None or given != given else str(given).strip()  # NaN: tables write it for nothing
+        value = str(given).strip()
+        value = "" if given is None or value == "nan" else value  # tables write NaN for nothing
         if re.fullmatch(r"-1(\.0)?", value):
             value, minus_ones = "", minus_ones + 1
         if isinstance(given, (list, dict)) or classes.setdefault(path, value) != value:

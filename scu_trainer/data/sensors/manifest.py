@@ -22,7 +22,7 @@ from scu_trainer.settings.base import short
 CSV_MANIFEST = "manifest.csv"
 COLUMNS = ("file", "label", "split", "missing", "report")
 HELD_OUT = "eval"
-ALMOST_A_NUMBER = r"[-+]*[0-9]*\.?[0-9]*"
+ALMOST_A_NUMBER = r"nan|[-+]*[0-9]*\.?[0-9]*"  # nan: tables write it for nothing
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # no name of a file holds one
 MOST_UNSAID_CLASSES = 1000
 """A higher label, and higher than there are rows, is a slip unless ``num_classes`` is set."""

@@ -50,6 +50,9 @@ class ConsoleCallback(Loop):
         if self._is_first:
             self._losses.append(loss)
 
+    def on_step_taken_back(self) -> None:
+        self._losses.clear()  # 0, of rows that were all set aside, is not their loss
+
     def on_optimizer_step(self, args, state, control, **kwargs):
         if self._losses:  # now, as the stock Trainer does: when the step ends, the schedule is at the next one
             self._first_rate = self.trainer._get_learning_rate()
