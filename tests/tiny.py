@@ -235,10 +235,10 @@ def end_every_text(tokenizer) -> None:
     """As add_eos_token does for Llama: eos is put behind each text."""
     from tokenizers.processors import TemplateProcessing
 
-    marks = (tokenizer.bos_token, tokenizer.eos_token)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{marks[0]} $A {marks[1]}", special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in marks]
-    )
+    begin, end = tokenizer.bos_token, tokenizer.eos_token
+    numbers = [(mark, tokenizer.convert_tokens_to_ids(mark)) for mark in (begin, end)]
+    processor = TemplateProcessing(single=f"{begin} $A {end}", special_tokens=numbers)
+    tokenizer.backend_tokenizer.post_processor = processor
 
 
 def trained(model, output_dir, regularization=None, dataset=None, resume=None, prepare=None, kind=None, **changes):
