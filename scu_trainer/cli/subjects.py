@@ -88,6 +88,14 @@ class Subject:
         """Of its run; without one, by its config.json."""
         return self.run["configuration"].get("task", TEXT) if self.run else _task_in(Path(self.source) / "config.json")
 
+    @property
+    def answers_plain_text(self) -> bool:
+        """Whether its run learned answers to questions for which the tokenizer had no chat template."""
+        from scu_trainer.data.records import AS_PLAIN_TEXT
+
+        formats = (self.run or {}).get("data", {}).get("formats", {})
+        return any(AS_PLAIN_TEXT in name for name in formats)
+
     def consenting(self, options: Any, **changes: Any) -> Subject:
         """With the consent of ``options``, which a run from elsewhere must not bring along, and ``changes`` of other
         model settings."""

@@ -29,6 +29,10 @@ def _without_padding(value: Any) -> Any:
     return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
+AS_PLAIN_TEXT = " as plain text, because there is no chat template"
+"""Behind the name of a format whose questions were laid out by ``plain_prompt``."""
+
+
 class BadRow(Exception):
     """One row that cannot be used; its message says why. It stays in this room: counted, or turned into a DataError."""
 
@@ -44,6 +48,11 @@ class Completion(NamedTuple):
 
     prompt: str
     completion: str
+
+
+def plain_prompt(texts: Iterable[str]) -> str:
+    """A conversation without a chat template, up to the answer: a blank line behind each part."""
+    return "".join(f"{text}\n\n" for text in texts if text.strip())
 
 
 class Pair(NamedTuple):
@@ -66,9 +75,8 @@ class Pair(NamedTuple):
         return Chat([*system, *messages], is_pair=True)
 
     def as_completion(self) -> Completion:
-        """Parts with a blank line between them."""
         before = [self.system, *(text for turn in self.history for text in turn), self.prompt]
-        return Completion("".join(f"{text}\n\n" for text in before if text.strip()), self.answer)
+        return Completion(plain_prompt(before), self.answer)
 
 
 class Chat(NamedTuple):

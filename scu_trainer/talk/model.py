@@ -6,12 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
 from torch import nn
 
+from scu_trainer.data.records import plain_prompt
 from scu_trainer.data.text.encode import prompt_ids
 from scu_trainer.errors import DataError
 from scu_trainer.models.fit import positions_of
@@ -28,7 +29,7 @@ PROBE = "\u2301 an answer \u2301"
 class Talker:
     """``around``: the context in which it answers, such as that without the adapter. ``precision``: autocast to it.
     ``stops``: ids of the tokens that end an answer. ``lock``: one answers at a time, for the model is switched between
-    them."""
+    them. ``answers_plain_text``: it has learned answers behind questions without a template."""
 
     name: str
     model: nn.Module
@@ -37,6 +38,7 @@ class Talker:
     around: Callable[[], AbstractContextManager] = contextlib.nullcontext
     stops: list[int] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
+    answers_plain_text: bool = False
 
     def __post_init__(self) -> None:
         self.stops = self.stops or stop_tokens(self.model, self.tokenizer)
@@ -61,7 +63,8 @@ class Talker:
         return positions_of(self.model)
 
     def encoded(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a prompt. Without a template the texts stand one after the other, to be gone on with."""
+        """Token ids of a prompt. Without a template the texts stand one after the other, to be gone on with or, where a
+        training had it so, to be answered."""
         if not self.has_template:
             return prompt_ids(self.tokenizer, self.rendered(messages))
         try:
@@ -73,7 +76,8 @@ class Talker:
     def rendered(self, messages: Sequence[Message]) -> str:
         """The text of a prompt, of a conversation that ``encoded`` takes."""
         if not self.has_template:
-            return "\n".join(message["content"] for message in messages)
+            texts = [message["content"] for message in messages]
+            return plain_prompt(texts) if self.answers_plain_text else "\n".join(texts)
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
 
     def trimmed(self, messages: Sequence[Message], max_new_tokens: int) -> tuple[list[int], int]:
@@ -95,16 +99,18 @@ class Talker:
             del kept[first:following]
 
 
-def loaded(name: str, settings: ModelSettings, precision: Optional[torch.dtype] = None) -> Talker:
+def loaded(
+    name: str, settings: ModelSettings, precision: Optional[torch.dtype] = None, answers_plain_text: bool = False
+) -> Talker:
     """``settings``: of its run, with ``model_name_or_path`` where it lies. Raises ModelError."""
-    tokenizer = load_tokenizer(settings)
-    return Talker(name, load_for_evaluation(settings.model_name_or_path, settings), tokenizer, precision)
+    tokenizer, model = load_tokenizer(settings), load_for_evaluation(settings.model_name_or_path, settings)
+    return Talker(name, model, tokenizer, precision, answers_plain_text=answers_plain_text)
 
 
 def base_beside(talker: Talker, name: str) -> Talker:
     """The base of an adapter, in the same memory."""
     without = talker.model.disable_adapter
-    return Talker(name, talker.model, talker.tokenizer, talker.precision, without, talker.stops, talker.lock)
+    return replace(talker, name=name, around=without)
 
 
 def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:

@@ -8,9 +8,13 @@ import pytest
 import torch
 from peft import PeftModel
 
+from scu_trainer.cli.subjects import Subject
+from scu_trainer.cli.talking.options import talker as talker_of
 from scu_trainer.data.formats import Columns, understand
+from scu_trainer.data.records import Record
+from scu_trainer.data.text.encode import NOT_LEARNED, Encoder
 from scu_trainer.errors import DataError, ModelError, OutOfMemory, SettingsError
-from scu_trainer.settings import ModelSettings
+from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.talk import answers as subject
 from scu_trainer.talk.answers import AnswerSettings, Batches, fitted, stream
 from scu_trainer.talk.model import base_beside, loaded
@@ -179,6 +183,19 @@ def test_a_text_goes_on_where_the_tokenizer_ends_every_text(folder):
     tiny.end_every_text(plain.tokenizer)
     assert plain.tokenizer("a")["input_ids"][-1] == plain.tokenizer.eos_token_id
     assert plain.encoded(QUESTION) == before
+
+
+def test_a_question_is_laid_out_as_it_was_trained_on_without_a_template(folder):
+    formats = {"question and answer (question, answer) as plain text, because there is no chat template": 40}
+    run = {"configuration": {"task": "text-generation"}, "data": {"formats": formats}}
+    model = ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32")
+    plain = talker_of(Subject("plain", model, run))
+    plain.tokenizer.chat_template = None
+    row = {"question": "What is a list?", "answer": "A row of things.", "system": "Be brief."}
+    [document] = Encoder.of(DataSettings(), plain.tokenizer, "plain").encode([Record("row 1", row)])
+    learned = document.input_ids[document.labels == NOT_LEARNED].tolist()
+    assert plain.encoded([{"role": "system", "content": "Be brief."}, *QUESTION]) == learned
+    assert document.read.format.endswith(" as plain text, because there is no chat template")
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

@@ -76,6 +76,6 @@ def talker(who: Subject) -> Talker:
 
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(who.mixed_precision or "")
     try:
-        return loaded(who.name, who.model, precision)
+        return loaded(who.name, who.model, precision, who.answers_plain_text)
     except torch.OutOfMemoryError as error:
         raise SettingsError(f"{who.name} does not fit on the GPU; add --use_cpu, or --dtype bfloat16") from error

@@ -13,7 +13,7 @@ import xxhash
 
 from scu_trainer.data.formats import Columns, understand
 from scu_trainer.data.messages import KNOWN_ROLES, is_answer, says_something
-from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Record, Text
+from scu_trainer.data.records import AS_PLAIN_TEXT, BadRow, Chat, Completion, Content, Pair, Record, Text
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat, keys_left_out
 from scu_trainer.data.text.rendering import rendered_away
@@ -105,7 +105,7 @@ class Encoder:
         if isinstance(content, Pair):
             has_template = getattr(self.tokenizer, "chat_template", None) is not None
             content = content.as_chat() if has_template else content.as_completion()
-            name += " by the chat template" if has_template else " as plain text, because there is no chat template"
+            name += " by the chat template" if has_template else AS_PLAIN_TEXT
         if not _says_something(content):
             return Dropped(EMPTY if isinstance(content, Text) else NO_ANSWER, record.place)
         return content, Reading(name, not_used)
