@@ -259,6 +259,14 @@ def test_the_first_module_and_the_row_are_named(tmp_path, caplog):
     assert found.nonfinite_guard.notices == ["optimizer steps skipped because loss or gradient was not finite: 1 (2)"]
 
 
+def test_a_step_without_a_label_is_said_to_be_one(tmp_path, caplog):
+    rows = [dict(row) for row in Rows(16)]
+    for row in rows[8:12]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    run(tmp_path, dataset=Examples(rows), max_steps=4, **IN_ORDER)
+    assert "step 3: the loss is not a finite number; no label of the step is learned (all are -100)" in caplog.text
+
+
 def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):
     found = one_bad_row(tmp_path, sample=13, backward=True, **IN_ORDER)
     (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
