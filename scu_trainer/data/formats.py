@@ -291,7 +291,8 @@ def _mark(row: dict, name: str) -> Optional[bool]:
 _PREFERENCE = (
     "is a pair of a chosen and a rejected answer, and this task does not learn from rejected ones; train with "
     "TRL's DPOTrainer and our loops (see docs/any_trainer.md), or learn the chosen answers alone: "
-    "--prompt_column prompt --response_column chosen, or --messages_column chosen where it holds the whole conversation"
+    "--prompt_column prompt --response_column chosen, or where it holds question and answer --messages_column chosen "
+    "(--text_column chosen, if it is text)"
 )
 
 

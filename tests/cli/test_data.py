@@ -64,6 +64,12 @@ def test_a_sample_says_that_it_is_one(look):
     assert "all 43 documents of " in look("--sample", "all")
 
 
+def test_one_document_is_not_said_to_be_all(tmp_path, capsys):
+    (tmp_path / "one.jsonl").write_text('{"text": "Green tea."}\n')
+    assert cli.main(["data", "--dataset", str(tmp_path / "one.jsonl"), "--cache_dir", str(tmp_path / "cache")]) == 0
+    assert "\nthe 1 document of " in capsys.readouterr().out
+
+
 def test_a_configuration_is_read_with_what_only_training_knows(look, tmp_path, file, capsys):
     config = tmp_path / "job.yaml"
     config.write_text(f"dataset: {file}\ncache_dir: {tmp_path / 'cache'}\nmax_steps: 3\ncompletion_only_loss: false\n")

@@ -380,6 +380,7 @@ REFUSED = {
         {"chosen": [{"role": "user", "content": "?"}], "rejected": [{"role": "user", "content": "?"}]},
         "chosen and a rejected.*--messages_column chosen",
     ),
+    "preferences as texts": ({"chosen": "? Yes.", "rejected": "? No."}, r"\(--text_column chosen, if it is text\)"),
     "answers marked as bad": ({"prompt": "Why?", "completion": "No.", "label": False}, r"bad answer \(label: false\)"),
     "the same in a table": ({"prompt": "Why?", "response": "No.", "label": "False"}, r"bad answer \(label: false\)"),
     "the same as a number": ({"prompt": "Why?", "completion": "No.", "label": 0}, r"bad answer \(label: 0\)"),

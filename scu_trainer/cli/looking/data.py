@@ -122,7 +122,8 @@ def _seen(console, name, tokenizer, data, statistics, documents, shown, wanted) 
     from scu_trainer.cli.looking.shown import Look
 
     is_part = wanted is not None and len(documents) == wanted
-    sample = f"{'the first' if is_part else 'all'} {counted(len(documents), 'document')} of {name}"
+    which = "the first" if is_part else "all" if len(documents) > 1 else "the"
+    sample = f"{which} {counted(len(documents), 'document')} of {name}"
     texts = tokenizer.batch_decode([document.input_ids for document in documents], skip_special_tokens=True)
     facts = facts_of(documents, texts)
     tokens, learned = int(facts.lengths.sum()), int(facts.learned.sum())
