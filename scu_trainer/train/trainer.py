@@ -535,7 +535,8 @@ class SCUTrainer(Trainer):
                 tell_of_left_out(Path(checkpoint), self.loops)
                 if not self.checkpoints.facts:  # the commands say it themselves
                     are_rows_chosen = any(type(loop).loader is not Loop.loader for loop in self.loops)
-                    tell_of_changes(Path(checkpoint), self.args, are_rows_chosen)
+                    is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
+                    tell_of_changes(Path(checkpoint), self.args, are_rows_chosen, is_stream)
         if self.is_stock or checkpoint is None:
             return
         if not has_optimizer(Path(checkpoint)):  # weights_only: everything else starts over

@@ -365,6 +365,20 @@ def test_a_rate_that_a_resume_does_not_take_is_named_beside_a_curriculum(tmp_pat
     assert caplog.text.count("changed since") == caplog.text.count("learning_rate was 0.01, now 0.0001") == 1
 
 
+def test_a_stream_that_other_workers_share_is_named(tmp_path, caplog):
+    class Shared(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            one = torch.utils.data.get_worker_info()
+            return iter([*Rows()][one.id :: one.num_workers] if one else [*Rows()])
+
+    common = {"rows": Shared(), "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    made(tmp_path, **common).train()
+    made(tmp_path, **common).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "changed since" not in caplog.text
+    made(tmp_path, **common, dataloader_num_workers=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "dataloader_num_workers was 0, now 2: where they share a stream, its rows come in another" in caplog.text
+
+
 @pytest.mark.parametrize("loops", [{}, {"memory": MemorySettings()}], ids=["off", "memory"])
 def test_a_resume_with_other_batches_says_what_that_means_for_the_epoch(tmp_path, loops, caplog):
     common = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, **loops}

@@ -52,6 +52,8 @@ ORDER = frozenset(
     "seed data_seed per_device_train_batch_size gradient_accumulation_steps train_sampling_strategy "
     "dataloader_drop_last".split()
 )
+WORKERS = "dataloader_num_workers"
+SHARED_STREAM = "where they share a stream, its rows come in another order, so some are seen twice or not at all"
 DATA = frozenset(
     "dataset dataset_size dataset_split dataset_config_name eval_dataset validation_split_percentage text_column "
     "prompt_column response_column system_column messages_column stopping_strategy block_size packing synthetic "
@@ -96,15 +98,19 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
 def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:
     """What decides which rows a step gets and how the optimizer moves: the part of a description that a trainer
     without a command can give."""
-    names = sorted(ORDER | CARRIED | SCHEDULE | {"optim"})
+    names = sorted(ORDER | CARRIED | SCHEDULE | {"optim", WORKERS})
     return {"configuration": {name: getattr(arguments, name) for name in names}, "world_size": arguments.world_size}
 
 
-def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_chosen: bool) -> None:
+def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_chosen: bool, is_stream: bool) -> None:
     """The stock Trainer counts the position in an epoch in steps, whatever one was made of, and takes rates and state
     of the optimizer from the checkpoint, whatever its arguments say. ``are_rows_chosen``: by a loop, which says itself
-    what becomes of their order."""
-    for change in changes(facts_of(checkpoint), {**facts_of_arguments(arguments), "data": {}}):
+    what becomes of their order. ``is_stream``: the rows come from an IterableDataset."""
+    before, now = facts_of(checkpoint), {**facts_of_arguments(arguments), "data": {}}
+    found = changes(before, now)
+    if is_stream:
+        found += _of_key(WORKERS, before.get("configuration", {}), now["configuration"], SHARED_STREAM)
+    for change in found:
         if not (are_rows_chosen and change.name in (*ORDER, "world_size")):
             logger.warning("changed since %s: %s", checkpoint.name, change.line)
 
