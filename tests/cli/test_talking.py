@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from scu_trainer.cli.main import main as cli
-from scu_trainer.cli.talking.chat import Chat
+from scu_trainer.cli.talking.chat import Chat, _second
 from scu_trainer.cli.talking.generate import Written, _write_all
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import ModelSettings
@@ -52,6 +53,13 @@ class Screen(io.StringIO):
                 raise EOFError from None
 
         monkeypatch.setattr("builtins.input", typed)
+
+
+@pytest.mark.parametrize("is_base", [True, False])
+def test_a_base_is_asked_as_what_was_tuned_from_it(talker, monkeypatch, is_base):
+    monkeypatch.setattr("scu_trainer.cli.talking.chat.talker", lambda who: replace(talker))
+    second = _second(replace(talker, answers_plain_text=True), SimpleNamespace(word=None, name="other"), is_base)
+    assert second.answers_plain_text == is_base
 
 
 def chat(talkers, screen, system: str = "") -> Chat:

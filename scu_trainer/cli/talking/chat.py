@@ -72,8 +72,12 @@ def main(argv: list[str]) -> int:
 def _second(first: Talker, other, is_base: bool) -> Talker:
     from scu_trainer.talk.model import base_beside
 
-    name = other.word or other.name
-    return base_beside(first, name) if is_base and hasattr(first.model, "disable_adapter") else talker(other)
+    if is_base and hasattr(first.model, "disable_adapter"):
+        return base_beside(first, other.word or other.name)
+    second = talker(other)
+    if is_base:
+        second.answers_plain_text = first.answers_plain_text  # both are asked the same
+    return second
 
 
 class Chat:
