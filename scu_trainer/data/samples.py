@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 import numpy
 
 from scu_trainer.data.statistics import Dropping
+from scu_trainer.figures import counted
 
 MOST_NAMES = 10  # in a line for a person
 
@@ -51,8 +52,9 @@ class SampleStatistics(Dropping):
         if len(odd):
             places = [*train.places, *held_out.places]
             self.notes.append(
-                f"{len(odd):,} {self.item}s have the same content as one of another class, so one of the two labels is "
-                f"wrong, first: {places[odd[0]]} and {places[first[group[odd[0]]]]}"
+                f"{counted(len(odd), self.item)} {'has' if len(odd) == 1 else 'have'} the same content as one of "
+                f"another class, so one of the two labels is wrong, first: {places[odd[0]]} and "
+                f"{places[first[group[odd[0]]]]}"
             )
 
     @property
@@ -70,13 +72,16 @@ class SampleStatistics(Dropping):
         if self.per_class:
             counts = self.per_class.values()
             names = ", ".join([*islice(self.per_class, MOST_NAMES), *(["..."] if len(counts) > MOST_NAMES else [])])
-            lines.append(f"classes: {len(counts)} ({names}), {min(counts):,} to {max(counts):,} {self.item}s each")
+            fewest = f"{min(counts):,} to " if min(counts) < max(counts) else ""
+            lines.append(f"classes: {len(counts)} ({names}), {fewest}{counted(max(counts), self.item)} each")
         lines += [
             f"dropped: {count:,} × {reason}, first: {self.examples[reason][0]}"
             for reason, count in sorted(self.dropped.items())
         ]
         if self.heldout_duplicates:
-            lines.append(f"{self.heldout_duplicates:,} held-out {self.item}s are also in the training data")
+            are = "is" if self.heldout_duplicates == 1 else "are"
+            seen = counted(self.heldout_duplicates, f"held-out {self.item}")
+            lines.append(f"{seen} {are} also in the training data")
         return [*lines, *self.notes]
 
 

@@ -101,7 +101,7 @@ def test_class_folders(pets, tmp_path):
     assert data.label_names == ("cat", "dog") and data.statistics.per_class == {"cat": 6, "dog": 6}
     assert data.statistics.eval == 4 and "1 file of other kinds" in " ".join(data.statistics.notes)
     assert "not read: .txt" in " ".join(data.statistics.notes)
-    assert "classes: 2 (cat, dog), 6 to 6 images each" in data.statistics.lines()
+    assert "classes: 2 (cat, dog), 6 images each" in data.statistics.lines()
 
 
 def test_folders_within_a_class_are_named(pets, tmp_path):

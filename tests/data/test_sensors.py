@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 
+from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.collate import SensorCollator
 from scu_trainer.data.sensors.data import prepare_sensors
 from scu_trainer.data.sensors.format import MANIFEST, Recording, write_recordings
@@ -171,10 +172,15 @@ def test_what_no_row_of_the_manifest_names_is_said(folder, tmp_path):
     assert prepared(folder_of(tmp_path / "own"), tmp_path / "cache", eval_dataset=str(folder)).statistics.notes == notes
 
 
+def test_one_recording_is_one():
+    found = SampleStatistics("recording", per_class={"a": 1, "b": 1}, heldout_duplicates=1).lines()
+    assert found[1:] == ["classes: 2 (a, b), 1 recording each", "1 held-out recording is also in the training data"]
+
+
 def test_a_recording_in_two_classes_is_named(folder, tmp_path):
     (folder / "000001.npz").write_bytes((folder / "000000.npz").read_bytes())
     (note,) = prepared(folder, tmp_path / "cache").statistics.notes
-    assert "1 recordings have the same content as one of another class" in note and "000001.npz" in note
+    assert "1 recording has the same content as one of another class" in note and "000001.npz" in note
 
 
 def test_a_trained_model_decides_the_order_of_the_classes(folder, tmp_path):
