@@ -24,6 +24,7 @@ MOODS = {
     "stopping": "live",
     "queued": "calm",
     "stopped": "calm",
+    "copied": "calm",
     "not there yet": "calm",
     "unknown": "calm",
 }

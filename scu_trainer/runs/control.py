@@ -99,13 +99,14 @@ def start(wish: Wish, root: Path, hands: Hands) -> RunRecord:
         raise StorageError(f"{run.path} cannot be made: {error.strerror}; set --root to another directory") from error
     write_text(run.config, wish.config)
     cwd, variables = str(Path.cwd()), environment()
-    record = _record(hands, flags=wish.flags, options=wish.options, cwd=cwd, environment=variables)
+    record = _record(run, hands, flags=wish.flags, options=wish.options, cwd=cwd, environment=variables)
     return _begin(run, record, hands)
 
 
-def _record(hands: Hands, **fields: Any) -> RunRecord:
+def _record(run: Run, hands: Hands, **fields: Any) -> RunRecord:
     """Of a start that is asked for now."""
-    return RunRecord(token=uuid.uuid4().hex, asked_s=time.time(), spawner=hands.machine.identity(), **fields)
+    new = {"token": uuid.uuid4().hex, "directory": str(run.path.absolute())}
+    return RunRecord(**new, asked_s=time.time(), spawner=hands.machine.identity(), **fields)
 
 
 def _begin(run: Run, record: RunRecord, hands: Hands) -> RunRecord:
@@ -185,13 +186,14 @@ def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
             )
         if seen.state.status in ("finished", "unreadable"):
             raise SettingsError(f"{run.name} cannot be resumed: {seen.state.detail or 'it is finished'}")
-        if before.process is not None and not _all_gone(before, hands, ENDS_WITHIN_S):
+        is_copy = run.copied_from(before) is not None  # the processes are those of the run that it was copied from
+        if before.process is not None and not is_copy and not _all_gone(before, hands, ENDS_WITHIN_S):
             raise SettingsError(f"processes of {run.name} are still ending; try again, or runs stop {run.name} --now")
         checkpoint = newest_checkpoint(run.path, seen.progress.step)
         require_room(run.path, NEEDED_BYTES, "--root")
         same = {name: getattr(before, name) for name in ("flags", "options", "environment")}
         cwd = before.cwd if Path(before.cwd).is_dir() else str(Path.cwd())
-        record = _record(hands, **same, cwd=cwd, starts=before.starts + 1, goes_on=True)
+        record = _record(run, hands, **same, cwd=cwd, starts=before.starts + 1, goes_on=True)
         return _begin(run, record, hands), checkpoint
 
 
@@ -234,6 +236,12 @@ def _awake(run: Run, hands: Hands) -> RunRecord:
     begun_s = hands.clock()
     while True:
         record = _own_record(run, "stopped")
+        first = run.copied_from(record)
+        if first is not None:
+            raise SettingsError(
+                f"{run.name} is a copy of {first} and has no process of its own; scu-trainer runs stop "
+                f"{shlex.quote(str(first))} stops that one"
+            )
         if record.process is not None:
             return record
         seen = report(run, hands.machine)

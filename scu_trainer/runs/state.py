@@ -9,6 +9,7 @@ import functools
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Optional
 
 import psutil
@@ -33,7 +34,7 @@ FULL_DISK_WORDS = ("the disk is full", "No space left on device", "Disk quota ex
 
 @dataclass(frozen=True)
 class RunState:
-    """``status``: one of run.json's, or "starting", "killed", "rebooted", "elsewhere", "unreadable".
+    """``status``: one of run.json's, or "starting", "killed", "rebooted", "elsewhere", "copied", "unreadable".
 
     ``cause``: of an end that nobody wanted: "killed", "number re-used", "reboot", "disk full", "error", "no start".
     ``detail``: the same in words, or what is waited for. ``is_alive``: a process of it does something.
@@ -59,10 +60,13 @@ class Evidence:
     error: Optional[str] = None
     free_bytes: Optional[int] = None
     is_asked_to_stop: bool = False
+    copied_from: Optional[Path] = None
 
 
 def judge(seen: Evidence) -> RunState:
     status = seen.status.get("status", "queued")
+    if seen.copied_from is not None and status not in ENDED:
+        return RunState("copied", f"a copy of {seen.copied_from}, last seen {status}; it has no process of its own")
     if seen.record is None and status in ENDED:
         return _ended(seen, status)  # a process that somebody started by hand, such as a notebook, may do other things
     if seen.fact in ("alive", "suspended"):
@@ -194,6 +198,7 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
         if record is not None and (before is None or record.process != before.process):  # it has just registered
             pid, fact = _process(run, record, machine)
             status = run.status()
+        copied_from = None if record is None else run.copied_from(record)
     except StorageError as error:
         return Report(run, RunState("unreadable", str(error), "error"), Progress())
     found = progress(run, status)
@@ -208,6 +213,7 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
             error=last_error(run.console),
             free_bytes=free_bytes(run.path),
             is_asked_to_stop=record is not None and run.stop_request.exists(),
+            copied_from=copied_from,
         )
     )
     pid = pid if state.is_alive else None

@@ -10,6 +10,7 @@ runs/NAME/                  what training writes, see run_files.py
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -49,6 +50,7 @@ class RunRecord:
 
     Fields:
         token: new at each start; every process of the run has it in its environment.
+        directory: where the run was when it was started.
         flags: of the training command, without those for configuration and place.
         environment: variables that a resume from another shell must find again; nothing secret.
         asked_s: when this start was asked for, in seconds since 1970.
@@ -59,6 +61,7 @@ class RunRecord:
     """
 
     token: str
+    directory: str
     flags: tuple[str, ...]
     options: Options
     cwd: str
@@ -117,6 +120,14 @@ class Run:
         path = self.folder / "start.json"
         return _record(read_json(path), path) if path.is_file() else None
 
+    def copied_from(self, record: RunRecord) -> Optional[Path]:
+        """The directory whose copy this is (``cp -r``), as long as both hold ``record``: a process of it works there."""
+        first = Run(Path(record.directory))
+        if not os.path.isfile(first.folder / "start.json") or os.path.samefile(first.path, self.path):
+            return None
+        found = first.record()
+        return first.path if found is not None and found.token == record.token else None
+
     def write(self, record: RunRecord) -> RunRecord:
         write_json(self.folder / "start.json", asdict(record))
         return record
@@ -131,6 +142,7 @@ class Run:
 
 def _record(content: Any, path: Path) -> RunRecord:
     try:
+        content = {"directory": str(path.absolute().parents[1]), **content}  # older records do not name it
         known = {item.name: content[item.name] for item in fields(RunRecord)}
         for name in ("flags", "devices", "notes"):
             known[name] = tuple(known[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -119,6 +120,25 @@ def test_killed_with_children_left_it_is_not_resumed_beside_them(root, monkeypat
         resume(run, HANDS)
     stop(run, HANDS, now=True)
     assert resume(run, HANDS)[0].starts == 2
+
+
+def test_a_copy_of_a_living_run_is_not_taken_for_it(root):
+    held_by = root.parent / "held"
+    held_by.touch()
+    run = begun(root, "a", f"held_by: {held_by}\nmax_steps: 3")
+    reaches(run, "running")
+    copy = Run(shutil.copytree(run.path, root / "b"), "b")
+    found = report(copy, Machine())
+    assert found.state.status == "copied" and f"a copy of {run.path}" in found.state.detail and found.pid is None
+    for now in (False, True):
+        with pytest.raises(SettingsError, match=f"b is a copy of {run.path} and has no process of its own"):
+            stop(copy, HANDS, 0.05, now)
+    assert status(run) == "running" and not run.stop_request.exists()
+    resume(copy, HANDS)  # waits in the line behind the other one
+    assert status(copy) == "queued" and status(run) == "running"
+    held_by.unlink()
+    for one in (run, copy):
+        reaches(one, "finished")
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------

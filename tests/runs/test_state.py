@@ -26,7 +26,15 @@ FULL = "the disk is full: run.json cannot be written, 0.0 MiB are free; free som
 
 def record(**changes) -> RunRecord:
     spawner = Identity(1, 1.0, HERE.boot(), HERE.host())
-    values = {"token": "t", "flags": (), "options": Options(), "cwd": ".", "environment": {}, "asked_s": 1000.0}
+    values = {
+        "token": "t",
+        "directory": "gone",
+        "flags": (),
+        "options": Options(),
+        "cwd": ".",
+        "environment": {},
+        "asked_s": 1000.0,
+    }
     process = Identity(7, 100.0, HERE.boot(), HERE.host())
     return RunRecord(**{**values, "spawner": spawner, "process": process, "phase": "training", **changes})
 
