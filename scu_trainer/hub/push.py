@@ -18,6 +18,7 @@ from typing import Any, Optional, TypeVar
 from urllib.parse import urlsplit
 
 from scu_trainer.errors import HubError
+from scu_trainer.figures import counted
 from scu_trainer.hub.card import CARD, is_ours
 from scu_trainer.hub.files import Upload, superseded
 from scu_trainer.models.loading.hub_errors import as_hub_error, end_stalls, endpoint, hub_line, is_passing, status_of
@@ -130,6 +131,19 @@ def push(
         "files": len(upload.items),
         "size_bytes": upload.size_bytes,
     }
+
+
+def sent_notes(sent: dict[str, Any]) -> list[str]:
+    """What the repository had before, and what has become of it. ``sent``: from ``push``."""
+    notes, kept = [CARD_KEPT] if sent["is_card_kept"] else [], f"revision {sent['before']} has them as they were"
+    if sent["is_changed"] and sent["replaced"]:
+        notes.append(
+            f"{counted(len(sent['replaced']), 'file was', 'files were')} there before under these names: {kept}"
+        )
+    if sent["removed"]:
+        names = ", ".join(sent["removed"])
+        notes.append(f"removed, because they would be read in the place of what was pushed: {names}; {kept}")
+    return notes
 
 
 def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], message: str) -> Any:

@@ -121,7 +121,7 @@ class Run:
         return _record(read_json(path), path) if path.is_file() else None
 
     def copied_from(self, record: RunRecord) -> Optional[Path]:
-        """The directory whose copy this is (``cp -r``), as long as both hold ``record``: a process of it works there."""
+        """The directory whose copy this is (``cp -r``), as long as both hold ``record``."""
         first = Run(Path(record.directory))
         if not os.path.isfile(first.folder / "start.json") or os.path.samefile(first.path, self.path):
             return None

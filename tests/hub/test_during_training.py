@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.trainer_utils import HubStrategy
 from scu_trainer.cli.publishing import sharing
 from scu_trainer.cli.train import main
 from scu_trainer.errors import HubError
+from scu_trainer.hub.push import CARD_KEPT
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.pushing import Pushes
 from tests.hub.runs import documents, flags
@@ -157,6 +159,23 @@ def test_the_second_try_of_the_last_push_is_as_private_as_the_first(finished):
         sharing._push(finished.run, SimpleNamespace(**wanted))
     command = f"scu-trainer push {finished.run} --repo_id OWNER/model --revision 'of today' --private"
     assert str(failed.value).endswith(f"When that is fixed: {command}")
+
+
+def test_the_last_push_says_what_it_replaced_and_removed(monkeypatch, capsys):
+    sent = {"url": "URL", "is_changed": True, "is_card_kept": True, "before": "1234"}
+    sent |= {"replaced": ["config.json"], "removed": ["adapter_config.json"]}
+    monkeypatch.setattr(sharing, "facts_of", lambda run: (SimpleNamespace(base=None, is_adapter=False), None))
+    monkeypatch.setattr(sharing, "upload_of", lambda *arguments: None)
+    monkeypatch.setattr(sharing, "push", lambda *arguments, **options: sent)
+    wanted = {"hub_model_id": "me/model", "hub_revision": None, "hub_private_repo": None, "hub_token": WRONG}
+    sharing._push(Path("run"), SimpleNamespace(**wanted))
+    assert capsys.readouterr().out.splitlines() == [
+        "pushed: URL",
+        CARD_KEPT,
+        "1 file was there before under these names: revision 1234 has them as they were",
+        "removed, because they would be read in the place of what was pushed: adapter_config.json; revision 1234 has "
+        "them as they were",
+    ]
 
 
 def test_a_full_disk_costs_the_push_alone(tmp_path):

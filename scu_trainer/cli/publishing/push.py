@@ -19,7 +19,7 @@ from scu_trainer.figures import counted
 from scu_trainer.hub.card import CARD, base_license
 from scu_trainer.hub.facts import Facts, facts_of
 from scu_trainer.hub.files import Upload, require_shared_base, upload_of
-from scu_trainer.hub.push import CARD_KEPT, push, require_repo_id, token_for
+from scu_trainer.hub.push import push, require_repo_id, sent_notes, token_for
 from scu_trainer.models.loading.names import near_folder
 from scu_trainer.run_files import readable
 from scu_trainer.secrets import remember
@@ -178,10 +178,5 @@ def _sent_screen(sent: dict, upload: Upload) -> str:
     what = f"{sent['files']} files ({readable(sent['size_bytes'])})"
     line = f"pushed {what} as one commit" if sent["is_changed"] else f"unchanged: all {what} were there"
     notes = ["card: README.md was edited, and was sent as it is"] if upload.edited else []
-    notes += [CARD_KEPT] if sent["is_card_kept"] else []
     notes += [f"stays here: {name} ({reason})" for name, reason in upload.left_out if name == CARD]
-    if sent["is_changed"] and sent["replaced"]:
-        were = counted(len(sent["replaced"]), "file was", "files were")
-        notes.append(f"{were} there before under these names: revision {sent['before']} has them as they were")
-    notes += [f"removed from an earlier push: {', '.join(sent['removed'])}"] if sent["removed"] else []
-    return "\n".join([line, *notes, sent["url"]])
+    return "\n".join([line, *notes, *sent_notes(sent), sent["url"]])

@@ -12,7 +12,7 @@ from scu_trainer.hub.card import CARD, base_license, write_card
 from scu_trainer.hub.facts import facts_of
 from scu_trainer.hub.files import upload_of
 from scu_trainer.hub.local_paths import is_local
-from scu_trainer.hub.push import CARD_KEPT, push, require_open, token_for
+from scu_trainer.hub.push import push, require_open, sent_notes, token_for
 from scu_trainer.models.loading.names import base_of, located
 from scu_trainer.run_files import read_json
 from scu_trainer.settings.tasks import TEXT
@@ -84,7 +84,7 @@ def _push(run: Path, training: TrainingArguments) -> None:
     except HubError as error:
         again = f"scu-trainer push {shlex.quote(str(run))}{_where(repo_id, training)}"
         raise HubError(f"trained and saved in {run}, but not pushed: {error}. When that is fixed: {again}") from error
-    print(f"pushed: {sent['url']}" + (f"\n{CARD_KEPT}" if sent["is_card_kept"] else ""))
+    print("\n".join([f"pushed: {sent['url']}", *sent_notes(sent)]))
 
 
 def _where(repo_id: str, training: TrainingArguments) -> str:
