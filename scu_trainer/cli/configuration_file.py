@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 100_000, 50
 """Limits of a configuration: size of the file, values with all aliases expanded, depth of nesting."""
 
-SAYS_NO = ("mixed_precision", "logging_strategy", "eval_strategy", "evaluation_strategy", "save_strategy")
-"""Fields with a choice ``no``, which is false in YAML unless it stands in quotes."""
+FALSE_IS = {
+    **dict.fromkeys(
+        ("mixed_precision", "logging_strategy", "eval_strategy", "evaluation_strategy", "save_strategy"), "no"
+    ),
+    **dict.fromkeys(("preflight", "spike_guard", "divergence"), "off"),
+}
+"""Fields with a choice ``no`` or ``off``, which is false in YAML unless it stands in quotes."""
 
 DATA_SUFFIXES = {*FILE_SUFFIXES} - {".txt", ".json"}
 """Of files that hold data and are never a configuration."""
@@ -66,7 +71,7 @@ def named_as_here(config: str, names: Collection[str]) -> InFile:
         name = str(key).replace("-", "_")
         if name in entries:
             raise SettingsError(f"{config}: {name} appears twice, once with hyphens; keep one of them")
-        entries[name] = "no" if value is False and name in SAYS_NO else value
+        entries[name] = FALSE_IS.get(name, value) if value is False else value
     try:
         tool = owner_of(entries, names)
         return _of_us(entries, names, config) if tool is None else _of_another(tool, entries, names, config)

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from scu_trainer.cli import main as cli
 from scu_trainer.cli.configuration import as_yaml, check_early, read_data, read_job, read_values
-from scu_trainer.cli.configuration_file import SAYS_NO
+from scu_trainer.cli.configuration_file import FALSE_IS
 from scu_trainer.cli.fields import our_parser
 from scu_trainer.cli.names.common import NAMES
 from scu_trainer.cli.names.known import known_names, own_names
@@ -156,19 +156,21 @@ def test_programs_of_ours_may_put_a_value_behind():
     assert read_job(None, ["--seed", "1", "--seed", "2"]).training.seed == 2  # as an arm of a comparison does
 
 
-def test_no_without_quotes(tmp_path):
-    strategies = [f"{name}: no" for name in SAYS_NO if name != "eval_strategy"]
-    job = read_job(_written(tmp_path / "n.yaml", *strategies), [])
+def test_no_and_off_without_quotes(tmp_path):
+    chosen = [f"{name}: {word}" for name, word in FALSE_IS.items() if name != "eval_strategy"]
+    job = read_job(_written(tmp_path / "n.yaml", *chosen), [])
     args = job.training
     assert {args.save_strategy.value, args.eval_strategy.value, args.logging_strategy.value} == {"no"}
     assert job.model.mixed_precision == "no"
+    assert (job.safety.preflight, job.safety.spike_guard, job.safety.divergence) == ("off", "off", "off")
     _written(tmp_path / "n.yaml", "eval_strategy: no")
     assert read_job(str(tmp_path / "n.yaml"), []).training.eval_strategy.value == "no"
 
 
-def test_every_choice_of_no_is_listed():
+def test_every_choice_of_no_and_off_is_listed():
     actions = our_parser(TrainingArguments)._actions
-    assert {action.dest for action in actions if "no" in (action.choices or ())} == {*SAYS_NO} - {"evaluation_strategy"}
+    found = {action.dest: word for action in actions for word in ("no", "off") if word in (action.choices or ())}
+    assert {**found, "evaluation_strategy": "no"} == FALSE_IS
 
 
 @pytest.mark.parametrize(
