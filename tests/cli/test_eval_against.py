@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation.screen import as_text
+from scu_trainer.cli.publishing import merge
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
 from scu_trainer.settings import ModelSettings
 from scu_trainer.train.evaluation.harness import TaskFigure, paired_difference
@@ -149,6 +150,18 @@ def test_merged_in_float32_is_the_adapter_to_four_digits(evaluate, work):
     text = as_text(report)
     assert "merged in float32: its logits differ from the adapter's by" in text and "within the tolerance of" in text
     assert report["notes"] == []
+
+
+def test_a_merge_is_neither_better_nor_worse_than_its_adapter(evaluate, work):
+    """In bf16 its bits are apart from the adapter's: the interval of one document after the other is not around 0."""
+    merge.main([str(work.lora), "--dtype", "bfloat16", "--output", str(work.folder / "merged")])
+    words = ("--mixed_precision", "no", "--confidence", 0.01)
+    report = evaluate(work.lora, "--against", "merged", work.folder / "merged", "--merge_dtype", "bfloat16", *words)
+    in_memory, on_disk = (model["difference"] for model in report["against"])
+    assert in_memory["verdict"] == on_disk["verdict"] in ("lower by rounding", "higher by rounding")
+    back = evaluate(work.folder / "merged", "--against", work.lora, work.model, *words)["against"]
+    assert back[0]["difference"]["verdict"].endswith("by rounding")
+    assert back[1]["difference"]["verdict"] == "lower"
 
 
 def test_a_merge_without_numbers_is_refused(refused, work, monkeypatch):

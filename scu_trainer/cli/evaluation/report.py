@@ -11,6 +11,7 @@ from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest, EvaluationResult
 from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
 from scu_trainer.figures import counted, perplexity
+from scu_trainer.run_files import read_json
 
 if TYPE_CHECKING:
     from scu_trainer.train.evaluation.harness import TaskFigure
@@ -28,6 +29,7 @@ SHOWN = 5e-5
 """Half of the last digit that is printed."""
 
 EQUAL = "equal to four digits"
+BY_ROUNDING = " by rounding"
 
 
 def verdict(difference: BootstrapInterval, count: int, item: str = "document") -> str:
@@ -76,10 +78,28 @@ def models_report(
     """``model``: the first one; ``against``: the others, each with its own difference, model minus other. ``data``:
     the held-out rows; of a mixture each model has figures by source too."""
     rows = [_figures_of(subject, result, options, data) for subject, result in zip(subjects, answers, strict=True)]
-    for row, result in zip(rows[1:], answers[1:], strict=True):
+    for row, subject, result in zip(rows[1:], subjects[1:], answers[1:], strict=True):
         if result.scores is not None:
             row["difference"] = _difference(result.scores, answers[0].scores, options)
+            row["difference"]["verdict"] += _by_rounding(row["difference"]["verdict"], subjects[0], subject, result)
     return {"model": rows[0], "against": rows[1:]}
+
+
+def _by_rounding(found: str, model: Subject, other: Subject, result: EvaluationResult) -> str:
+    """A merged model has the update of its adapter, so whatever is between the two comes from rounding: neither is
+    better trained. ``result``: of ``other``."""
+    if found not in ("lower", "higher"):
+        return ""
+    is_merge = _is_merged_from(other, model) or _is_merged_from(model, other)
+    return BY_ROUNDING if is_merge or (result.merge is not None and result.merge["is_within_tolerance"]) else ""
+
+
+def _is_merged_from(merged: Subject, adapter: Subject) -> bool:
+    """Whether ``scu-trainer merge`` wrote it from these weights; it writes nothing that is out of its tolerance."""
+    from scu_trainer.cli.publishing.merge import MERGE_FILE, adapter_hash
+
+    file = Path(merged.source) / MERGE_FILE
+    return file.is_file() and read_json(file).get("adapter_sha256") == adapter_hash(Path(adapter.source))
 
 
 def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions, data: Any) -> dict[str, Any]:
