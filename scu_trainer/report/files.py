@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,8 +170,9 @@ class _Reader:
 
 
 def points(rows: Sequence[Row], name: str, x: str = "step", factor: float = 1.0) -> tuple[list[float], list[float]]:
-    """(x, y) of the rows that have a number under ``name``."""
+    """(x, y) of the rows that have a finite number under ``name``."""
     found = [(row[x], row[name] * factor) for row in rows if _is_number(row.get(x)) and _is_number(row.get(name))]
+    found = [(at, value) for at, value in found if math.isfinite(at) and math.isfinite(value)]
     return [at for at, _ in found], [value for _, value in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -39,6 +40,9 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
 
 def _loss(run: RunFiles) -> str:
     """In the unit of the plot; the logs have it in nats."""
+    last = next((row["loss"] for row in reversed(run.logs) if "loss" in row), 0.0)
+    if last is None or (isinstance(last, float) and not math.isfinite(last)):
+        return "not finite"  # None in our files, NaN in those of the stock Trainer
     loss = newest(run.logs, "loss")
     if loss is None:
         return NONE

@@ -150,8 +150,14 @@ def test_rows_without_a_number_leave_a_gap_and_no_crash(tmp_path):
     run = make_run(tmp_path / "run")
     rows = json.loads((run / "log_history.json").read_text())
     rows[0]["loss"] = None  # what NaN becomes
+    rows[-1]["loss"] = math.inf  # in a file of the stock Trainer
     (run / "log_history.json").write_text(json.dumps(rows))
-    assert lines(plots(run)["loss"])["mean since the last log"].x[0] == 10
+    drawn = lines(plots(run)["loss"])["mean since the last log"]
+    assert drawn.x[0] == 10 and max(drawn.y) < math.inf
+    for last in (math.inf, math.nan, None):
+        rows[-1]["loss"] = last
+        (run / "log_history.json").write_text(json.dumps(rows))
+        assert dict(key_figures(read_run(run, "run")))["training loss, last logged"] == "not finite"
 
 
 @pytest.mark.parametrize(
