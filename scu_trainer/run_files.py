@@ -370,6 +370,17 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def give_usual_mode(files: Iterable[Path]) -> None:
+    """Let those read the safetensors among ``files`` who may read what else lies beside them: their library makes them
+    for their owner alone, whatever the umask says, and a server or a backup may belong to somebody else."""
+    mask = os.umask(0o077)  # it can only be read by setting it; strictly, for what another thread makes meanwhile
+    os.umask(mask)
+    for path in files:
+        if path.suffix == ".safetensors":
+            with contextlib.suppress(OSError):  # a disk that has no modes, or a file of somebody else
+                path.chmod(0o666 & ~mask)
+
+
 def _pwrite_all(descriptor: int, content: bytes, offset: int) -> None:
     """One ``pwrite``; more only if the system took less than all of it (a nearly full disk)."""
     while content:

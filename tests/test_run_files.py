@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from scu_trainer import run_files
 from scu_trainer.errors import StorageError
@@ -18,6 +20,7 @@ from scu_trainer.run_files import (
     History,
     RunStatus,
     free_bytes,
+    give_usual_mode,
     read_json,
     read_rows,
     require_room,
@@ -362,3 +365,17 @@ def test_run_json_that_never_was_cannot_be_written_on_a_full_disk(tmp_path, monk
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(StorageError, match="the disk is full"):
         RunStatus(tmp_path / "run.json").update(status="running")
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_weights_may_be_read_by_those_who_may_read_the_other_files(tmp_path, mask):
+    weights, other = tmp_path / "model.safetensors", tmp_path / "config.json"
+    before = os.umask(mask)
+    try:
+        save_file({"a": numpy.zeros(2)}, weights)
+        other.touch()
+        give_usual_mode(tmp_path.iterdir())
+        assert os.umask(mask) == mask, "the umask stays"
+    finally:
+        os.umask(before)
+    assert weights.stat().st_mode == other.stat().st_mode

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.merge import check_merge, merge_tolerance
+from scu_trainer.run_files import give_usual_mode
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,7 @@ def write_model(merged: PreTrainedModel, processor: Any, folder: Path, max_shard
     """Weights in safetensors files of up to ``max_shard_size``, configuration, and what makes the model's inputs."""
     merged.save_pretrained(folder, max_shard_size=max_shard_size)
     processor.save_pretrained(folder)
+    give_usual_mode(folder.iterdir())
 
 
 def read_back(folder: Path, task: str, device: torch.device) -> nn.Module:

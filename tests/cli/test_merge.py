@@ -52,6 +52,9 @@ def test_merged_and_checked(folder, tmp_path, capsys, run, dtype):
     there = {path.name for path in output.iterdir()}
     wanted = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md"}
     assert wanted <= there and [path.name for path in tmp_path.iterdir()] == ["merged"]
+    for place in (folder / run, output):
+        modes = {path.stat().st_mode for path in place.iterdir() if path.is_file()}
+        assert len(modes) == 1, "whoever reads one file may read all"
     assert f"merged into {expected}" in (output / "README.md").read_text()
     assert ("weights of step 1" in (output / "README.md").read_text()) == ("checkpoint" in run)
 

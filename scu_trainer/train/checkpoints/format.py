@@ -23,7 +23,7 @@ from typing import Any, Optional
 
 import xxhash
 
-from scu_trainer.run_files import sync_directory
+from scu_trainer.run_files import give_usual_mode, sync_directory
 from scu_trainer.safe_paths import remove_inside
 
 MANIFEST = "manifest.json"
@@ -66,6 +66,7 @@ def staging_of(run: Path, step: int) -> Path:
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
     """Bring all files of ``folder`` to the disk and list them in its manifest, ``facts`` beside the list."""
+    give_usual_mode(_files(folder))
     with ThreadPoolExecutor(1) as hashing:  # the processor hashes while the disk takes what was written
         found = [(path, hashing.submit(_hash_of_new, path)) for path in _files(folder)]
         for path, _ in found:

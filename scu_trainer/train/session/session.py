@@ -25,7 +25,7 @@ from scu_trainer.errors import OutOfMemory, SettingsError, Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.models.loading.safety import refuse_pickle
-from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
+from scu_trainer.run_files import RunStatus, give_usual_mode, read_json, require_writable, write_json
 from scu_trainer.safe_paths import require_own_folder
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.settings.base import check_values, plain
@@ -389,6 +389,8 @@ def _train(
         # Before the scores, which take a while and change nothing. A push waits for them: the card has them.
         trainer.save_model(_internal_call=True)
         trainer.save_state()
+    if is_main_process():
+        give_usual_mode(output_dir.iterdir())
     after = score(job, trainer, parts)
     figures = {
         "steps": trainer.state.global_step,
