@@ -13,6 +13,7 @@ from scu_trainer.report.ablation import Comparison, comparison_plots, result_row
 from scu_trainer.report.drawing import Plot
 from scu_trainer.report.files import RunFiles
 from scu_trainer.report.page import Drawing, Page, Section, Table, Text
+from scu_trainer.report.render import TOLD_APART
 from scu_trainer.report.run_plots import run_plots
 from scu_trainer.report.settings_table import as_rows, changed, differences, hardware, repeat_command, repeat_yaml, show
 from scu_trainer.report.words import key_figures, notes, warnings
@@ -60,6 +61,8 @@ def page_of(
 
 
 def _lead(runs: Sequence[RunFiles]) -> str:
+    if len(runs) > TOLD_APART:
+        return f"Only {TOLD_APART} runs can be told apart by colour and line style, so the plots name none; give fewer."
     if len(runs) > 1:
         return "A run has the same colour and line style in all plots."
     return runs[0].detail

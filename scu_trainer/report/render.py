@@ -33,6 +33,9 @@ THEMES: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 COLORS = 7
+TOLD_APART = COLORS * len(DASHES)
+"""Of more lines some look alike, and no legend can name them."""
+
 NAMES = tuple(THEMES["light"])
 HELD_PLACES = {name: f"#0a0b{number:02x}" for number, name in enumerate(NAMES)}
 """Colours that stand for names until a theme is chosen."""

@@ -20,6 +20,7 @@ from scu_trainer.report.absent import (
 )
 from scu_trainer.report.drawing import MUTED, Band, Level, Line, Panel, Plot
 from scu_trainer.report.files import Row, RunFiles, newest, points
+from scu_trainer.report.render import TOLD_APART
 from scu_trainer.report.statistics_plots import curriculum_panels
 
 GIB = 2**30
@@ -51,7 +52,7 @@ def _plot(key: str, title: str, draw: Draw, why: Callable[[RunFiles], str], runs
     panels = [panel for panel in draw(runs) if panel.lines or panel.bands]
     empty = [run for run in runs if not draw([run])]
     notes = _said(empty, why, is_alone=len(runs) == 1)
-    shown = [_without_needless_legend(panel) for panel in panels] if len(runs) == 1 else panels
+    shown = panels if 1 < len(runs) <= TOLD_APART else [_without_needless_legend(panel, len(runs)) for panel in panels]
     return Plot(key, title, shown, _alt(title, panels, runs), notes)
 
 
@@ -68,9 +69,10 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + more
 
 
-def _without_needless_legend(panel: Panel) -> Panel:
-    """One line is named by the title."""
-    if len(panel.lines) > 1 or panel.levels or panel.bands:
+def _without_needless_legend(panel: Panel, runs: int) -> Panel:
+    """One line is named by the title; of more than TOLD_APART runs a legend helps nobody, and most of the time that a
+    report takes would be its."""
+    if runs == 1 and (len(panel.lines) > 1 or panel.levels or panel.bands):
         return panel
     return replace(panel, lines=[replace(line, label="") for line in panel.lines])
 

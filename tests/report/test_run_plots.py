@@ -15,6 +15,7 @@ import pytest
 from scu_trainer.report.ablation import Comparison, comparison_plots, read_comparison, result_rows
 from scu_trainer.report.drawing import DASHES, Line, Panel, Plot, thinned
 from scu_trainer.report.files import RunFiles, has_begun, is_run, read_run
+from scu_trainer.report.page import Drawing
 from scu_trainer.report.pages import page_of
 from scu_trainer.report.render import (
     AS_IT_STANDS,
@@ -23,6 +24,7 @@ from scu_trainer.report.render import (
     NAMES,
     NARROW_IN,
     THEMES,
+    TOLD_APART,
     WIDE_IN,
     figure,
     in_theme,
@@ -82,7 +84,13 @@ def test_runs_over_each_other_differ_in_colour_and_dash_and_keep_both(made):
             looks = {line.label: (line.color, line.dash) for line in panel.lines if line.label}
             assert set(looks.items()) <= {("one", (0, 0)), ("off", (1, 1))}
     places = [(place % COLORS, place % len(DASHES)) for place in range(COLORS * len(DASHES))]
-    assert len(set(places)) == len(places), "28 runs are distinguished"
+    assert len(set(places)) == len(places) == TOLD_APART, "28 runs are distinguished"
+    for count, named in ((TOLD_APART, True), (TOLD_APART + 1, False)):
+        runs = [read_run(made / "one", f"run {number}") for number in range(count)]
+        found = run_plots(runs)
+        for plot in found:
+            assert all(any(line.label for line in panel.lines) is named for panel in plot.panels)
+        assert ("the plots name none" in page_of(runs, [*map(Drawing, found)], "", [made] * count).lead) is not named
 
 
 def test_a_loop_that_was_off_says_so_in_place_of_its_plot(made):
