@@ -109,7 +109,7 @@ def check_names(arguments: Iterable[str], names: Collection[str], read_before: C
     """Raise SettingsError at the first flag that nobody knows. ``read_before``: more that may have been meant."""
     for argument in arguments:
         if argument.startswith("--") and name_of(argument) not in names:
-            near = nearest(name_of(argument), [*names, *read_before])
+            near = nearest(name_of(argument), [*names, *read_before]) or "; --help lists the options"
             raise SettingsError(f"unknown option {argument.split('=')[0]}{near}")
 
 
