@@ -103,6 +103,18 @@ def read_json(path: AnyPath) -> Any:
         raise StorageError(f"{path} is not valid JSON ({error}); delete it or restore it from a copy") from error
 
 
+def read_status(path: AnyPath) -> dict[str, Any]:
+    """Content of run.json, which other programs write, too, with other things in it. Raises StorageError for these."""
+    found = read_json(path)
+    if not isinstance(found, Mapping):
+        raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
+    texts, numbers = ("status", "error", "unit"), ("pid", "step", "max_steps", "loss", "eta_s")
+    for name, kind in {**dict.fromkeys(texts, str), **dict.fromkeys(numbers, (int, float))}.items():
+        if found.get(name) is not None and not isinstance(found[name], kind):
+            raise StorageError(f"{path} holds {found[name]!r} as its {name}, which no run writes; move it away")
+    return dict(found)
+
+
 def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
     """Content of a file. Raises OSError for a pipe or a device, which may have no end or never begin, and for a file of
     more than ``most_bytes``."""

@@ -10,7 +10,7 @@ from typing import Any, Optional, TypeVar
 
 from scu_trainer.errors import StorageError
 from scu_trainer.figures import UNITS
-from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.run_files import read_json, read_rows, read_status
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -85,7 +85,7 @@ def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", 
         state=state,
         detail=detail,
         is_alive=is_alive,
-        status=reader.mapping(STATUS_FILE),
+        status=reader.mapping(STATUS_FILE, read_status),
         config=reader.mapping(CONFIG_FILE),
         metrics=reader.mapping(METRICS_FILE),
         logs=reader.logs(),
@@ -122,8 +122,8 @@ class _Reader:
     def __init__(self, folder: Path) -> None:
         self.folder, self.faults, self.has_torn_logs = folder, [], False
 
-    def mapping(self, name: str) -> Row:
-        content = self._read(name, read_json, {})
+    def mapping(self, name: str, read: Callable[[Path], Any] = read_json) -> Row:
+        content = self._read(name, read, {})
         if isinstance(content, dict):
             return content
         self.faults.append(f"{name} is not a JSON object")

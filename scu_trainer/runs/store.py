@@ -12,13 +12,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import SettingsError, StorageError, nearest
-from scu_trainer.run_files import read_json, write_json
+from scu_trainer.run_files import read_json, read_status, write_json
 from scu_trainer.runs.process import Identity
 
 ROOT = Path("runs")
@@ -26,8 +26,6 @@ FOLDER = "background"
 NAME = re.compile(r"[^\W_][\w.-]{0,63}")  # letters of any alphabet
 ENDED = ("stopped", "finished", "failed")
 """Statuses of run.json after which no process is expected."""
-TEXTS, NUMBERS = ("status", "error", "unit"), ("pid", "step", "max_steps", "loss", "eta_s")
-"""Of run.json, which other programs write, too, with other things in it."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +104,7 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Content of run.json, {} before there is one. Raises StorageError."""
         path = self.path / "run.json"
-        found = read_json(path) if path.is_file() else {}
-        if not isinstance(found, Mapping):
-            raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
-        kinds = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, (int, float))}
-        for name, kind in kinds.items():
-            if found.get(name) is not None and not isinstance(found[name], kind):
-                raise StorageError(f"{path} holds {found[name]!r} as its {name}, which no run writes; move it away")
-        return dict(found)
+        return read_status(path) if path.is_file() else {}
 
     def record(self) -> Optional[RunRecord]:
         """None where the run was not started in the background. Raises StorageError."""

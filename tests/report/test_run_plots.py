@@ -192,6 +192,14 @@ def test_any_file_may_be_gone_torn_or_something_else(tmp_path, name, harm):
     assert len(said) == (0 if harm == "gone" or is_torn_row else 1), "what cannot be read is named, whole rows are kept"
 
 
+def test_a_status_that_another_program_wrote_is_named_and_left_out(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "run.json").write_text(json.dumps({"status": "finished", "step": "30"}))
+    found = read_run(run, "run", "unreadable")
+    assert dict(key_figures(found))["steps"] == "60"
+    assert "run.json holds '30' as its step, which no run writes" in str(warnings(found))
+
+
 def test_rows_of_the_stock_trainer_stand_in_for_those_that_are_not_there(tmp_path):
     for step in (9, 100):
         folder = tmp_path / f"checkpoint-{step}"
