@@ -315,6 +315,15 @@ def shown(page, key: str) -> list[tuple[float, float]]:
     return [(box["width"], box["height"]) for box in boxes if box and box["width"]]
 
 
+def test_pages_are_accessible(made, chromium):
+    from axe_playwright_python.sync_playwright import Axe
+
+    for place in ("one/report", "both", "study/report"):
+        with visit(chromium, made / place / "index.html", 390, "dark") as seen:
+            found = Axe().run(seen.page).response["violations"]
+            assert [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found] == [], place
+
+
 def test_pages_are_whole_quiet_and_fit_every_window(made, chromium):
     pages = {made / "one/report/index.html": KEYS, made / "both/index.html": KEYS,
              made / "study/report/index.html": COMPARED}  # fmt: skip
