@@ -377,7 +377,9 @@ class SCUTrainer(Trainer):
         where a loop adds to it, shape (2,): with the task's own beside it."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         task_loss = _first(loop.task_loss(loss) for loop in self.loops)
-        return loss if task_loss is None else torch.stack([loss, task_loss])
+        # A copy, because losses are kept while further batches run: a CUDA graph (torch_compile_mode: reduce-overhead)
+        # writes the loss of each to the place of the one before.
+        return loss.clone() if task_loss is None else torch.stack([loss, task_loss])
 
     def _step_outside(self, model, inputs, num_items) -> torch.Tensor:
         """There is no training whose loops could act: the stock step."""

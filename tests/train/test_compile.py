@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from tests import tiny
-from tests.train.stepwise import error_of
+from tests.train.stepwise import error_of, losses_of
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +97,23 @@ def test_checkpointed_layers_are_compiled_too(tmp_path):
 def test_checkpointed_layers_with_statistics_run_as_they_are(tmp_path):
     trainers = plain_and_compiled(resnet, tmp_path, checkpoint=True, dataset=tiny.images(8), backend="aot_eager")
     assert_same_weights(*trainers)
+
+
+@pytest.mark.parametrize("loops", [{"memory": MemorySettings(max_batch_size=1)}, {"safety": SafetySettings()}])
+def test_a_loss_that_the_next_forward_overwrites_counts_as_it_was(tmp_path, loops):
+    """So do CUDA graphs (``reduce-overhead``), which no CPU has: a replay writes to the same tensors."""
+    written = []
+
+    def overwrite_as_a_replay_does(trainer) -> None:
+        def replay(model, inputs) -> None:
+            for loss in written[-1:]:
+                loss.fill_(float("nan"))
+
+        trainer.model.register_forward_pre_hook(replay)
+        trainer.model.register_forward_hook(lambda model, inputs, output: written.append(output.loss.detach()))
+
+    changes = {"logging_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 2, "optim": "sgd"}
+    prepares = (None, overwrite_as_a_replay_does)
+    plain, replayed = (tiny.trained(small_model(), tmp_path, prepare=one, **loops, **changes) for one in prepares)
+    assert written[0].isnan() and losses_of(replayed) == losses_of(plain)
+    assert error_of(tiny.weights_of(replayed.model), tiny.weights_of(plain.model)) == 0
