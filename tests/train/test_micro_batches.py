@@ -400,6 +400,23 @@ def test_a_batch_that_cannot_be_cut_runs_whole(tmp_path, caplog):
     assert len(warnings) == 1 and "class_weights has 2 entries for 4 rows" in warnings[0]
 
 
+def test_what_cannot_be_cut_in_a_later_step_is_said_once(tmp_path, caplog):
+    entries = iter([4, 5, 6, 7])
+
+    def with_others(rows):
+        return {**tiny.pad(rows), "others": torch.ones(next(entries))}
+
+    class Other(Scorer):
+        def forward(self, input_ids, attention_mask, labels, others):
+            return super().forward(input_ids, attention_mask, labels)
+
+    changes = {"data_collator": with_others, "remove_unused_columns": False, "max_steps": 4}
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        compared(Other(), tmp_path, SPLIT, labelled(), **changes)
+    (warning,) = [record.getMessage() for record in caplog.records if "cannot be cut" in record.getMessage()]
+    assert "others has 5 entries for 4 rows" in warning
+
+
 def test_inputs_that_are_no_tensors_go_along(tmp_path):
     """Names and numbers that a collator adds belong to the rows or to the whole batch."""
     seen = []

@@ -14,6 +14,7 @@ from scu_trainer.data import Collator
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.evaluation.scoring import score_documents
+from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.prediction import Halving
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
@@ -320,3 +321,13 @@ def test_a_batch_that_cannot_be_cut_is_tried_once_more(tmp_path):
     told = r"cannot be cut by rows \(notes is a mapping.*per_device_eval_batch_size"
     with fail_above_tokens(trainer.model, 1), pytest.raises(OutOfMemory, match=told):
         trainer.evaluate()
+
+
+def test_images_of_other_rows_are_not_cut_away_from_them(tmp_path):
+    trainer = make_trainer("causal", tmp_path, MemorySettings())
+    rows = [trainer.eval_dataset[0] for _ in range(4)]
+    trainer.model.config.image_token_id = int(rows[0]["input_ids"][0])
+    batch = tiny.pad(rows)
+    batch["input_ids"][1] = trainer.model.config.image_token_id + 1
+    batch["pixel_values"] = torch.rand(4, 3, 2, 2)
+    assert trainer.prediction._obstacle(rows_of(trainer.model, batch), None).startswith("pixel_values has 4 entries")

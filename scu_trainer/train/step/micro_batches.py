@@ -79,8 +79,9 @@ class MicroBatchStep:
         if self._logical_rows is not None:
             self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
         self.analysis = LossAnalysis(self.trainer)
-        self._said, self._warned = False, set()
+        self._warned: set[str] = set()
         self._not_by_rows: set[str] = set()
+        self._said_not_by_rows: Optional[set[str]] = None  # of which inputs it was said; None before anything was
 
     def start(self) -> None:
         """When training begins: the model is wrapped and placed."""
@@ -310,9 +311,10 @@ class MicroBatchStep:
     def _window(self, raw: Sequence[Any], num_items: Any) -> AccumulationWindow:
         batches = retry_unchanged(lambda: [self._layout(inputs) for inputs in raw])
         said = self.analysis.read(batches, num_items, self._pad_token_id)
-        if self.analysis.own_step.is_seen and ((said and self.reduction is not None) or not self._said):
+        is_new = self._said_not_by_rows != self._not_by_rows
+        if self.analysis.own_step.is_seen and ((said and self.reduction is not None) or is_new):
             self._say_limits(batches, num_items)
-            self._said = True
+            self._said_not_by_rows = set(self._not_by_rows)
         return self._window_of(batches)
 
     def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:

@@ -164,6 +164,9 @@ class Prediction:
         """Why parts of ``batch`` would give other figures: to the loss a sample is several rows, such as a pair, or
         each part would be an exchange with the other ranks, as would be to ask."""
         trainer = self.trainer
+        obstacle = layout_for(trainer.model, batch.inputs).obstacle
+        if obstacle is not None:
+            return obstacle
         if counting_owner(trainer) is None:
             return None
         if trainer.accelerator.num_processes > 1:

@@ -31,6 +31,9 @@ PADDING = {
 }
 """Inputs with a time axis (dimension 1) whose padding is known."""
 
+PLACED = {"pixel_values": "image", "pixel_values_videos": "video", "input_features": "audio"}
+"""Inputs whose entries go where the text has tokens for them, and the names of these tokens in a configuration."""
+
 DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Inputs that follow the target's time axis in an encoder-decoder model."""
 
@@ -126,10 +129,27 @@ def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Ba
     than rows in an earlier batch (images of a conversation); that the numbers agree in this one is chance."""
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     batch = read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
+    if batch.obstacle is None and (name := _of_other_rows(model, inputs)) is not None:
+        reason = f"{name} has {batch.rows} entries for {batch.rows} rows, but none for some of them"
+        return Batch(inputs, obstacle=reason, obstacle_name=name)
     found = next((name for name in not_by_rows if batch.obstacle is None and name in inputs), None)
     if found is None:
         return batch
     return Batch(inputs, obstacle=f"{found} does not always have one entry per row", obstacle_name=found)
+
+
+def _of_other_rows(model: Any, inputs: Any) -> Optional[str]:
+    """The input that has an entry at a row whose text has no token for one; zeros are padding."""
+    config, text = getattr(model, "config", None), inputs.get("input_ids")
+    for name, kind in PLACED.items():
+        tokens = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+        token, value = next((one for one in tokens if isinstance(one, int)), None), inputs.get(name)
+        if token is None or not torch.is_tensor(value) or not torch.is_tensor(text) or value is text:
+            continue
+        has_one = text.eq(token).any(dim=1)
+        if not has_one.all() and has_one.any() and value[~has_one].any():
+            return name
+    return None
 
 
 def rows_of(model: Any, inputs: Any) -> Batch:
