@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import TrainerCallback, TrainingArguments
+from transformers import BertForQuestionAnswering, TrainerCallback, TrainingArguments
 
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis import analyze
-from scu_trainer.train.loss.analysis.audit import Auditor, with_scaled_gradient
+from scu_trainer.train.loss.analysis.audit import Audited, Auditor, with_scaled_gradient
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import read_layout
 from scu_trainer.train.step.batches.window import AccumulationWindow
+from tests import tiny
+from tests.train.stepwise import compared, error_of
 from tests.train.test_loss_kinds import MIXES, WEIGHTS, Net, contrast
 
 STEPS, ROWS, ACCUMULATION = 9, 6, 2
@@ -155,6 +157,28 @@ def test_a_gradient_that_is_no_number_for_a_row_alone_is_a_difference(tmp_path, 
     assert wrong_steps(found, expected) == []
     assert not trainer.micro_batches.analysis.reduction.is_exact
     assert "Batches run whole" in caplog.text
+
+
+def test_a_part_that_is_no_number_differs_without_end():
+    assert Audited(rows=2, whole=1.5, parts=float("nan")).of_value == float("inf")
+
+
+@pytest.mark.parametrize("row", [9, 10])
+def test_an_answer_beyond_the_last_column_keeps_its_batch_whole(tmp_path, caplog, row):
+    """BertForQuestionAnswering adds a mean over the rows with a start to one over those with an end."""
+
+    def answered(i: int) -> dict[str, torch.Tensor]:
+        start, end = (40, 41) if i == row else (i % 4, i % 4 + 2)
+        places = {"start_positions": torch.tensor(start), "end_positions": torch.tensor(end)}
+        return {"input_ids": tiny.Rows().tokens[i], **places}
+
+    rows = tiny.Examples(map(answered, range(28)))
+    changes = {"dataset": rows, "train_sampling_strategy": "sequential", "max_steps": 7}
+    expected, _ = compared(tiny.bert(BertForQuestionAnswering), tmp_path, **changes)
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        found, _ = compared(tiny.bert(BertForQuestionAnswering), tmp_path, CUT, **changes)
+    assert error_of(tiny.weights_of(found.model), tiny.weights_of(expected.model)) <= 1e-5
+    assert found.micro_batches.reduction.is_exact and "start_positions leaves rows out" in caplog.text
 
 
 def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):

@@ -91,6 +91,17 @@ class LossAnalysis:
 
     def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
         """Ask where these batches may tell something new. Returns whether they did."""
+        is_new, found = self._read(batches, num_items, pad_token_id), self._found
+        if found is None or not found.is_exact:
+            return is_new
+        name = next(filter(None, map(found.leaves_out, batches)), None)
+        if name is None:
+            return is_new
+        # For these batches alone: what is known of such inputs stays as it is.
+        self._found = replace(found, mixes=f"in some steps {name} leaves rows out of one of several means")
+        return True
+
+    def _read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
         if not self._has_looked_for_exchange:
             self._look_for_exchange(batches[0], num_items, pad_token_id)
         if self.own_step.exchange is not None:  # to ask would be an exchange, too

@@ -40,8 +40,9 @@ class Audited:
 
     @property
     def of_value(self) -> float:
-        """Relative to the larger one."""
-        return abs(self.whole - self.parts) / max(abs(self.whole), abs(self.parts), 1e-12)
+        """Relative to the larger one; infinite where only a part is not finite (the mean over no target)."""
+        error = abs(self.whole - self.parts) / max(abs(self.whole), abs(self.parts), 1e-12)
+        return error if math.isfinite(error) else math.inf
 
     @property
     def difference(self) -> float:

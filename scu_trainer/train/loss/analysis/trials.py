@@ -30,7 +30,7 @@ from scu_trainer.train.loss.analysis.measuring import (
 )
 from scu_trainer.train.loss.analysis.no_trace import untouched
 from scu_trainer.train.loss.analysis.own_draws import ONCE_PER_BATCH, draws_once
-from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of
+from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of, left_out_by
 from scu_trainer.train.step.batches.reduction import Reduction, Targets
 from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
@@ -156,7 +156,8 @@ class _Trial:
             reduction = replace(reduction, mixes=ONCE_PER_BATCH)
         trims = self._trims(together, asked[0]) if trim else False
         reads_padding = "cutting it changes the loss" if trims is False else None
-        return replace(reduction, trims=trims, reads_padding=reads_padding)
+        left_out = left_out_by(calls, strongest, rows) if reduction.kind == "rows" else ()
+        return replace(reduction, trims=trims, reads_padding=reads_padding, left_out_by=left_out)
 
     def _reduction_from(
         self, asked: list[Optional[Observation]], known: Optional[Divisor], follows: Optional[float]

@@ -107,6 +107,22 @@ def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> O
     return replace(found[0], name=", ".join(dict.fromkeys(call.name for call in calls)))
 
 
+def left_out_by(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> tuple[tuple[str, Optional[int]], ...]:
+    """Of several means over one class of each row (start and end of an answer): the inputs with the classes, and the
+    entry that leaves a row out; None where that is any past the last class (a position behind the last column)."""
+    calls = [one for one in calls if one.is_of_classes and one.arguments["target"].numel() == rows]
+    found = [(call, _source(call.arguments["target"], inputs, rows)) for call in calls]
+    if len(found) < 2:
+        return ()
+    ignored = {source[0]: call for call, source in found if source}
+    return tuple((name, _entry_that_is_left_out(call)) for name, call in ignored.items())
+
+
+def _entry_that_is_left_out(call: Call) -> Optional[int]:
+    entry = call.arguments["ignore_index"]
+    return None if entry == call.arguments["input"].size(1) else entry
+
+
 def _divisor(call: Call, inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:
     if call.arguments["reduction"] == "sum":  # others: "mean", "batchmean"
         return Divisor("sum")

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 
-from scu_trainer.train.step.batches.rows import NOT_LEARNED
+from scu_trainer.train.step.batches.rows import NOT_LEARNED, Batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,8 @@ class Reduction:
     ``may_be_cut``: False where the model fails on few rows, or takes them for something else (pairs), however short
     memory is. ``known``: the public function that computes the loss, by its full name; None where it was only asked.
     ``column``: name of the input with the weights of rows. ``tied``: other kinds in which the rows asked count alike.
+    ``left_out_by``: of a sum of several means, the inputs that leave a row out of one of them, and by which entry; None
+    for any past the last column.
     """
 
     kind: str
@@ -69,6 +71,7 @@ class Reduction:
     column: Optional[str] = None
     tied: tuple[str, ...] = ()
     may_be_cut: bool = True
+    left_out_by: tuple[tuple[str, Optional[int]], ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -85,6 +88,14 @@ class Reduction:
     def items(self, inputs: Any, rows: int) -> float:
         """What a mean over ``inputs`` is divided by; 1 where the loss is not such a mean."""
         return sum(self.row_items(inputs, rows)) if self.is_mean else 1.0
+
+    def leaves_out(self, batch: Batch) -> Optional[str]:
+        """The input by which a row of ``batch`` is left out of one of the means."""
+        for name, entry in self.left_out_by if not batch.obstacle else ():
+            entries = batch.inputs[name]
+            if bool((entries.ge(batch.width) if entry is None else entries.eq(entry)).any()):
+                return name
+        return None
 
     def tells_apart(self, inputs: Any, rows: int) -> bool:
         """Whether the kinds that were ``tied`` differ on these rows."""
