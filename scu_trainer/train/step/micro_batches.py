@@ -81,7 +81,8 @@ class MicroBatchStep:
         self.analysis = LossAnalysis(self.trainer)
         self._warned: set[str] = set()
         self._not_by_rows: set[str] = set()
-        self._said_not_by_rows: Optional[set[str]] = None  # of which inputs it was said; None before anything was
+        self._obstacles: set[str] = set()
+        self._said_obstacles: Optional[set[str]] = None  # None before anything was said
 
     def start(self) -> None:
         """When training begins: the model is wrapped and placed."""
@@ -306,15 +307,17 @@ class MicroBatchStep:
         batch = layout_for(self.trainer.model, inputs, self._not_by_rows)
         if batch.obstacle_name is not None:
             self._not_by_rows.add(batch.obstacle_name)
+        if batch.obstacle is not None:
+            self._obstacles.add(batch.obstacle_name or batch.obstacle)
         return batch
 
     def _window(self, raw: Sequence[Any], num_items: Any) -> AccumulationWindow:
         batches = retry_unchanged(lambda: [self._layout(inputs) for inputs in raw])
         said = self.analysis.read(batches, num_items, self._pad_token_id)
-        is_new = self._said_not_by_rows != self._not_by_rows
+        is_new = self._said_obstacles != self._obstacles
         if self.analysis.own_step.is_seen and ((said and self.reduction is not None) or is_new):
             self._say_limits(batches, num_items)
-            self._said_not_by_rows = set(self._not_by_rows)
+            self._said_obstacles = set(self._obstacles)
         return self._window_of(batches)
 
     def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:

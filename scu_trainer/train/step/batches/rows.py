@@ -32,7 +32,7 @@ PADDING = {
 """Inputs with a time axis (dimension 1) whose padding is known."""
 
 PLACED = {"pixel_values": "image", "pixel_values_videos": "video", "input_features": "audio"}
-"""Inputs whose entries go where the text has tokens for them, and the names of these tokens in a configuration."""
+"""Inputs whose entries go where the text has tokens for them, and what a configuration calls these tokens."""
 
 DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Inputs that follow the target's time axis in an encoder-decoder model."""
@@ -129,26 +129,26 @@ def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Ba
     than rows in an earlier batch (images of a conversation); that the numbers agree in this one is chance."""
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     batch = read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
-    if batch.obstacle is None and (name := _of_other_rows(model, inputs)) is not None:
-        reason = f"{name} has {batch.rows} entries for {batch.rows} rows, but none for some of them"
-        return Batch(inputs, obstacle=reason, obstacle_name=name)
+    if batch.obstacle is None and (without := _without_own(model, inputs)) is not None:
+        return Batch(inputs, obstacle=without)
     found = next((name for name in not_by_rows if batch.obstacle is None and name in inputs), None)
     if found is None:
         return batch
     return Batch(inputs, obstacle=f"{found} does not always have one entry per row", obstacle_name=found)
 
 
-def _of_other_rows(model: Any, inputs: Any) -> Optional[str]:
-    """The input that has an entry at a row whose text has no token for one; zeros are padding."""
+def _without_own(model: Any, inputs: Any) -> Optional[str]:
+    """Why as many images as rows need not be one for each: the text of some rows, and not of all, has no token for one.
+    Others then have several, or it is padding, which models do not take alone."""
     config, text = getattr(model, "config", None), inputs.get("input_ids")
     for name, kind in PLACED.items():
         tokens = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-        token, value = next((one for one in tokens if isinstance(one, int)), None), inputs.get(name)
-        if token is None or not torch.is_tensor(value) or not torch.is_tensor(text) or value is text:
+        token = next((one for one in tokens if isinstance(one, int)), None)
+        if token is None or not torch.is_tensor(text) or not torch.is_tensor(inputs.get(name)):
             continue
         has_one = text.eq(token).any(dim=1)
-        if not has_one.all() and has_one.any() and value[~has_one].any():
-            return name
+        if has_one.any() and not has_one.all():
+            return f"{name} has as many entries as there are rows, but some rows have no {kind}"
     return None
 
 
