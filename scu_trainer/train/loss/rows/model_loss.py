@@ -184,14 +184,18 @@ def _ours(trainer: Trainer) -> type:
     return next(kind for kind in type(trainer).__mro__ if "_stock_loss" in vars(kind))
 
 
+def _without_causal_loss(trainer: Trainer) -> str:
+    return (
+        f"{type(inner_model(trainer.model)).__name__} does not compute the stock loss of a causal language model "
+        "(encoder-decoders do not, nor TRL's trainers; torch_compile, use_liger_kernel, compute_loss_func and "
+        "label_smoothing_factor change it)"
+    )
+
+
 def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
     """Why the output head must run; None if it need not."""
     if not has_causal_loss(trainer):
-        name = type(inner_model(trainer.model)).__name__
-        return (
-            f"{name} does not compute the stock loss of a causal language model (encoder-decoders do not, nor TRL's "
-            "trainers; torch_compile, use_liger_kernel, compute_loss_func and label_smoothing_factor change it)"
-        )
+        return _without_causal_loss(trainer)
     return "FSDP shards the output head" if trainer.is_fsdp_enabled else obstacle_in_head(trainer.model)
 
 
@@ -208,9 +212,10 @@ def obstacle_in_head(model: torch.nn.Module) -> Optional[str]:
 
 def obstacle_to_padding_free(trainer: Trainer) -> Optional[str]:
     """Why the layers have to see rows padded; None if they need not."""
-    inner = inner_model(trainer.model)
-    if not has_causal_loss(trainer) or not hasattr(head_of(trainer.model), "out_features"):
-        return f"{type(inner).__name__} does not compute the stock loss of a causal language model from an output head"
+    if not has_causal_loss(trainer):
+        return _without_causal_loss(trainer)
+    if not hasattr(head_of(trainer.model), "out_features"):
+        return f"{type(inner_model(trainer.model)).__name__} does not compute its loss from an output head"
     if trainer.args.neftune_noise_alpha:
         return NOISE_BY_LENGTH
     if trainer.is_fsdp_enabled or has_sharded_weights(trainer.model):
