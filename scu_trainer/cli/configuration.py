@@ -19,6 +19,7 @@ import yaml
 from scu_trainer.cli.configuration_file import InFile, checked_entries, named_as_here
 from scu_trainer.cli.fields import (
     check_given_once,
+    check_known,
     check_names,
     field_names,
     given_names,
@@ -140,6 +141,7 @@ def check_early(config: str | None, flags: Sequence[str]) -> None:
 
 def _check_early(config: str | None, flags: Sequence[str]) -> None:
     """Also for flags that our own programs put together, where the later of two wins."""
+    check_known(flags)
     known = known_names()
     if not stock_fields():  # then only the class itself can tell
         return
@@ -148,9 +150,6 @@ def _check_early(config: str | None, flags: Sequence[str]) -> None:
     for name in entries:
         if name not in known:  # only then: looking for a near name among all of them takes a while
             raise SettingsError(f"{config}: unknown key {short(name)}{hint(name, known)}")
-    for name in given_names(flags, known):
-        if name not in known:
-            raise SettingsError(f"unknown option --{name}{hint(name, known)}")
     require(
         not {"seed", "seeds"} <= {*entries, *given_names(flags, known)},
         "seed and seeds are both given; keep one of them",

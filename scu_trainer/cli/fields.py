@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer import shipped
-from scu_trainer.cli.names.known import PREFIX, SETTINGS, known_names
-from scu_trainer.cli.names.tools import as_word
+from scu_trainer.cli.names.known import PREFIX, SETTINGS, known_names, stock_fields
+from scu_trainer.cli.names.tools import ANYWHERE, as_word
 from scu_trainer.cli.names.translation import flags_of, name_of, translated
-from scu_trainer.cli.parsing import with_choice
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.cli.parsing import unknown_option, with_choice
+from scu_trainer.errors import SettingsError
 from scu_trainer.secrets import redact
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.settings.base import hints_of, short
@@ -109,8 +109,26 @@ def check_names(arguments: Iterable[str], names: Collection[str], read_before: C
     """Raise SettingsError at the first flag that nobody knows. ``read_before``: more that may have been meant."""
     for argument in arguments:
         if argument.startswith("--") and name_of(argument) not in names:
-            near = nearest(name_of(argument), [*names, *read_before]) or "; --help lists the options"
-            raise SettingsError(f"unknown option {argument.split('=')[0]}{near}")
+            raise unknown_option(argument, [*names, *read_before])
+
+
+def parse_with_fields(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of ``parser``, and the words that are flags of training. Raises SettingsError, as ``check_known``."""
+    options, flags = parser.parse_known_args(argv)
+    check_known(flags, parser._option_string_actions)
+    return options, flags
+
+
+def check_known(flags: Sequence[str], read_before: Iterable[str] = ()) -> None:
+    """Raise SettingsError at the first flag that is no field, neither of ours nor of the stock arguments, by any of its
+    names. ``read_before``: as for ``check_names``."""
+    known = known_names()
+    if not stock_fields():  # then only the class itself can tell
+        return
+    for name in given_names(translated(flags, known)[0], known):
+        if name not in known:  # only then: looking for a near name among all of them takes a while
+            near = [*(one for one in known if not one.startswith("no_")), *ANYWHERE, *read_before]
+            raise unknown_option(f"--{name}", near)
 
 
 def check_given_once(flags: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn, Optional
 
 from scu_trainer.cli.configuration import check_early
+from scu_trainer.cli.fields import check_known
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.train import mode_parser
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> NoReturn:
         help="default: one per GPU; without a GPU two for accelerate, otherwise one",
     )
     options, words = parser.parse_known_args(argv)
-    modes, flags = mode_parser().parse_known_args(words)
+    of_train = mode_parser()
+    modes, flags = of_train.parse_known_args(words)
+    check_known(flags, [*parser._option_string_actions, *of_train._option_string_actions])
     check_early(modes.config, flags)  # here once: each process would say it, and the launcher end with its traceback
     gpus = sum(item.kind == "cuda" for item in accelerators())
     processes = processes_here(options.launcher, gpus, options.processes)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, nearest
@@ -47,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @guarded
 def main(argv: list[str]) -> int:
-    options, flags = _parser().parse_known_args(argv)
+    options, flags = parse_with_fields(_parser(), argv)
     modes = _chosen(options.mode)
     words = [*([] if options.config is None else ["--config", options.config]), *flags]
     if options.measure:

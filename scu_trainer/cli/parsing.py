@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,16 +26,24 @@ class Parser(argparse.ArgumentParser):
         own = f"--{name.removeprefix('--').replace('-', '_')}"
         return f"{own}{equals}{value}" if name.startswith("--") and own in self._option_string_actions else word
 
-    def near_option(self, action: str, words: Sequence[str]) -> str:
-        """Phrase that names the option of ``action`` nearest to the first of ``words``, which nobody knows."""
-        actions = next(found for found in self._actions if isinstance(found, argparse._SubParsersAction))
-        return nearest(words[0].partition("=")[0], actions.choices[action]._option_string_actions)
+    def of_action(self, action: str) -> Parser:
+        """What reads the words after ``action``."""
+        return next(found for found in self._actions if isinstance(found, argparse._SubParsersAction)).choices[action]
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (?:.*? )?(--[\w-]+)", message)
-        raise SettingsError(
-            with_choice(message) + (nearest(unknown[1], self._option_string_actions) if unknown else "")
-        )
+        if unknown:
+            raise unknown_option(unknown[1], self._option_string_actions)
+        raise SettingsError(with_choice(message))
+
+
+def unknown_option(word: str, names: Iterable[str]) -> SettingsError:
+    """For a typed option that nobody knows. ``names``: of those that there are, with dashes or without."""
+    typed = word.partition("=")[0]
+    bare = {name.lstrip("-") for name in names}
+    flags = [f"--{name}" for name in sorted(bare) if len(name) > 1]  # one letter is near to any other
+    near = nearest("--" + typed.lstrip("-").replace("-", "_"), flags) or "; --help lists the options"
+    return SettingsError(f"unknown option {typed}{near}")
 
 
 def add_consent(parser: argparse._ActionsContainer) -> None:

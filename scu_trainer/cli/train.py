@@ -34,7 +34,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 @guarded
 def _main(argv: list[str]) -> int:
-    modes, flags = mode_parser().parse_known_args(argv)
+    modes, flags = fields.parse_with_fields(mode_parser(), argv)
     if modes.help or modes.help_all:
         print(_help(with_stock_fields=modes.help_all))
         return 0

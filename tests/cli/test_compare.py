@@ -188,8 +188,8 @@ def test_the_list_of_arms_follows_the_job(config, capsys):
         (["--jobs", "0"], "jobs is 0; it must be 1 or more"),
         (["--reference", "model"], "reference 'model' is not an arm; arms: none, fixed_3"),
         (["--reference", "fixed"], "(did you mean 'fixed_3'?)"),
-        (["--learning_rat", "1"], "unknown option --learning_rat (did you mean 'learning_rate'?)"),
-        (["--arm", "mine:scu_kpp=1"], "arm mine: unknown option --scu_kpp (did you mean 'scu_kp'?)"),
+        (["--learning_rat", "1"], "unknown option --learning_rat (did you mean '--learning_rate'?)"),
+        (["--arm", "mine:scu_kpp=1"], "arm mine: unknown option --scu_kpp (did you mean '--scu_kp'?)"),
         (
             ["--arm", "mine:scu=true,scu_target_s=0.1,scu_stop_at_target=true"],
             "arm mine cannot be compared at equal tokens",

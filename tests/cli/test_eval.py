@@ -383,7 +383,7 @@ def test_help_needs_no_torch():
         (["{lora}", "--max_length", "32", "--block_size", "32"], "max_length and block_size both say"),
         (["{model}", "--against", "base"], "{model} is neither an adapter nor part of a run"),
         (["{lora}", "--against", "./missing"], "'./missing' does not exist"),
-        (["{lora}", "--agianst", "base"], "unknown option --agianst (did you mean 'against'?)"),
+        (["{lora}", "--agianst", "base"], "unknown option --agianst (did you mean '--against'?)"),
         (["{lora}", "another"], "unrecognized arguments: another"),
         (["{lora}", "--resamples", "0"], "resamples is 0; it must be 1 or more"),
         (["{lora}", "--resamples", "many"], "invalid int value: 'many'"),

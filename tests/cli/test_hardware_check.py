@@ -57,7 +57,7 @@ def test_a_recipe_that_contradicts_itself_is_told_so_after_the_table(capsys):
 
 def test_an_unknown_name_is_one_line(capsys):
     code, printed, error = answers(capsys, "--lora_rr", "8")
-    assert (code, printed) == (2, "") and "did you mean 'lora_r'" in error
+    assert (code, printed) == (2, "") and "did you mean '--lora_r'" in error
 
 
 def test_without_transformers_that_is_what_is_said(capsys, monkeypatch):

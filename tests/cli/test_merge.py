@@ -162,7 +162,7 @@ def test_adapters_of_models_that_are_ours(folder):
         (["lora", "--max_shard_size", "5GiB"], "give a size with its unit, for instance 5GB or 500MB"),
         (["lora", "--max_shard_size", "5G"], "give a size with its unit, for instance 5GB or 500MB"),
         (["lora", "--format", "x"], "unknown option --format; --help lists the options"),
-        (["lora", "--outputt", "x"], "unknown option --outputt (did you mean 'output'?)"),
+        (["lora", "--outputt", "x"], "unknown option --outputt (did you mean '--output'?)"),
     ],
 )
 def test_mistakes_at_the_keyboard(folder, capsys, words, told):

@@ -216,7 +216,16 @@ def test_each_mode_is_a_fresh_process_and_its_last_words_are_the_reason(monkeypa
     assert asked[0][1:] == ["-m", "scu_trainer.cli.modes", "--measure", "--mode", "tiny", "--lora_r", "4"]
 
 
-@pytest.mark.parametrize(("words", "message"), [(["--mode", "tinny"], "did you mean 'tiny'?"), (["--mode"], "--mode")])
-def test_wrong_words_end_with_2(capsys, words, message):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mode", "tinny"], "did you mean 'tiny'?"),
+        (["--mode"], "--mode"),
+        (["--x"], "unknown option --x\n"),
+        (["--mod", "tiny"], "unknown option --mod (did you mean '--mode'?)"),
+    ],
+)
+def test_wrong_words_end_with_2(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(modes.subprocess, "run", lambda *a, **k: pytest.fail("measured before the words were read"))
     assert modes.main(words) == 2
     assert message in capsys.readouterr().err

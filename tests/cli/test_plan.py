@@ -111,10 +111,12 @@ def test_a_limit_that_nothing_fits(small, capsys):
         (["--limit", "0"], "must be above 0"),
         (["--bf16", "true", "--gpu", "t4"], "this GPU has no bf16"),
         (["--blok_size", "3"], "block_size"),
-        (["--confg", "x.yaml"], "unknown option --confg (did you mean 'config'?)"),
+        (["--confg", "x.yaml"], "unknown option --confg (did you mean '--config'?)"),
         (["--lora_target_modules", "nope", "--gpu", "t4"], "the model has no module 'nope'"),
         (["--task", "sensor-classification", "--streaming", "true"], "streaming"),
         (["--accuracy", "/nowhere/at/all"], "is not a folder"),
+        (["--accuracy", "/nowhere/at/all", "--limit", "3GB"], "takes no other option but --json"),
+        (["--accuracy", "/nowhere/at/all", "--lora_r", "4"], "takes no other option but --json"),
     ],
 )
 def test_mistakes_end_with_2(words, message, capsys):

@@ -104,7 +104,7 @@ def test_secrets_in_a_file_that_would_be_public(run, capsys):
         (["--repo_id", "name"], "names no owner; give OWNER/name"),
         (["--repo_id", "https://hub.invalid/me/mine/tree/main"], "is an address; give OWNER/NAME, such as me/mine"),
         (["--repo_id", "me/a b"], "is not a valid Hub name"),
-        (["--repo-idd", "me/x"], "unknown option --repo-idd (did you mean 'repo_id'?)"),
+        (["--repo-idd", "me/x"], "unknown option --repo-idd (did you mean '--repo_id'?)"),
         (["--repo_id", "me/x", "--base_model", "me/base"], "there is no token to push with; run `hf auth login`"),
         (["--repo_id", "me/x", "--token", "hf_torn token"], "the token holds a space, a line break or a letter that"),
         (["--repo_id", "me/x", "--token", "hf_töken"], "the token holds a space, a line break or a letter that"),

@@ -148,7 +148,7 @@ def test_wrong_files_are_refused(tmp_path, capsys, content, expected):
 
 
 def test_unknown_flag_and_missing_file_are_refused(tmp_path, capsys):
-    assert "did you mean 'max_steps'?" in refused(capsys, ["--max_step", "3"])
+    assert "did you mean '--max_steps'?" in refused(capsys, ["--max_step", "3"])
     assert "cannot read the configuration" in refused(capsys, ["--config", str(tmp_path / "none.yaml")])
     (tmp_path / "training_config.json").write_text("{}")
     assert "(did you mean 'training_config.json'?)" in refused(

@@ -98,8 +98,8 @@ def test_a_failure_is_not_told_as_too_little_memory(no_training, capsys, monkeyp
         (["--limit", "much"], "limit is 'much'; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB"),
         (["--steps", "1"], "steps is 1; it must be 2 or more"),
         (["--config", "/no/such.yaml"], "cannot read the configuration /no/such.yaml"),
-        (["--color"], "unrecognized arguments: --color"),
-        (["--limt", "4GB"], "unrecognized arguments: --limt (did you mean '--limit'?)"),
+        (["--color"], "unknown option --color"),
+        (["--limt", "4GB"], "unknown option --limt (did you mean '--limit'?)"),
     ],
 )
 def test_what_a_person_can_fix(no_training, capsys, arguments, words):

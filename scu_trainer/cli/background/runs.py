@@ -16,6 +16,7 @@ from scu_trainer.cli.background import screens
 from scu_trainer.cli.background.seeds import INFIX, one_seed, runs_of, seeds_of, spread_lines
 from scu_trainer.cli.configuration import check_early
 from scu_trainer.cli.configuration_file import read_file
+from scu_trainer.cli.fields import check_known
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import name_of, translated
@@ -49,11 +50,12 @@ def _main(argv: list[str], hands: Hands) -> int:
         return _menu(hands)
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
-    if flags and options.action != "start":
-        near = parser.near_option(options.action, flags)
-        raise SettingsError(f"unrecognized: {' '.join(flags)}{near}; see scu-trainer runs {options.action} --help")
     if options.action == "start":
+        _check_flags(flags)
+        check_known(flags, parser.of_action("start")._option_string_actions)
         return _start(options, flags, hands)
+    if flags:
+        parser.of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
     if options.root.is_file():
         raise SettingsError(f"--root {options.root} is a file; give the directory that holds the runs")
     acts = {"list": _status, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}

@@ -11,6 +11,7 @@ from typing import Any, Optional
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import arms_of, check_words, plan_of, reference_of, shared_out
 from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code, known_runs, read_record
+from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 @guarded
 def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     console = plain_console()
-    options, flags = _parser().parse_known_args(argv)
+    options, flags = parse_with_fields(_parser(), argv)
     if options.table is not None:
         return _show(options.table, argv, console)
     check_words(options, flags)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser, require_new_file
 from scu_trainer.errors import DataError, SettingsError
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         argv = ["--config", *argv]
-    options, flags = _parser().parse_known_args(argv)
+    options, flags = parse_with_fields(_parser(), argv)
     limit = _limit(options)
     if options.export is not None:
         require_new_file(options.export, "--export")

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Optional
 
+from scu_trainer.cli.fields import check_known
 from scu_trainer.cli.machine.screens import gib, plain, profile_table, screen
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser
@@ -59,9 +60,10 @@ def main(argv: list[str]) -> int:
         return _plan(*argv)
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
-    if flags and (options.action != "check" or options.gpu):
-        near = parser.near_option(options.action, flags)
-        raise SettingsError(f"unrecognized: {' '.join(flags)}{near}; see scu-trainer hardware {options.action} --help")
+    if options.action == "check" and not options.gpu:
+        check_known(flags, parser.of_action("check")._option_string_actions)
+    elif flags:
+        parser.of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
     if options.action == "profile":
         return _profile(options)
     if options.action == "monitor":

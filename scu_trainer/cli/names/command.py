@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.tools import TOOLS, Imported, imported, tool_of
@@ -34,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @guarded
 def main(argv: list[str]) -> int:
-    options, flags = _parser().parse_known_args(argv)
+    options, flags = parse_with_fields(_parser(), argv)
     output = options.output or Path(f"{options.file.stem}.scu.yaml")
     require_new_file(output, "--output")
     found, own = read_other(options.file, options.tool, flags)

@@ -15,7 +15,8 @@ from typing import Any
 from scu_trainer.cli.names.common import NEEDED, WORDS
 from scu_trainer.cli.names.meaning import Source
 from scu_trainer.cli.names.tools import ANYWHERE, Key, as_word, is_path, is_word, keys_of, together
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.cli.parsing import unknown_option
+from scu_trainer.errors import SettingsError
 
 
 def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
@@ -44,7 +45,7 @@ def entries_of(flags: Sequence[str], known: Collection[str]) -> dict[str, Any]:
         if not name:
             raise SettingsError(f"{typed[0]!r} belongs to no flag; write --NAME VALUE")
         if name not in known:
-            raise SettingsError(f"unknown option --{name}{nearest(name, known)}")
+            raise unknown_option(f"--{name}", known)
         found[name] = value
     return found
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import DataError, ModelError, SettingsError, UserError
@@ -69,10 +70,13 @@ def _parser() -> argparse.ArgumentParser:
 
 @guarded
 def main(argv: list[str]) -> int:
-    options, flags = _parser().parse_known_args(argv)
+    options, flags = parse_with_fields(_parser(), argv)
     if options.accuracy is not None:
         from scu_trainer.cli.planning.accuracy import accuracy
 
+        alone = _parser().parse_args(["--accuracy", options.accuracy, *(["--json"] if options.json else [])])
+        if flags or options != alone:
+            raise SettingsError("--accuracy compares runs that are there and takes no other option but --json")
         return accuracy(Path(options.accuracy), options.json)
     if options.here and (options.gpu or options.ram):
         raise SettingsError("--here is this machine, and --gpu or --ram name another one; keep one of them")

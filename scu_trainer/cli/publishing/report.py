@@ -10,7 +10,7 @@ from pathlib import Path
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing import report_subjects as subjects
-from scu_trainer.errors import SettingsError, nearest, require_packages
+from scu_trainer.errors import SettingsError, require_packages
 from scu_trainer.report.page import Drawing, drawing, html
 from scu_trainer.report.pages import page_of, plots_of
 from scu_trainer.report.render import THEMES, boxed_letters, in_theme, png
@@ -30,16 +30,13 @@ running, failed, killed or not started yet. The report goes to RUN/report, for
 several runs to ./report. Files that no report wrote are never overwritten.
 Exit codes: 0 done, also after Ctrl-C in --watch; 2 you can fix it."""
 
-FLAGS = ("--output", "--watch", "--root")
 EVERY_S = 30.0
 LEAST_S = 0.5
 
 
 @guarded
 def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
-    options, unknown = _parser().parse_known_args(argv)
-    if unknown:
-        raise SettingsError(f"unknown option {unknown[0]}{nearest(unknown[0], FLAGS)}; options: {', '.join(FLAGS)}")
+    options = _parser().parse_args(argv)
     if (
         options.output is not None
         and options.output.suffix.lower() in (".html", ".htm")
