@@ -26,7 +26,7 @@ PROJECT = "scu-trainer"
 OLDEST_PYTHON = (3, 11)
 NEEDED_RAM_BYTES = 2 * 2**30
 NEEDED_DISK_BYTES = 2 * 2**30
-OPTIONAL_EXTRAS = ("qlora", "optimizers", "deepspeed", "images", "report", "dev")
+OPTIONAL_EXTRAS = "qlora optimizers deepspeed images liger report board gguf onnx serve lm-eval wandb sweep dev".split()
 INSTALL_ALL = "make deps, or pip install -e '.[all]' -c constraints.txt"
 
 # without these there is nothing to check or print the rest with
@@ -181,7 +181,7 @@ def _extra(name: str, group: list[Requirement], machine: Machine, needed_by: Opt
         all(_is_met(requirement, machine) for requirement in group),
         ", ".join(f"{item.name} {machine.packages.get(item.name) or 'missing'}" for item in group),
         "optional" if needed_by is None else f"needed by {needed_by}",
-        f"pip install -e '.[{name}]'",
+        f"pip install '{PROJECT}[{name}]'",
         required=needed_by is not None,
     )
 

@@ -36,8 +36,7 @@ def require_quantization(settings: ModelSettings, device: torch.device) -> None:
         return
     if importlib.util.find_spec(BITSANDBYTES) is None:
         raise RequirementError(
-            "tuning: qlora needs bitsandbytes, which is not installed; run make deps, or pip install "
-            "'scu-trainer[qlora]', or use lora"
+            "tuning: qlora needs bitsandbytes, which is not installed; pip install 'scu-trainer[qlora]', or use lora"
         )
     if device.type not in ("cuda", "cpu"):
         raise RequirementError(

@@ -25,7 +25,7 @@ def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: b
     if launcher == "python":
         return [sys.executable, *script]
     if importlib.util.find_spec("torch" if launcher == "torchrun" else launcher) is None:
-        raise RequirementError(f"{launcher} is not installed; type make deps, or pip install -e '.[{launcher}]'")
+        raise RequirementError(f"{launcher} is not installed; pip install 'scu-trainer[{launcher}]'")
     count = str(processes)
     if launcher == "torchrun":
         return [str(here / "torchrun"), "--standalone", "--nproc_per_node", count, *script]

@@ -18,7 +18,7 @@ def test_no_gpu_is_one_line_and_2(monkeypatch, capsys):
     monkeypatch.setattr(hardware, "accelerators", lambda: ())
     assert hardware.main(["check", "--gpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: no GPU that torch can use: torch ") and line.endswith("make train-cpu")
+    assert line.startswith("error: no GPU that torch can use: torch ") and line.endswith("train --use_cpu true")
 
 
 def test_the_monitor_ends_by_itself_with_a_line_per_reading(monkeypatch, capsys):

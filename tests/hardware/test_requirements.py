@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -55,8 +57,14 @@ def test_a_good_machine_can_start_though_an_optional_part_is_missing(good, paths
     unmet, can_start = failed(good, paths)
     assert list(unmet) == ["[deepspeed]"] and can_start
     assert unmet["[deepspeed]"].found == "deepspeed missing, ninja 1.13.0"
-    assert unmet["[deepspeed]"].fix == "pip install -e '.[deepspeed]'"
+    assert unmet["[deepspeed]"].fix == "pip install 'scu-trainer[deepspeed]'"
     assert not paths[0].exists() and not paths[1].exists()
+
+
+def test_every_extra_for_users_is_listed():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    assert {*requirements.OPTIONAL_EXTRAS} == {*setup["options.extras_require"]} - {"all", "benchmarks", "docs"}
 
 
 def test_an_extra_that_the_job_needs_is_required(good, paths):

@@ -262,7 +262,7 @@ def test_without_bitsandbytes(monkeypatch, llama_dir):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else found(name)
     )
-    with pytest.raises(RequirementError, match="needs bitsandbytes, which is not installed; run make deps"):
+    with pytest.raises(RequirementError, match="needs bitsandbytes, which is not installed; pip install 'scu-trainer"):
         load_model(qlora(llama_dir))
     require_quantization(ModelSettings(), CPU)
 

@@ -44,7 +44,7 @@ def test_commands():
 
 def test_a_launcher_that_is_missing(monkeypatch):
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RequirementError, match=r"deepspeed is not installed; type make deps, or pip install -e"):
+    with pytest.raises(RequirementError, match=r"deepspeed is not installed; pip install 'scu-trainer\[deepspeed\]'"):
         launch.command("deepspeed", [], 1, False)
 
 

@@ -74,7 +74,7 @@ def test_what_a_machine_lacks_is_one_line(monkeypatch):
     assert "needs a GPU; there it checks: " in missing(BY_NAME["lora_fp16"], has_gpu=False)
     assert missing(BY_NAME["lora_fp16"], has_gpu=True) is None
     monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: None)
-    assert missing(BY_NAME["qlora"], has_gpu=True) == "needs bitsandbytes: pip install -e '.[qlora]' -c constraints.txt"
+    assert missing(BY_NAME["qlora"], has_gpu=True) == "needs bitsandbytes: pip install 'scu-trainer[qlora]'"
 
 
 def test_flags_of_a_small_job_share_the_rows_of_a_step(tmp_path):

@@ -108,7 +108,8 @@ def _profile(options: argparse.Namespace) -> int:
 def _check_gpu() -> int:
     found = accelerators()
     if not found:
-        raise RequirementError(f"no GPU that torch can use: {_why_none()}. Training on the CPU: make train-cpu")
+        on_cpu = "scu-trainer train --use_cpu true"
+        raise RequirementError(f"no GPU that torch can use: {_why_none()}. Training on the CPU: {on_cpu}")
     for item in found:
         print(f"{device_name(item)}: {gib(item.free_bytes)} free of {gib(item.total_bytes)}; {_abilities(item)}")
     return 0
@@ -117,7 +118,7 @@ def _check_gpu() -> int:
 def _why_none() -> str:
     version = installed_version("torch")
     if version is None:
-        return "torch is not installed (make deps)"
+        return "torch is not installed (pip install torch)"
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:

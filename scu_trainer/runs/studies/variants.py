@@ -93,7 +93,7 @@ def missing(variant: Variant, has_gpu: bool) -> Optional[str]:
         return f"needs a GPU; there it checks: {variant.gpu_check}"
     for extra, package in PACKAGES.items():
         if extra in variant.needs and importlib.util.find_spec(package) is None:
-            return f"needs {package}: pip install -e '.[{extra}]' -c constraints.txt"
+            return f"needs {package}: pip install 'scu-trainer[{extra}]'"
     return None
 
 
