@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer import __version__
-from scu_trainer.errors import UserError, nearest
+from scu_trainer.errors import RequirementError, UserError, nearest
 from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
             sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
         code = 0
         try:
+            _require_docstrings()
             code = command(list(sys.argv[1:] if argv is None else argv), *given, **named)
             _flush()
             return code
@@ -139,6 +140,14 @@ def main(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
     return importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}").main(argv[1:])
+
+
+def _require_docstrings() -> None:
+    if sys.flags.optimize > 1:
+        raise RequirementError(
+            "transformers does not load without docstrings, and python -OO (or PYTHONOPTIMIZE=2) drops them; use -O, "
+            "or leave it out"
+        )
 
 
 def _open_closed_streams() -> None:

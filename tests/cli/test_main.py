@@ -41,6 +41,14 @@ def test_it_starts_by_the_name_of_the_package_too():
     assert done.returncode == 0 and done.stdout.startswith("usage: scu-trainer COMMAND")
 
 
+def test_without_docstrings_is_one_line():
+    """As transformers and peft do not even load."""
+    words = [sys.executable, "-OO", "-m", "scu_trainer", "train"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: transformers does not load without docstrings")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_current_folder_that_was_removed(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
