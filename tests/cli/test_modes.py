@@ -221,7 +221,7 @@ def test_each_mode_is_a_fresh_process_and_its_last_words_are_the_reason(monkeypa
     [
         (["--mode", "tinny"], "did you mean 'tiny'?"),
         (["--mode"], "--mode"),
-        (["--x"], "unknown option --x\n"),
+        (["--x"], "unknown option --x; --help lists the options\n"),
         (["--mod", "tiny"], "unknown option --mod (did you mean '--mode'?)"),
     ],
 )
