@@ -510,6 +510,26 @@ def test_the_last_step_of_an_epoch_has_its_own_number_of_rows():
     )
 
 
+def test_an_epoch_of_the_stock_loaders_drops_or_repeats_rows(monkeypatch):
+    alone = job_of(per_device_train_batch_size=8, dataloader_drop_last=True, num_train_epochs=2)
+    assert alone.planned_steps(18) == 4
+    said, _ = plan._of_steps(4, 8, "8 x 1 accumulated", rows=18, shown=plan._shown(alone, 18))
+    assert said.endswith("2.0 epochs of 18 rows, 2 of them left out by dataloader_drop_last")
+
+    monkeypatch.setattr(TrainingArguments, "world_size", 3)
+    shared, sorted_by = job_of(per_device_train_batch_size=8), {"train_sampling_strategy": "sequential"}
+    assert [plan._shown(shared, rows) for rows in (18, 2)] == [18, 3], "the curriculum shares out what there is"
+    stock = job_of(per_device_train_batch_size=8, **sorted_by)
+    said, per_step = plan._of_steps(2, 24, "8 x 1 accumulated x 3 ranks", 18, 3, plan._shown(stock, 18))
+    assert said == (
+        "2 steps of 24 rows (8 x 1 accumulated x 3 ranks), 2.0 epochs of 18 rows and 6 repeated to fill the batches of "
+        "all ranks"
+    )
+    assert per_step == 24
+    uneven = job_of(per_device_train_batch_size=8, accelerator_config='{"even_batches": false}', **sorted_by)
+    assert plan._shown(uneven, 18) == 18
+
+
 def test_findings_end_without_a_number_of_steps(tmp_path):
     assert before_training(job_of(gradient_accumulation_steps=0), SimpleNamespace(), tmp_path) == []
 

@@ -206,9 +206,8 @@ class Job:
         training = self.training
         if training.max_steps > 0:
             return training.max_steps
-        batches = math.ceil(
-            rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size)
-        )
+        batches = rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size)
+        batches = math.floor(batches) if training.dataloader_drop_last else math.ceil(batches)
         per_epoch = max(1, math.ceil(batches / training.gradient_accumulation_steps))
         return math.ceil(per_epoch * training.num_train_epochs)
 
