@@ -56,9 +56,10 @@ class MemoryStatistics:
     """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
 
     ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left or added, and a prefix that
-    rows share once. ``stock_tokens``: what the stock loop would have processed. ``failed_tokens``: in micro-batches
-    that ran out of memory. ``predicted``: micro-batches cut because they were predicted not to fit. ``chunks``:
-    micro-batches whose forward and backward were kept. ``peak_bytes``: the most that this process used in a step.
+    rows share once. ``stock_tokens``: what the stock loop would have processed. ``out_of_memory``: micro-batches that
+    ran out of it, on all ranks; all else is of this rank. ``failed_tokens``: in those of this rank. ``predicted``:
+    micro-batches cut because they were predicted not to fit. ``chunks``: micro-batches whose forward and backward were
+    kept. ``peak_bytes``: the most that this process used in a step.
     """
 
     windows: int = 0
@@ -99,7 +100,7 @@ class MicroBatchSizer:
         self._limit_name = ""
         self.gradient_bytes = self._growth_bytes = 0
         self._peak_fraction = 0.0
-        self._attempts = self._planned = 0
+        self._attempts = self._planned = self.failed_here = 0
         self._seen: Optional[MemoryReading] = None
         self._rests = False
 
@@ -120,7 +121,7 @@ class MicroBatchSizer:
     ) -> list[MicroBatch]:
         """The micro-batches of this window, before memory has had its say on each. ``keep_step``: how ranks agree where
         all must run the same number of them."""
-        self._window, self.step, self._attempts = window, step, 0
+        self._window, self.step, self._attempts, self.failed_here = window, step, 0, 0
         self.has_length = window.has_length
         self._retried.clear()
         self._saw.clear()
@@ -341,6 +342,7 @@ class MicroBatchSizer:
             self._rests = False
             self._based_on(reading)
         self.statistics.out_of_memory += 1
+        self.failed_here += 1
         self._learning_until = self.statistics.windows + LEARNING_WINDOWS
         self.statistics.failed_tokens += micro_batch.tokens
         if not self._window.can_pool and micro_batch not in self._retried:

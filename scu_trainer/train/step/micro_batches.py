@@ -294,8 +294,12 @@ class MicroBatchStep:
         )
 
     def _all_or_none(self, failure: Optional[OutOfMemory]) -> None:
-        """One rank that cannot go on stops all of them, before any waits for its gradients."""
-        failed_rank = self.ranks.all_reduce_max([self.ranks.rank + 1 if failure is not None else 0])[0]
+        """One rank that cannot go on stops all of them, before any waits for its gradients. Of the others each learns
+        how often they recovered."""
+        failed_here, stopped = self.loop.failed_here, self.ranks.rank + 1 if failure is not None else 0
+        own = [failed_here if rank == self.ranks.rank else 0 for rank in range(self.ranks.world_size)]
+        failed_rank, *everywhere = self.ranks.all_reduce_max([stopped, *own])
+        self.loop.statistics.out_of_memory += sum(everywhere) - failed_here
         if failure is not None:
             raise failure
         if failed_rank:
