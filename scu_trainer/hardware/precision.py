@@ -9,7 +9,7 @@ it 0.7 times, and 0.2 times on plain AVX2. So the instructions decide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from scu_trainer.errors import RequirementError, SettingsError
@@ -19,6 +19,7 @@ TENSOR_CORES = (7, 0)
 """Capability from which CUDA cards multiply fp16 faster than float32."""
 AMPERE = (8, 0)
 _ALLOWED = ("no", "bf16", "fp16")
+NOT_HEARD = "; accelerate says no where nobody was asked, too: mixed_precision: no in the job turns it off"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,10 @@ def choose_precision(
     if len(names) > 1:
         raise SettingsError(f"{' and '.join(asked)} contradict each other; keep one of them")
     if not names:
-        return _fastest(device)
+        choice = _fastest(device)
+        if choice.name == "no" or launcher is None:
+            return choice
+        return replace(choice, reason=f"{choice.reason.removesuffix(')')}{NOT_HEARD})")
     name, who = names.pop(), next(iter(asked))
     _require_possible(name, device, who)
     is_slow = name == "bf16" and device.kind == "cpu" and not device.bf16

@@ -176,6 +176,22 @@ def test_a_launcher_whose_processes_would_train_alone_is_refused(flags, monkeypa
         job.check()
 
 
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM, with which the Trainer .* MULTI_GPU, FSDP or DEEPSPEED"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "has tp_size 2, .*drop it"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config does not work on a CPU"),
+    ],
+)
+def test_what_a_launcher_cannot_have_here_is_refused_before_anything_is_read(flags, monkeypatch, asked, said):
+    job = configuration.read_job(None, flags)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=said):
+        job.check()
+
+
 # -- bad input, before any work ----------------------------------------------------------------------------------------
 
 

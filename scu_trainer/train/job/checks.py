@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Optional
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from scu_trainer.data.sources import require_there
@@ -44,6 +46,35 @@ def check_evaluation(
         not auto or evaluates,
         "scu_target_s: auto watches the held-out loss; set eval_strategy: steps and eval_steps, for instance 20",
     )
+
+
+def check_launcher(training: TrainingArguments) -> None:
+    """What a launcher asks for and no run here can do, which accelerate says only once the model is there, or never."""
+    require(
+        not (training.use_cpu and parse_flag_from_env("ACCELERATE_USE_FSDP")),
+        "FSDP has no effect on a CPU (accelerate would silently train data parallel); use "
+        "accelerate_configs/cpu_2_processes.yaml, or drop use_cpu",
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    require(
+        launched == training.world_size,
+        f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
+        "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
+    )
+    instead = "distributed_type: MULTI_GPU, FSDP or DEEPSPEED"
+    require(
+        not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"),
+        f"the launcher asks for Megatron-LM, with which the Trainer of transformers does not train; use {instead}",
+    )
+    if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return
+    tensor_parallel = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
+    require(
+        tensor_parallel == "1",
+        f"the launcher's parallelism_config has tp_size {tensor_parallel}, but no model is loaded in parts for tensor "
+        f"parallelism here; drop it, and use {instead}",
+    )
+    require(not training.use_cpu, "the launcher's parallelism_config does not work on a CPU; drop it, or use_cpu")
 
 
 def check_words(training: TrainingArguments) -> None:

@@ -35,6 +35,7 @@ from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.checks import (
     check_anchor,
     check_evaluation,
+    check_launcher,
     check_memory,
     check_retention,
     check_teacher,
@@ -151,17 +152,7 @@ class Job:
             not (training.fp16 and training.use_cpu),
             "fp16 has no effect on a CPU (training would silently run in float32); use bf16: true or drop fp16",
         )
-        require(
-            not (training.use_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"),
-            "FSDP has no effect on a CPU (accelerate would silently train data parallel); use "
-            "accelerate_configs/cpu_2_processes.yaml, or drop use_cpu",
-        )
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        require(
-            launched == training.world_size,
-            f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
-            "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
-        )
+        check_launcher(training)
         check_deepspeed(training, self.model, self.memory, self.regularization)
         check_words(training)
         check_training_optimizer(training, self.model)
