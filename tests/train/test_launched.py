@@ -39,6 +39,19 @@ except ControlError as error:
 os._exit(0)
 """
 
+OWN_WORDS = """
+import os, sys
+from scu_trainer.cli import configuration
+from scu_trainer.errors import SettingsError
+from scu_trainer.train.session.session import look_only
+steps, folder = {"0": "3", "1": "9"}[os.environ["RANK"]], sys.argv[1]
+words = {"dataset": "python_docs", "use_cpu": "true", "max_steps": steps, "output_dir": f"{folder}/of_rank_{steps}"}
+try:
+    look_only(configuration.read_job(None, [word for name, value in words.items() for word in (f"--{name}", value)]))
+except SettingsError as error:
+    print(error)
+"""
+
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
 def test_what_launchers_leave_in_the_environment(monkeypatch, name):
@@ -76,6 +89,12 @@ def test_a_rank_says_in_words_that_another_one_is_gone(tmp_path):
     said = processes.run([tmp_path / "parted.py"], ranks=2).stdout
     assert said.startswith("another rank (process) ended or does not answer; its own output says why")
     assert "run the same command to resume" in said and "gloo" in said
+
+
+def test_ranks_that_were_started_otherwise_all_say_what_differs(tmp_path):
+    (tmp_path / "own_words.py").write_text(OWN_WORDS)
+    said = processes.run([tmp_path / "own_words.py", tmp_path], ranks=2).stdout
+    assert said.count("of this run differ in max_steps: 9 on rank 1, 3 on rank 0. Start the same command") == 2
 
 
 def test_other_errors_are_left_alone():

@@ -36,6 +36,15 @@ HARMLESS = frozenset(
 )
 """Settings that change no weight."""
 
+OF_A_MACHINE = frozenset(
+    "output_dir run_name cache_dir report_to disable_tqdm log_level log_level_replica ddp_timeout hub_token "
+    "model_name_or_path adapter_name_or_path dataset eval_dataset retain deepspeed offload_folder mixed_precision bf16 "
+    "fp16 tf32 attn_implementation use_cpu device_map max_gpu_mem cpu_mem memory_limit_gb target_headroom_gb "
+    "gc_threshold_gb ram_threshold_gb keep_freed_memory peak_tflops dataloader_num_workers dataloader_pin_memory "
+    "dataloader_persistent_workers dataloader_prefetch_factor preprocessing_num_workers".split()
+)
+"""Settings that may differ between the machines of one run: paths, and what follows from the devices."""
+
 OTHER_SHAPE = frozenset(
     "task model_name_or_path adapter_name_or_path tuning peft_type lora_r lora_target_modules use_rslora use_dora "
     "init_lora_weights loraplus_lr_ratio modules_to_save exclude_modules layers_to_transform new_tokens "
@@ -120,11 +129,13 @@ def sound(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: fact for name, fact in facts.items() if isinstance(fact, KINDS.get(name, object))}
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Name -> (before, now) of every setting that acts on the weights. What one side does not know does not count: a
-    newer version has settings that the older one had not."""
+def changed_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any], harmless: frozenset[str] = HARMLESS
+) -> dict[str, tuple[Any, Any]]:
+    """Name -> (before, now) of every setting but the ``harmless``, which act on no weight. What one side does not know
+    does not count: a newer version has settings that the older one had not."""
     plain = json.loads(json.dumps(dict(now), default=str))
-    names = [name for name in before if name in plain and name not in HARMLESS]
+    names = [name for name in before if name in plain and name not in harmless]
     return {name: (before[name], plain[name]) for name in names if _differ(before[name], plain[name])}
 
 

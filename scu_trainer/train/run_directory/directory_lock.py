@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from scu_trainer.errors import CheckpointError, UserError
+from scu_trainer.settings.base import require
+from scu_trainer.train.checkpoints.compatibility import OF_A_MACHINE, changed_settings
 from scu_trainer.train.checkpoints.findings import examine, step_inside
 from scu_trainer.train.checkpoints.format import checkpoints, clear_staging, set_aside
 from scu_trainer.train.checkpoints.selection import whole_checkpoint
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 T = TypeVar("T")
+
+MOST_SAID = 5
+"""Differences between ranks that a message names."""
 
 
 class RunDirectoryLock:
@@ -112,6 +118,24 @@ def from_first_rank(decision: Callable[[], T], rank: int, world_size: int) -> T:
     if isinstance(outcome[0], UserError):
         raise outcome[0]
     return outcome[0]
+
+
+def require_alike(found: dict[str, Any], rank: int, world_size: int) -> None:
+    """Who starts a run on several machines types its command on each. Raises SettingsError on all ranks where one has
+    ``found`` other settings or data than the first: it would train otherwise, or wait for the others at another step.
+    """
+    if world_size == 1:
+        return
+    from accelerate.utils import gather_object
+
+    own = json.loads(json.dumps(found, default=str))
+    odd = changed_settings(from_first_rank(lambda: own, rank, world_size), own, OF_A_MACHINE)
+    said = gather_object([f"{name}: {now} on rank {rank}, {first} on rank 0" for name, (first, now) in odd.items()])
+    require(
+        not said,
+        f"the ranks (processes) of this run differ in {'; '.join(said[:MOST_SAID])}. Start the same command with the "
+        "same files on every machine",
+    )
 
 
 def _result_or_error(decision: Callable[[], T]) -> T | UserError:

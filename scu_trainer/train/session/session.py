@@ -46,7 +46,11 @@ from scu_trainer.train.preflight import Finding, before_loading, before_training
 from scu_trainer.train.preflight.length import interval
 from scu_trainer.train.retention.loop import Retention
 from scu_trainer.train.run_directory.console import ConsoleCallback
-from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock, from_first_rank
+from scu_trainer.train.run_directory.directory_lock import (
+    RunDirectoryLock,
+    from_first_rank,
+    require_alike,
+)
 from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit, hardware, versions
 from scu_trainer.train.run_directory.log_history import LogHistoryCallback
 from scu_trainer.train.run_directory.logs import RunLog, run_log
@@ -106,6 +110,7 @@ def look_only(job: Job) -> None:
     _look(job, parts, early, Path(job.training.output_dir), console)
 
 
+@lost_ranks_said()
 def _begin(job: Job, console: Console) -> list[Finding]:
     """What can be refused, or found by preflight, before anything is loaded."""
     job.check()
@@ -118,12 +123,15 @@ def _begin(job: Job, console: Console) -> list[Finding]:
     if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":
         report(early, console, "stop")
     check_values(type(job.training), vars(job.training), {**ALLOWED, **LEFT_TO_PREFLIGHT})
+    _require_alike(job, job.as_dict())
     return early
 
 
+@lost_ranks_said()
 def _loaded(job: Job, console: Console) -> TrainingComponents:
     """Data and model; how long the run is going to be also settles how often it saves, unless that was given."""
     parts, training = job.kind.load(job, console), job.training
+    _require_alike(job, {"training rows": len(parts.data.train) if has_length(parts.data.train) else None})
     if job.saves_by_length:
         train = parts.data.train
         steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
@@ -143,6 +151,10 @@ def _look(
 
 def _by_first_rank(job: Job, look: Callable[[], T]) -> T:
     return from_first_rank(look, job.training.process_index, job.training.world_size)
+
+
+def _require_alike(job: Job, found: dict[str, Any]) -> None:
+    require_alike(found, job.training.process_index, job.training.world_size)
 
 
 def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
