@@ -76,7 +76,15 @@ def our_parser(*more: type) -> HfArgumentParser:
         parser._option_string_actions["--deepspeed"].type = shipped.deepspeed
     if "--liger_kernel_config" in parser._option_string_actions:  # transformers reads its other dicts from JSON
         parser._option_string_actions["--liger_kernel_config"].type = _json_object
+    if "--include_num_input_tokens_seen" in parser._option_string_actions:  # of its words transformers reads two alone
+        parser._option_string_actions["--include_num_input_tokens_seen"].type = _tokens_seen
     return parser
+
+
+def _tokens_seen(text: str) -> str | bool:
+    from transformers.hf_argparser import string_to_bool
+
+    return text if text in ("all", "non_padding") else string_to_bool(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

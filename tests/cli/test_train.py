@@ -169,6 +169,13 @@ def test_rows_where_a_configuration_is_read_are_told_how_to_be_data(tmp_path, ca
     assert said.endswith(f"; to use it as data, write --dataset {tmp_path}/rows.json")
 
 
+def test_all_words_for_the_tokens_that_were_seen_are_read(flags):
+    read = [configuration.read_job(None, [*flags, "--include_num_input_tokens_seen", word]) for word in ("all", "true")]
+    assert [job.training.include_num_input_tokens_seen for job in read] == ["all", "all"]
+    one = configuration.read_job(None, [*flags, "--include_num_input_tokens_seen", "non_padding"])
+    assert one.training.include_num_input_tokens_seen == "non_padding"
+
+
 def test_a_launcher_whose_processes_would_train_alone_is_refused(flags, monkeypatch):
     job = configuration.read_job(None, flags)
     monkeypatch.setenv("WORLD_SIZE", "2")
