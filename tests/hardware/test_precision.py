@@ -39,7 +39,7 @@ def chosen(device, wanted="auto", bf16=False, fp16=False, launcher=None):
 @pytest.mark.parametrize("launcher", [None, "no"])
 def test_unasked_the_fastest_safe_format_is_taken(device, name, reason, launcher):
     choice = chosen(device, launcher=launcher)
-    if launcher == "no" and name != "no":  # whoever meant it is told how to have it
+    if launcher == "no" and name != "no":  # whoever meant it reads how to have it
         note = "accelerate says no where nobody was asked, too: mixed_precision: no in the job turns it off"
         reason = f"{reason[:-1]}; {note})"
     assert (choice.name, choice.reason) == (name, reason)
