@@ -334,6 +334,12 @@ def _no_column(row: dict, text_column: str) -> str:
 
 def _part_of_something(row: dict) -> Optional[str]:
     """What is missing, in a row whose columns say what it was meant to be."""
+    if "input_ids" in row:
+        return (
+            f"holds tokens (input_ids), and the commands turn text into tokens themselves; {_columns(row)}. Give the "
+            "text that they were made of, or train on the tokens in Python: a dataset of such rows is what a Trainer "
+            "takes (docs/any_trainer.md)"
+        )
     chat = next((name for name in CHAT_COLUMNS if name in row), None)
     if chat is not None:
         return f"column {chat!r} is empty instead of holding a conversation"

@@ -206,6 +206,11 @@ def test_wrong_text_column_names_the_right_one(prepared, jsonl):
     assert prepared(jsonl([{"body": "Tea."}] * 3), text_column="body").statistics.documents == 2
 
 
+def test_rows_of_tokens_are_named(prepared, jsonl):
+    with pytest.raises(DataError, match=r"row 1: holds tokens \(input_ids\).*its columns: input_ids, labels"):
+        prepared(jsonl([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]))
+
+
 def test_a_system_column_that_no_row_has_is_said(prepared, jsonl):
     rows = jsonl([{"question": "a", "answer": "b", "rule": "Be brief."}] * 3)
     assert not prepared(rows, system_column="rule").statistics.notes
