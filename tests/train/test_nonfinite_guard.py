@@ -28,7 +28,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.evaluation.classification import class_metrics
 from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
-from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, nonfinite_weight, weights_are_finite
+from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, locate, nonfinite_weight, weights_are_finite
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
 
@@ -265,6 +265,13 @@ def test_a_step_without_a_label_is_said_to_be_one(tmp_path, caplog):
         row["labels"] = torch.full_like(row["labels"], -100)
     run(tmp_path, dataset=Examples(rows), max_steps=4, **IN_ORDER)
     assert "step 3: the loss is not a finite number; no label of the step is learned (all are -100)" in caplog.text
+
+
+def test_labels_that_weigh_little_are_labels():
+    trainer = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    rows = {"pixel_values": torch.tensor([[float("nan"), 1.0]])}
+    for count in (torch.tensor(0.4), torch.tensor([3, 3])):  # weights of classes, and a count for each GPU
+        assert locate(trainer, [rows], count).place == "pixel_values of the data is not finite"
 
 
 def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):
