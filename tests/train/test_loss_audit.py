@@ -179,6 +179,8 @@ def test_an_answer_beyond_the_last_column_keeps_its_batch_whole(tmp_path, caplog
         found, _ = compared(tiny.bert(BertForQuestionAnswering), tmp_path, CUT, **changes)
     assert error_of(tiny.weights_of(found.model), tiny.weights_of(expected.model)) <= 1e-5
     assert found.micro_batches.reduction.is_exact and "start_positions leaves rows out" in caplog.text
+    figures = found.micro_batches.analysis.figures()
+    assert figures["is_exact"] is False and "in some batches start_positions" in figures["mixes"]
 
 
 def test_a_term_of_many_rows_only_is_found_before_the_first_step(tmp_path):

@@ -15,6 +15,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
+from scu_trainer.train.loss.rows.known import LossCalls, left_out_by
+from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import read_layout
 
 ROWS, WORDS, CLASSES = 6, 32, 4
@@ -128,6 +130,20 @@ def test_public_functions_say_what_they_divide_by(case):
     inputs, loss, kind = KNOWN[case]
     found = ask(loss, inputs)
     assert found.is_exact and found.kind == kind and found.known.startswith("torch.nn.functional.")
+
+
+@pytest.mark.parametrize("text", [{}, {"input_ids": torch.ones(4, 8, dtype=torch.int64)}], ids=["images", "text"])
+def test_a_class_behind_the_last_one_that_is_no_column_leaves_a_row_out(text):
+    """Batches may have further targets, or not."""
+    given = {**text, "first": torch.tensor([0, 1, 2, 0]), "second": torch.tensor([1, 1, 0, 2])}
+    with LossCalls() as seen:
+        for target in (given["first"], given["second"]):
+            functional.cross_entropy(torch.rand(4, 3), target, ignore_index=3)
+    reduction = Reduction("rows", left_out_by=left_out_by(seen.calls, given, 4))
+    assert reduction.leaves_out(read_layout(given)) is None
+    left_out = read_layout({**text, "first": torch.tensor([0, 3, 2, 0])})
+    assert reduction.leaves_out(left_out).startswith("in some batches first leaves rows out")
+    assert reduction.leaves_out(read_layout({**text, "others": given["first"]})) is None
 
 
 def test_the_divisor_of_weights_is_that_of_every_class():

@@ -48,6 +48,7 @@ class LossAnalysis:
         self.trainer = trainer
         self.own_step = OwnStep(trainer)
         self._found: Optional[Reduction] = None
+        self._mixes_in_some: Optional[str] = None
         self.notices: list[str] = []
         self.audits = 0
         self.last_good_step: Optional[int] = None
@@ -94,11 +95,11 @@ class LossAnalysis:
         is_new, found = self._read(batches, num_items, pad_token_id), self._found
         if found is None or not found.is_exact:
             return is_new
-        name = next(filter(None, map(found.leaves_out, batches)), None)
-        if name is None:
+        mixes = next(filter(None, map(found.leaves_out, batches)), None)
+        if mixes is None:
             return is_new
         # For these batches alone: what is known of such inputs stays as it is.
-        self._found = replace(found, mixes=f"in some steps {name} leaves rows out of one of several means")
+        self._found, self._mixes_in_some = replace(found, mixes=mixes), mixes
         return True
 
     def _read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
@@ -297,11 +298,12 @@ class LossAnalysis:
         """What stands under "loss_analysis" in scu_metrics.json."""
         if self.reduction is None:
             return None
+        mixes = self.reduction.mixes or self._mixes_in_some
         return {
             "divides_by": self.reduction.kind,
             "known": self.reduction.known,
-            "is_exact": self.reduction.is_exact,
-            "mixes": self.reduction.mixes,
+            "is_exact": mixes is None,
+            "mixes": mixes,
             "questions": self._asked,
             "audits": self.audits,
             "last_good_step": self.last_good_step,

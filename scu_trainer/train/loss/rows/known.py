@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from scu_trainer.train.step.batches.reduction import Targets
+from scu_trainer.train.step.batches.rows import PADDING, has_time
 
 BY_CLASSES = frozenset({functional.cross_entropy, functional.nll_loss})
 """Means over targets, with weights of classes; with probabilities as targets over rows."""
@@ -109,18 +110,19 @@ def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> O
 
 def left_out_by(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> tuple[tuple[str, Optional[int]], ...]:
     """Of several means over one class of each row (start and end of an answer): the inputs with the classes, and the
-    entry that leaves a row out; None where that is any past the last class (a position behind the last column)."""
+    entry that leaves a row out; None where classes are columns, and that is any behind the last one."""
     calls = [one for one in calls if one.is_of_classes and one.arguments["target"].numel() == rows]
     found = [(call, _source(call.arguments["target"], inputs, rows)) for call in calls]
     if len(found) < 2:
         return ()
     ignored = {source[0]: call for call, source in found if source}
-    return tuple((name, _entry_that_is_left_out(call)) for name, call in ignored.items())
+    widths = {value.size(1) for name, value in inputs.items() if name in PADDING and has_time(name, value)}
+    return tuple((name, _entry_that_is_left_out(call, widths)) for name, call in ignored.items())
 
 
-def _entry_that_is_left_out(call: Call) -> Optional[int]:
+def _entry_that_is_left_out(call: Call, widths: set[int]) -> Optional[int]:
     entry = call.arguments["ignore_index"]
-    return None if entry == call.arguments["input"].size(1) else entry
+    return None if entry == call.arguments["input"].size(1) and entry in widths else entry
 
 
 def _divisor(call: Call, inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:

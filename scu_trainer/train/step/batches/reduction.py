@@ -90,11 +90,11 @@ class Reduction:
         return sum(self.row_items(inputs, rows)) if self.is_mean else 1.0
 
     def leaves_out(self, batch: Batch) -> Optional[str]:
-        """The input by which a row of ``batch`` is left out of one of the means."""
+        """Why the loss of ``batch`` does not follow from its rows: one of them is left out of one of the means."""
         for name, entry in self.left_out_by if not batch.obstacle else ():
-            entries = batch.inputs[name]
-            if bool((entries.ge(batch.width) if entry is None else entries.eq(entry)).any()):
-                return name
+            entries = batch.inputs.get(name)
+            if entries is not None and bool((entries.ge(batch.width) if entry is None else entries.eq(entry)).any()):
+                return f"in some batches {name} leaves rows out of one of several means"
         return None
 
     def tells_apart(self, inputs: Any, rows: int) -> bool:
