@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 from scu_trainer.data import Collator
 from scu_trainer.errors import OutOfMemory
@@ -331,3 +331,26 @@ def test_images_of_other_rows_are_not_cut_away_from_them(tmp_path):
     batch["input_ids"][1] = trainer.model.config.image_token_id + 1
     batch["pixel_values"] = torch.rand(4, 3, 2, 2)
     assert trainer.prediction._obstacle(rows_of(trainer.model, batch), None).endswith("some rows have no image")
+    trainer.prediction.halving.largest_rows, parts = 1, []  # an earlier batch was cut
+    trainer.prediction.step(
+        batch, lambda part: parts.append(len(part["input_ids"])) or (torch.ones(()), None, None), True
+    )
+    assert parts == [4]
+
+
+def test_a_mean_that_leaves_a_row_out_is_said_of_an_evaluation_in_parts(tmp_path, caplog):
+    def answered(i: int, start: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": Rows().tokens[i], "start_positions": torch.tensor(start), "end_positions": torch.tensor(3)}
+
+    trainer = SCUTrainer(
+        tiny.bert(BertForQuestionAnswering),
+        arguments(tmp_path, **BATCH),
+        memory=MemorySettings(),
+        data_collator=tiny.pad,
+    )
+    with fail_above_tokens(trainer.model, 4 * 16):
+        trainer.evaluate(Examples(answered(i, i % 3) for i in range(8)))
+        assert "a mean over parts" not in caplog.text
+        for _ in range(2):
+            trainer.evaluate(Examples(answered(i, 40 if i == 6 else i % 3) for i in range(8)))
+    assert caplog.text.count("mean over parts of a batch: in some batches start_positions leaves rows out") == 1

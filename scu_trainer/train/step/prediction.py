@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, Optional, TypeVar
 
@@ -54,8 +55,9 @@ class Halving:
         they are to be. Raises OutOfMemory where one row, or what may not be cut, fails twice."""
         results: list[tuple[range, Result]] = []
         begin, is_second_try = 0, False
+        is_whole = count > (self.largest_rows or count) and obstacle() is not None  # an earlier call was cut
         while begin < count:
-            part = range(begin, min(count, begin + (self.largest_rows or count)))
+            part = range(begin, count if is_whole else min(count, begin + (self.largest_rows or count)))
             with CatchOutOfMemory() as caught:
                 results.append((part, attempt(part)))
             if caught.text is None:
@@ -194,6 +196,10 @@ class Prediction:
 
     def _loss(self, batch: Batch, parts, losses: list[torch.Tensor], count: Any) -> torch.Tensor:
         reduction = self._asked(batch, count)
+        if reduction.is_exact and reduction.left_out_by:
+            layout = layout_for(self.trainer.model, batch.inputs)
+            self._reduction = replace(reduction, mixes=reduction.leaves_out(layout))
+            self._say_mean()
         if reduction.kind in ("num_items", "sum"):
             return torch.stack(losses).sum()
         items = [reduction.items(_part(batch, part), len(part)) for part, _ in parts]
@@ -209,9 +215,12 @@ class Prediction:
             how = {"training": False, "low_precision": low_precision, "most_rows": 2, "owner": trainer}
             asked = analyze(partial(training_loss, trainer), trainer.model, rows, count, 0, **how)
             self._reduction = asked or Reduction("rows", mixes="its rows give no finite loss")
-            if not self._reduction.is_exact and self._reduction.may_be_cut:
-                logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
+            self._say_mean()
         return self._reduction
+
+    def _say_mean(self) -> None:
+        if not self._reduction.is_exact and self._reduction.may_be_cut:
+            logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
 
 
 def _part(batch: Batch, part: range) -> Any:
