@@ -183,6 +183,8 @@ def test_as_many_images_as_rows_are_not_one_for_each_where_a_row_has_none():
         for one in (own, none, mixed)  # none: the model places images by other means
     ]
     assert obstacles[:2] == [None, None] and obstacles[2].endswith("but some rows have no image")
+    looked_at = {"pixel_values": torch.rand(3, 1, 2, 3, 4, 4), "cross_attention_mask": torch.ones(3, 3, 1, 2)}
+    assert layout_for(model, {"input_ids": mixed, **looked_at}).obstacle is None  # Mllama: by row, and padded
 
 
 def test_all_generators_go_back():

@@ -141,6 +141,8 @@ def _without_own(model: Any, inputs: Any) -> Optional[str]:
     """Why as many images as rows need not be one for each: the text of some rows, and not of all, has no token for one.
     Others then have several, or it is padding, which models do not take alone."""
     config, text = getattr(model, "config", None), inputs.get("input_ids")
+    if "cross_attention_mask" in inputs:  # each row looks at images of its own, at none where they are padding (Mllama)
+        return None
     for name, kind in PLACED.items():
         tokens = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
         token = next((one for one in tokens if isinstance(one, int)), None)
