@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scu_trainer.cli import train
+from scu_trainer.cli.evaluation.report import tasks_report
+from scu_trainer.cli.evaluation.scoring import EvaluationResult
 from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.publishing import merge
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
@@ -319,6 +321,19 @@ def test_two_models_are_compared_question_by_question():
     same = paired_difference(first, first, how)
     assert (same.low, same.high) == (0.0, 0.0)
     assert paired_difference(first, figure([]), how) is None, "a metric that is no mean"
+
+
+def test_a_task_tells_rounding_from_learning_too():
+    """Of a merge within its tolerance; beyond it the merge is another model."""
+    answers = [EvaluationResult(figures=(figure([1.0, 0.0] * 10),))]
+    answers += [
+        EvaluationResult(merge={"is_within_tolerance": it}, figures=(figure([1.0] * 20),)) for it in (True, False)
+    ]
+    subjects = [SimpleNamespace(name="run", word=None, source="run")] * 3
+    options = SimpleNamespace(confidence=0.95, how={"resamples": 200, "confidence": 0.95, "seed": 0})
+    asked = SimpleNamespace(names="t", limit=None, apply_chat_template=False)
+    rows = tasks_report(subjects, answers, asked, options)["results"]
+    assert [row["difference"]["verdict"] for row in rows[1:]] == ["lower by rounding", "lower"]
 
 
 def test_questions_that_all_came_out_alike_give_no_interval():

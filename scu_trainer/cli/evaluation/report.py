@@ -11,7 +11,6 @@ from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest, EvaluationResult
 from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
 from scu_trainer.figures import counted, perplexity
-from scu_trainer.run_files import read_json
 
 if TYPE_CHECKING:
     from scu_trainer.train.evaluation.harness import TaskFigure
@@ -88,18 +87,14 @@ def models_report(
 def _by_rounding(found: str, model: Subject, other: Subject, result: EvaluationResult) -> str:
     """A merged model has the update of its adapter, so whatever is between the two comes from rounding: neither is
     better trained. ``result``: of ``other``."""
+    from scu_trainer.cli.publishing.merge import is_merged_from
+
     if found not in ("lower", "higher"):
         return ""
-    is_merge = _is_merged_from(other, model) or _is_merged_from(model, other)
-    return BY_ROUNDING if is_merge or (result.merge is not None and result.merge["is_within_tolerance"]) else ""
-
-
-def _is_merged_from(merged: Subject, adapter: Subject) -> bool:
-    """Whether ``scu-trainer merge`` wrote it from these weights; it writes nothing that is out of its tolerance."""
-    from scu_trainer.cli.publishing.merge import MERGE_FILE, adapter_hash
-
-    file = Path(merged.source) / MERGE_FILE
-    return file.is_file() and read_json(file).get("adapter_sha256") == adapter_hash(Path(adapter.source))
+    if result.merge is not None:  # measured just now
+        return BY_ROUNDING if result.merge["is_within_tolerance"] else ""
+    one, two = Path(model.source), Path(other.source)
+    return BY_ROUNDING if is_merged_from(two, one) or is_merged_from(one, two) else ""
 
 
 def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions, data: Any) -> dict[str, Any]:
@@ -157,17 +152,20 @@ def tasks_report(
     from scu_trainer.train.evaluation.harness import harness_version
 
     first = {figure.key: figure for figure in answers[0].figures}
+    results = []
+    for number, (subject, result) in enumerate(zip(subjects, answers, strict=True)):
+        for figure in result.figures:
+            row = _task_row(subject, figure, None if number == 0 else first.get(figure.key), options)
+            if "difference" in row:
+                row["difference"]["verdict"] += _by_rounding(row["difference"]["verdict"], subjects[0], subject, result)
+            results.append(row)
     return {
         "harness": f"lm_eval {harness_version()}",
         "names": asked.names,
         "limit": asked.limit,
         "apply_chat_template": asked.apply_chat_template,
         "interval": "value +- normal quantile x stderr of lm_eval",
-        "results": [
-            _task_row(subject, figure, None if number == 0 else first.get(figure.key), options)
-            for number, (subject, result) in enumerate(zip(subjects, answers, strict=True))
-            for figure in result.figures
-        ],
+        "results": results,
     }
 
 

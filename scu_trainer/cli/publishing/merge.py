@@ -21,7 +21,7 @@ from scu_trainer.cli.subjects import MERGED, Subject, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.loading.names import is_adapter, near_folder
-from scu_trainer.run_files import readable, require_room, require_writable, write_json, write_text
+from scu_trainer.run_files import read_json, readable, require_room, require_writable, write_json, write_text
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import TEXT
@@ -284,6 +284,12 @@ class _Merging(Conversion):
 def adapter_hash(source: Path) -> str:
     """SHA-256 of the weights of an adapter: merged weights belong to these and no others."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(source.glob("adapter_model*")))).hexdigest()
+
+
+def is_merged_from(folder: Path, adapter: Path) -> bool:
+    """Whether ``folder`` was merged from these weights; what is out of the tolerance is not written."""
+    file = folder / MERGE_FILE
+    return file.is_file() and read_json(file).get("adapter_sha256") == adapter_hash(adapter)
 
 
 @contextlib.contextmanager

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.publishing.merge import MERGE_FILE, MergeOptions, adapter_hash, default_output, merge
+from scu_trainer.cli.publishing.merge import MergeOptions, default_output, is_merged_from, merge
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.errors import RequirementError, SettingsError, StorageError, require_packages
 from scu_trainer.listening import HOST, bound, check_address, in_address, is_loopback, own_names
 from scu_trainer.models.loading.names import is_adapter
-from scu_trainer.run_files import read_json
 from scu_trainer.secrets import remember
 
 if TYPE_CHECKING:
@@ -189,18 +188,13 @@ def _whole(who: Subject, options: argparse.Namespace) -> str:
         return who.source
     output = default_output(who)
     if output.exists():
-        if _merged_from(output) != adapter_hash(source):
+        if not is_merged_from(output, source):
             raise StorageError(f"{output} exists, and was not merged from this adapter; remove it, or serve it")
         print(f"served from {output}, which was merged from this adapter")
         return str(output)
     print(f"vLLM gets the adapter merged into its base: {output}", flush=True)
     merge(who, output, MergeOptions(trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle))
     return str(output)
-
-
-def _merged_from(folder: Path) -> Optional[str]:
-    file = folder / MERGE_FILE
-    return read_json(file).get("adapter_sha256") if file.is_file() else None
 
 
 def _with_vllm(who: Subject, name: str, options: argparse.Namespace, key: str) -> int:
