@@ -109,7 +109,8 @@ def read_status(path: AnyPath) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
     texts, numbers = ("status", "error", "unit"), ("pid", "step", "max_steps", "loss", "eta_s")
-    for name, kind in {**dict.fromkeys(texts, str), **dict.fromkeys(numbers, (int, float))}.items():
+    kinds = {**dict.fromkeys(texts, str), **dict.fromkeys(numbers, (int, float)), "notices": list}
+    for name, kind in kinds.items():
         if found.get(name) is not None and not isinstance(found[name], kind):
             raise StorageError(f"{path} holds {found[name]!r} as its {name}, which no run writes; move it away")
     return dict(found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from scu_trainer.report.files import LOG_FILE, RunFiles, newest
+from scu_trainer.report.files import LOG_FILE, RunFiles, points
+
+SCORES = ("eval_bpt", "eval_loss")
 
 
 def why_no_log(run: RunFiles) -> str:
@@ -16,18 +18,22 @@ def why_no_log(run: RunFiles) -> str:
 
 def why_no_row(run: RunFiles) -> str:
     """Empty where steps of training were logged."""
-    if not run.logs or newest(run.logs, "loss") is not None:
+    if not run.logs or _is_logged(run, "loss"):
         return ""
     every = run.settings.get("logging_steps")
     return "no training step was logged" + (f" (logging_steps: {every:g})" if every else "")
 
 
 def why_half_a_loss(run: RunFiles) -> str:
-    """Of a run that has training or evaluations to draw; empty where it has both, or neither. Or of torn logs."""
+    """Of a run that has training or evaluations to draw; empty where it has both, or neither. Or of torn logs, or of
+    figures that are all NaN."""
     if run.has_torn_logs:
         return why_no_log(run)
-    is_trained = newest(run.logs, "loss") is not None or bool(run.control)
-    is_evaluated = any("eval_bpt" in row or "eval_loss" in row for row in run.logs)
+    kinds = (("training loss", ("loss",)), ("score of an evaluation", SCORES))
+    unfit = [kind for kind, names in kinds if _is_logged(run, *names) and not _is_drawn(run, *names)]
+    if unfit:
+        return f"no {' and no '.join(unfit)} in its logs is finite"
+    is_trained, is_evaluated = _is_drawn(run, "loss") or bool(run.control), _is_drawn(run, *SCORES)
     if is_trained == is_evaluated:
         return ""
     if is_evaluated:
@@ -36,9 +42,17 @@ def why_half_a_loss(run: RunFiles) -> str:
     return f"no evaluation {'yet' if run.is_alive else 'during training'}{strategy}"
 
 
+def _is_logged(run: RunFiles, *names: str) -> bool:
+    return any(name in row for row in run.logs for name in names)
+
+
+def _is_drawn(run: RunFiles, *names: str) -> bool:
+    return any(points(run.logs, name)[0] for name in names)
+
+
 def why_no_loss(run: RunFiles) -> str:
     if run.logs:
-        return why_no_row(run) or "its logs have none of these figures"
+        return why_no_row(run) or "its logs have no finite number for these figures"
     return why_no_log(run)
 
 

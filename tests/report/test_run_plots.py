@@ -168,6 +168,17 @@ def test_rows_without_a_number_leave_a_gap_and_no_crash(tmp_path):
         assert dict(key_figures(read_run(run, "run")))["training loss, last logged"] == "not finite"
 
 
+@pytest.mark.parametrize("bad", [math.nan, None])
+def test_figures_that_are_all_not_finite_are_said_to_be(tmp_path, bad):
+    run = make_run(tmp_path / "run")
+    rows = json.loads((run / "log_history.json").read_text())
+    (run / "log_history.json").write_text(json.dumps([{**row, "loss": bad} for row in rows if "loss" in row]))
+    assert plots(run)["loss"].notes == ["no training loss in its logs is finite"]
+    scores = [{name: bad if name.startswith("eval_") else row[name] for name in row} for row in rows]
+    (run / "log_history.json").write_text(json.dumps(scores))
+    assert plots(run)["loss"].notes == ["no score of an evaluation in its logs is finite"]
+
+
 @pytest.mark.parametrize(
     "name", ["log_history.json", "scu_history.json", "memory_history.json", "curriculum.json", "scu_metrics.json",
              "training_config.json", "run.json"]
@@ -194,6 +205,8 @@ def test_any_file_may_be_gone_torn_or_something_else(tmp_path, name, harm):
 
 def test_a_status_that_another_program_wrote_is_named_and_left_out(tmp_path):
     run = make_run(tmp_path / "run")
+    (run / "run.json").write_text(json.dumps({"status": "finished", "notices": 3}))
+    assert "run.json holds 3 as its notices, which no run writes" in str(warnings(read_run(run, "run")))
     (run / "run.json").write_text(json.dumps({"status": "finished", "step": "30"}))
     found = read_run(run, "run", "unreadable")
     assert dict(key_figures(found))["steps"] == "60"
