@@ -16,7 +16,7 @@ import pytest
 
 from scu_trainer.cli.machine import hardware
 from scu_trainer.cli.machine import screens as hardware_screens
-from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.errors import SettingsError, StorageError, UserError
 from scu_trainer.hardware import probe
 from scu_trainer.hardware.watching import monitor as subject
 from scu_trainer.hardware.watching.monitor import (
@@ -125,6 +125,16 @@ def test_ranks_of_one_launcher_belong_together(tmp_path):
 def test_what_is_no_run_and_no_process_is_refused(name, message):
     with pytest.raises(SettingsError, match=message):
         find_target(name)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"a": 1}, {"status": "running", "pid": 1}, {"status": "running", "pid": 1, "updated": "x"}, [], {"status": 3}],
+)
+def test_a_run_json_of_another_program_is_refused(tmp_path, state):
+    (tmp_path / "run.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"run\.json (is not what a run writes|does not hold an object|holds 3 as its)"):
+        find_target(str(tmp_path))
 
 
 def test_memory_of_gpus_by_process(monkeypatch):

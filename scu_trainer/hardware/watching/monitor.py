@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.hardware import cgroup
 from scu_trainer.hardware.probe import Accelerator, accelerators, gpu_users, ram_bytes
-from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.run_files import read_rows, read_status
 
 if TYPE_CHECKING:
     import psutil
@@ -86,7 +86,7 @@ class Target:
         """How it ended, in a line."""
         if self.folder is None:
             return f"process {self.name} has ended"
-        state = read_json(self.folder / "run.json")
+        state = read_status(self.folder / "run.json")
         step = "" if state.get("step") is None else f" at step {state['step']} of {state.get('max_steps')}"
         why = f": {state['error']}" if state.get("error") else ""
         if state["status"] in LIVE:
@@ -101,7 +101,13 @@ def find_target(text: str) -> Target:
 
     folder = Path(text).expanduser()
     if (folder / "run.json").is_file():
-        return Target(text, folder, _process_of(read_json(folder / "run.json")))
+        state = read_status(folder / "run.json")
+        try:
+            return Target(text, folder, _process_of(state))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise SettingsError(
+                f"{folder / 'run.json'} is not what a run writes ({error!r}); give the output_dir of a run"
+            ) from error
     if folder.exists() or not text.isdigit():
         found = "holds no run.json" if folder.exists() else "is not there"
         raise SettingsError(f"{text} {found}; give the directory of a run (its output_dir), or a number of a process")
@@ -232,7 +238,7 @@ def gpu_bytes(pids: set[int]) -> Optional[int]:
 
 
 def _from_files(folder: Path) -> dict[str, Any]:
-    state = read_json(folder / "run.json")
+    state = read_status(folder / "run.json")
     found = {name: state.get(name) for name in ("status", "step", "max_steps")}
     try:
         rows = read_rows(folder / "memory_history.json")
