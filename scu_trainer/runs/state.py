@@ -65,10 +65,11 @@ class Evidence:
 
 def judge(seen: Evidence) -> RunState:
     status = seen.status.get("status", "queued")
-    if seen.copied_from is not None and status not in ENDED:
+    if status in ENDED and (seen.record is None or seen.copied_from is not None):
+        # Its process may do other things, such as a notebook, or be that of the run that it was copied from.
+        return _ended(seen, status)
+    if seen.copied_from is not None:
         return RunState("copied", f"a copy of {seen.copied_from}, last seen {status}; it has no process of its own")
-    if seen.record is None and status in ENDED:
-        return _ended(seen, status)  # a process that somebody started by hand, such as a notebook, may do other things
     if seen.fact in ("alive", "suspended"):
         return _living(seen, status)
     if status in ENDED:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import psutil
 import pytest
@@ -73,6 +74,8 @@ LAUNCHED = record(options=Options(launcher="accelerate"))
         ),
         (evidence("finished", "dead"), "finished", None, ""),
         (evidence("finished", "alive", record=None), "finished", None, ""),
+        (evidence("finished", "alive", copied_from=Path("first")), "finished", None, ""),
+        (evidence("running", "alive", copied_from=Path("first")), "copied", None, "a copy of first, last seen running"),
         (evidence("stopped", "rebooted"), "stopped", None, ""),
         (evidence("stopped", None), "stopped", None, ""),
     ],
