@@ -385,12 +385,13 @@ def sync_directory(path: Path) -> None:
 
 def give_usual_mode(files: Iterable[Path]) -> None:
     """Let those read the safetensors among ``files`` who may read what else lies beside them: their library makes them
-    for their owner alone, whatever the umask says, and a server or a backup may belong to somebody else."""
+    for their owner alone, whatever the umask says, and a server or a backup may belong to somebody else. A file of
+    another mode, or behind a link, has it from somebody who meant it."""
     mask = os.umask(0o077)  # it can only be read by setting it; strictly, for what another thread makes meanwhile
     os.umask(mask)
     for path in files:
-        if path.suffix == ".safetensors":
-            with contextlib.suppress(OSError):  # a disk that has no modes, or a file of somebody else
+        with contextlib.suppress(OSError):  # a disk that has no modes, or a file of somebody else
+            if path.suffix == ".safetensors" and path.lstat().st_mode == stat.S_IFREG | 0o600:
                 path.chmod(0o666 & ~mask)
 
 

@@ -379,3 +379,16 @@ def test_weights_may_be_read_by_those_who_may_read_the_other_files(tmp_path, mas
     finally:
         os.umask(before)
     assert weights.stat().st_mode == other.stat().st_mode
+
+
+def test_weights_whose_mode_somebody_chose_keep_it(tmp_path):
+    modes = {"read_only": 0o444, "group": 0o640, "linked": 0o600}
+    for name, mode in modes.items():
+        (tmp_path / name).touch(mode)
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "weights").mkdir()
+    for name in ("read_only", "group"):
+        (tmp_path / name).rename(tmp_path / "weights" / f"{name}.safetensors")
+    (tmp_path / "weights" / "linked.safetensors").symlink_to(tmp_path / "linked")
+    give_usual_mode((tmp_path / "weights").iterdir())
+    assert {name: (tmp_path / "weights" / f"{name}.safetensors").stat().st_mode & 0o777 for name in modes} == modes
