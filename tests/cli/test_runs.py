@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,16 @@ def test_a_stop_that_takes_too_long_says_what_to_type(place, capsys):
     os.kill(Run(Path("runs/long")).record().process.pid, signal.SIGSTOP)
     assert typed("stop", "long", "--timeout", "0.1") == 2
     assert "has not ended after 0.1 s; wait, or runs stop long --now" in capsys.readouterr().out
+
+
+def test_a_copy_among_those_that_are_ended_at_once_keeps_no_other_running(place, capsys):
+    typed("start", "--config", "recipes/long.yaml", "--max_ram_percent", "100")
+    reaches("long", "running")
+    shutil.copytree("runs/long", "runs/copy")
+    capsys.readouterr()
+    assert typed("stop", "copy", "long", "--now") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "copy is not running: copied (a copy of" in said and "long: stopped (ended at once" in said
 
 
 # -- looking -----------------------------------------------------------------------------------------------------------
