@@ -85,6 +85,13 @@ def test_chunks_of_any_length_need_few_graphs(tmp_path):
     assert counters["stats"]["unique_graphs"] <= 6
 
 
+def test_rows_from_anywhere_in_a_batch_need_no_graph_of_their_own(tmp_path):
+    """Uneven rows in micro-batches of one and two: one graph for each number of rows, and one for any length."""
+    changes = {"memory": MemorySettings(max_batch_size=2), "dataset": tiny.UnevenRows(32)}
+    assert_same_weights(*plain_and_compiled(small_model, tmp_path, max_steps=8, **changes))
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
 def test_checkpointed_layers_are_compiled_too(tmp_path):
     """In one graph, and with the real division of forward and backward."""
     trainers = plain_and_compiled(small_model, tmp_path, checkpoint=True, backend="aot_eager")

@@ -403,6 +403,8 @@ class _Selection:
 def _fit(part: torch.Tensor, width: int, fill: int) -> torch.Tensor:
     """``part`` (rows, time, ...) with its time axis cut or padded on the right to ``width``."""
     if part.size(1) >= width:
-        return part[:, :width].contiguous()  # as a collator gives it: models flatten labels with view
+        # As a collator gives it: models flatten labels with view. A copy, even of one row: torch.compile makes a graph
+        # of its own for rows that begin elsewhere in memory.
+        return part[:, :width].clone(memory_format=torch.contiguous_format)
     padding = part.new_full((part.size(0), width - part.size(1), *part.shape[2:]), fill)
     return torch.cat([part, padding], dim=1)
