@@ -185,6 +185,17 @@ def test_a_text_goes_on_where_the_tokenizer_ends_every_text(folder):
     assert plain.encoded(QUESTION) == before
 
 
+@pytest.mark.parametrize("ends_every_text", [False, True])
+def test_an_end_that_a_text_itself_has_stays(folder, ends_every_text):
+    plain = loaded("plain", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
+    plain.tokenizer.chat_template = None
+    if ends_every_text:
+        tiny.end_every_text(plain.tokenizer)
+    end = plain.tokenizer.eos_token
+    expected = plain.tokenizer(f"a{end}b{end}", add_special_tokens=False)["input_ids"]
+    assert plain.encoded([{"role": "user", "content": f"a{end}b{end}"}])[1:] == expected
+
+
 def test_a_question_is_laid_out_as_it_was_trained_on_without_a_template(folder):
     formats = {"question and answer (question, answer) as plain text, because there is no chat template": 40}
     run = {"configuration": {"task": "text-generation"}, "data": {"formats": formats}}

@@ -208,10 +208,12 @@ def _answers(chat: Chat) -> list[dict]:
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:
-    """Of a text that goes on: some tokenizers end every text."""
-    ids = tokenizer(text, verbose=False)["input_ids"]
+    """Of a text that goes on: without the end that some tokenizers put behind every text. One that ``text`` itself
+    ends with stays."""
+    found = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids, is_added = found["input_ids"], found["special_tokens_mask"]
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
-    return ids[:-1] if ids and ids[-1] in ends else ids
+    return ids[:-1] if ids and is_added[-1] and ids[-1] in ends else ids
 
 
 def _tokenizer_state(tokenizer) -> list:
