@@ -373,7 +373,10 @@ def test_a_stream_that_other_workers_share_is_named(tmp_path, caplog):
 
     common = {"rows": Shared(), "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     made(tmp_path, **common).train()
-    made(tmp_path, **common).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for workers in (0, 1):
+        made(tmp_path, **common, dataloader_num_workers=workers).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
     assert "changed since" not in caplog.text
     made(tmp_path, **common, dataloader_num_workers=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert "dataloader_num_workers was 0, now 2: where they share a stream, its rows come in another" in caplog.text

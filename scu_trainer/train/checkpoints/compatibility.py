@@ -118,7 +118,11 @@ def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_cho
     before, now = facts_of(checkpoint), {**facts_of_arguments(arguments), "data": {}}
     found = changes(before, now)
     if is_stream:
-        found += _of_key(WORKERS, before.get("configuration", {}), now["configuration"], SHARED_STREAM)
+        found += [
+            change
+            for change in _of_key(WORKERS, before.get("configuration", {}), now["configuration"], SHARED_STREAM)
+            if {change.before, change.now} != {0, 1}  # one worker reads the whole stream, as none does
+        ]
     for change in found:
         if not (are_rows_chosen and change.name in (*ORDER, "world_size")):
             logger.warning("changed since %s: %s", checkpoint.name, change.line)
