@@ -274,6 +274,12 @@ def test_labels_that_weigh_little_are_labels():
         assert locate(trainer, [rows], count).place == "pixel_values of the data is not finite"
 
 
+def test_a_step_without_a_label_is_found_under_data_parallel():
+    """Each of several cards of one process is given the number of labels."""
+    counts = torch.zeros(2, 1, dtype=torch.long)
+    assert "no label of the step" in locate(SimpleNamespace(model=llama()), [], counts).place
+
+
 def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):
     found = one_bad_row(tmp_path, sample=13, backward=True, **IN_ORDER)
     (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
