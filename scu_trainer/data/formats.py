@@ -214,8 +214,8 @@ def _question(row: dict, prompt: str, answer: str, system_column: Optional[str],
 
 def asked(row: dict, prompt: str) -> list[dict]:
     """The question in the column ``prompt`` as messages, with all that a training reads beside it. Raises BadRow."""
-    around = [name for name in (*CONTEXTS, *SYSTEMS) if not _is_empty(row.get(name))]
-    odd = next((name for name in around if not isinstance(row[name], str)), None)
+    around = [_filled(row, names) for names in (CONTEXTS, SYSTEMS)]
+    odd = next((name for name in around if not (_is_empty(row.get(name)) or isinstance(row[name], str))), None)
     if odd is not None:
         found = f"column {odd!r} holds {type(row[odd]).__name__}, not text, and belongs to {prompt!r}"
         raise BadRow(f"{found}; write it as text, or remove it")
@@ -275,7 +275,8 @@ def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
         raise BadRow(
             f"is marked as a bad answer ({mark}: {str(row[mark]).lower()}), and would be learned as a good one; remove "
             "such rows, or train with TRL's KTOTrainer and our loops (see docs/any_trainer.md). If it is no such mark, "
-            "name the columns of the text (prompt_column and response_column, or messages_column)"
+            "rename the column, or name those of question and answer (prompt_column and response_column, or "
+            "messages_column)"
         )
 
 

@@ -65,7 +65,7 @@ def _messages(record: Any) -> list[dict[str, str]]:
         empty = next((f", but {name} is {short(row[name])}" for name in QUESTIONS if name in row), "")
         way = "write a prompt there, or remove the row" if empty else f"give {ALLOWED}"
         raise DataError(f"{record.place} has the columns {columns}{empty}; {way}")
-    if name == "text":
+    if name == "text" or (name == "prompt" and "completion" in row):  # no context is read beside these
         return _asked(row[name], next(filter(_said, map(row.get, SYSTEMS)), ""))
     try:
         return asked(row, name)

@@ -222,6 +222,8 @@ def test_prompts_in_every_way_that_people_write_them(tmp_path):
         {"question": "i", "context": "j", "history": [["k", "l"]], "system_prompt": "s"},
         {"conversations": [{"from": "human", "value": "m"}], "system": "s"},
         {"prompt": json.dumps([{"role": "user", "content": "n"}])},
+        {"instruction": "o", "input": "p", "context": ["not read beside input"]},
+        {"prompt": "q", "completion": "r", "context": "not read beside a completion"},
     ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = [[(turn["role"], turn["content"]) for turn in row.messages] for row in read_prompts(tmp_path / "p.jsonl")]
@@ -234,6 +236,8 @@ def test_prompts_in_every_way_that_people_write_them(tmp_path):
         [("system", "s"), ("user", "k"), ("assistant", "l"), ("user", "i\nj")],
         [("system", "s"), ("user", "m")],
         [("user", "n")],
+        [("user", "o\np")],
+        [("user", "q")],
     ]
     (tmp_path / "p.txt").write_text("one\n\n two \n")
     assert [row.messages[0]["content"] for row in read_prompts(tmp_path / "p.txt")] == ["one", "two"]
