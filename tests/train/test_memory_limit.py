@@ -13,7 +13,9 @@ from scu_trainer.train.step.costs import StepTimes, bytes_before_model
 from scu_trainer.train.step.recovery import memory_limit
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
 from scu_trainer.train.step.recovery.memory_limit import LimitedGauge, limited_gauge
+from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import touch
+from tests.tiny import Rows, arguments, llama
 
 
 class Fixed(Gauge):
@@ -67,6 +69,15 @@ def test_a_card_is_held_to_a_limit_until_a_training_without_one(monkeypatch):
         limited_gauge(torch.device("cuda", 0), limit_gb)
         found.append(held["fraction"])
     assert found == [0.25, 0.5, 0.9, 0.9]
+
+
+def test_a_training_without_memory_control_is_not_held_to_an_earlier_limit(monkeypatch, tmp_path):
+    freed = []
+    monkeypatch.setitem(memory_limit._fractions_before, torch.device("cpu"), 0.9)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: freed.append(share))
+    for _ in range(2):
+        SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows())
+    assert freed == [0.9]
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])

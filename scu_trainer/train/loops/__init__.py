@@ -44,6 +44,7 @@ from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.muon import MuonWithAdamW, muon_for
 from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.memory import Gauge
+from scu_trainer.train.step.recovery.memory_limit import release_limit
 
 logger = logging.getLogger("scu_trainer")
 
@@ -95,6 +96,7 @@ def make_loops(
             loops.append(SaveEpochs(safety.save_epochs))
         if safety.early_stopping_patience is not None:
             loops.append(EarlyStopping(safety.early_stopping_patience, safety.early_stopping_threshold))
+    release_limit(trainer.args.device)
     if memory is not None and memory.acts:
         refuse_arguments(trainer)
         trainer.micro_batches = MicroBatchStep(trainer, memory, memory_gauge)

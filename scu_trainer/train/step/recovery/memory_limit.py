@@ -32,11 +32,16 @@ class LimitedGauge(Gauge):
         return replace(reading, limit_bytes=self._limit_bytes, limit_name="memory_limit_gb", **own)
 
 
+def release_limit(device: torch.device) -> None:
+    """Of an earlier training in this process."""
+    if device in _fractions_before:
+        torch.cuda.set_per_process_memory_fraction(_fractions_before.pop(device), device)
+
+
 def limited_gauge(device: torch.device, limit_gb: Optional[float]) -> Gauge:
     """The gauge of a device, under ``limit_gb`` GiB if given; on CUDA the allocator is held to it, so that what exceeds
     it fails here and not in a neighbour's process. Raises RequirementError for a device that cannot be measured."""
-    if device in _fractions_before:  # of an earlier training in this process, which had a limit of its own
-        torch.cuda.set_per_process_memory_fraction(_fractions_before.pop(device), device)
+    release_limit(device)
     gauge = gauge_for(device)
     if limit_gb is None:
         return gauge
