@@ -27,6 +27,7 @@ from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
 
+MERGE_FILE = "merge.json"
 BASE, MERGED = "base", "merged"
 """Words for models made from another: what it was tuned from, and that with its adapter merged in."""
 
@@ -90,9 +91,13 @@ class Subject:
 
     @property
     def answers_plain_text(self) -> bool:
-        """Whether its run learned answers to questions for which the tokenizer had no chat template."""
+        """Whether its run, or the run that was merged, learned answers to questions for which the tokenizer had no
+        chat template."""
         from scu_trainer.data.records import AS_PLAIN_TEXT
 
+        merge = Path(self.source) / MERGE_FILE
+        if self.run is None and merge.is_file():
+            return bool(read_json(merge).get("answers_plain_text"))
         formats = (self.run or {}).get("data", {}).get("formats", {})
         return any(AS_PLAIN_TEXT in name for name in formats)
 

@@ -62,6 +62,13 @@ class Talker:
         """Most tokens of prompt and answer together; None where nothing says."""
         return positions_of(self.model)
 
+    def notes(self, name: str) -> list[str]:
+        """What a person is to know of how the model, called ``name``, is asked."""
+        if self.has_template:
+            return []
+        how = "a blank line follows the question" if self.answers_plain_text else "it continues the text"
+        return [f"{name} has no chat template: {how}"]
+
     def encoded(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt. Without a template the texts stand one after the other, to be gone on with or, where a
         training had it so, to be answered."""

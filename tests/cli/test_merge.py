@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from scu_trainer.cli.evaluation import eval as evaluate
 from scu_trainer.cli.main import main
 from scu_trainer.cli.publishing import merge
-from scu_trainer.cli.subjects import Subject
+from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.data import store
+from scu_trainer.data.records import AS_PLAIN_TEXT
 from scu_trainer.errors import ModelError
 from scu_trainer.hardware import probe
 from scu_trainer.models import export
@@ -141,6 +142,17 @@ def test_the_data_of_the_run_are_gone(folder, tmp_path, capsys):
     told = capsys.readouterr()
     assert json.loads(told.out)["checked_on"] == "python_docs (comes with Python)"
     assert "the data of the run cannot be read" in told.err
+
+
+def test_a_merged_model_is_asked_as_its_run_is(folder, tmp_path):
+    shutil.copytree(folder / "lora", tmp_path / "run")
+    described = json.loads((tmp_path / "run" / "training_config.json").read_text())
+    described["data"]["formats"] = {f"question and answer (question, answer){AS_PLAIN_TEXT}": 9}
+    (tmp_path / "run" / "training_config.json").write_text(json.dumps(described))
+    assert main(["merge", str(tmp_path / "run")]) == 0
+    assert subject_of(str(tmp_path / "run-merged")).answers_plain_text
+    shutil.rmtree(tmp_path / "run")
+    assert subject_of(str(tmp_path / "run-merged")).answers_plain_text
 
 
 def test_adapters_of_models_that_are_ours(folder):

@@ -206,6 +206,7 @@ def test_a_question_is_laid_out_as_it_was_trained_on_without_a_template(folder):
     [document] = Encoder.of(DataSettings(), plain.tokenizer, "plain").encode([Record("row 1", row)])
     learned = document.input_ids[document.labels == NOT_LEARNED].tolist()
     assert plain.encoded([{"role": "system", "content": "Be brief."}, *QUESTION]) == learned
+    assert plain.notes("mine") == ["mine has no chat template: a blank line follows the question"]
     assert document.read.format.endswith(" as plain text, because there is no chat template")
 
 

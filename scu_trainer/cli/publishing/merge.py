@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser, add_consent
-from scu_trainer.cli.subjects import MERGED, Subject, split_seed, subject_of
+from scu_trainer.cli.subjects import MERGE_FILE, MERGED, Subject, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.loading.names import is_adapter, near_folder
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from scu_trainer.train.job.components import TrainingComponents
 
-MERGE_FILE = "merge.json"
 BYTES = {"auto": None, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 DTYPES = tuple(BYTES)
 CHECKED_ROWS, CHECKED_TOKENS = 4, 128
@@ -140,7 +139,11 @@ def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, An
     _require_adapter(subject)
     require_new(output)
     subject = subject.consenting(options, device_map=None)
-    about = {"adapter": subject.source, "adapter_sha256": adapter_hash(Path(subject.source))}
+    about = {
+        "adapter": subject.source,
+        "adapter_sha256": adapter_hash(Path(subject.source)),
+        "answers_plain_text": subject.answers_plain_text,
+    }
     with run_log():
         require_space(subject, output, options)
         merging = _Merging.of(subject, output, options, about)

@@ -117,11 +117,8 @@ class Chat:
 
     def _opening(self) -> list[str]:
         lines = [f"{' and '.join(one.name for one in self.talkers)}; {self.settings.in_words(self.talkers[0])}"]
-        lines += [
-            f"{one.name} has no chat template: it continues the text" for one in self.talkers
-            if not one.has_template
-        ]  # fmt: skip
-        return [*lines, "/help lists commands; Ctrl-D ends"]
+        notes = [note for one in self.talkers for note in one.notes(one.name)]
+        return [*lines, *notes, "/help lists commands; Ctrl-D ends"]
 
     def _read(self) -> Optional[str]:
         try:

@@ -137,9 +137,7 @@ def _with_transformers(
 
 def _opening(asker: Asker, options: argparse.Namespace, key: Optional[str]) -> list[str]:
     lines = [f"{asker.name}: {_address(options)} (the server of transformers)", asker.settings.in_words(asker.talker)]
-    if not asker.talker.has_template:
-        lines.append(f"{asker.name} has no chat template: it continues the text")
-    return [*lines, _access(key)]
+    return [*lines, *asker.talker.notes(asker.name), _access(key)]
 
 
 def _address(options: argparse.Namespace) -> str:
