@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 from scu_trainer.serve.errors import BadRequest
 from scu_trainer.serve.front import Front
 from scu_trainer.serve.guard import MODELS
-from scu_trainer.serve.questions import ASKED, AskedPrompt, Asker
+from scu_trainer.serve.questions import ASKED, Asker
 from scu_trainer.talk.model import Talker
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 
@@ -66,21 +66,23 @@ class OneModel(ModelManager):
         return self.force_model  # without a revision: it stands in the answers
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """For one question, whose conversation is rendered already: what is said behind of a message is less."""
+        """For one question, which is tokenized already: the server behind would render less of a message, and ask a
+        model to go on behind an end where the tokenizer puts one behind every text."""
         question, tokenizer = ASKED.get(), copy.copy(self._talker.tokenizer)
-        encoding = BatchEncoding({"input_ids": [question.token_ids]}, tensor_type="pt")
-        tokenizer.apply_chat_template = lambda *_, **__: encoding
-        return Answering(self._talker, self._ends, question), tokenizer
+        encoding, kind = BatchEncoding({"input_ids": [question.token_ids]}, tensor_type="pt"), type(tokenizer)
+        own = dict.fromkeys(("__call__", "apply_chat_template"), lambda *_, **__: encoding)
+        tokenizer.__class__ = type(kind.__name__, (kind,), own)  # Python looks for __call__ in the class alone
+        return Answering(self._talker, self._ends, question.gone), tokenizer
 
     def get_gen_models(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": self._begun, "owned_by": "scu-trainer"}]
 
 
 class Answering:
-    """The model as the server uses it, in the arithmetic of its run, for one ``question``."""
+    """The model as the server uses it, in the arithmetic of its run. ``gone``: set where nobody waits any more."""
 
-    def __init__(self, talker: Talker, ends: Event, question: AskedPrompt) -> None:
-        self._talker, self._ends, self._question = talker, ends, question
+    def __init__(self, talker: Talker, ends: Event, gone: Event) -> None:
+        self._talker, self._ends, self._gone = talker, ends, gone
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._talker.model, name)
@@ -93,24 +95,21 @@ class Answering:
         self,
         input_ids: torch.Tensor,
         generation_config: GenerationConfig,
-        tokenizer: Any,
         streamer: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """``input_ids`` (1, time): the prompt as the server behind made it, which may have an end behind a text that
-        goes on. Raises Unavailable where the answer does not fit in memory, the server ends, or the client is gone."""
+        """``input_ids`` (1, time); what a tokenizer gives beside them says nothing of one text alone. Raises
+        Unavailable where the answer does not fit in memory, the server ends, or the client is gone."""
         self._break_off()
         if (seed := generation_config.__dict__.pop("seed", None)) is not None:
             torch.manual_seed(seed)
-        asked = input_ids.new_tensor([self._question.token_ids])
         try:
             with self._talker.answering():
-                answered = self._talker.model.generate(
-                    input_ids=asked, attention_mask=torch.ones_like(asked), tokenizer=tokenizer,
+                return self._talker.model.generate(
+                    input_ids=input_ids, attention_mask=torch.ones_like(input_ids), tokenizer=self._talker.tokenizer,
                     generation_config=generation_config, streamer=streamer,
                     stopping_criteria=StoppingCriteriaList([self._break_off]),
                 )  # fmt: skip
-            return torch.cat([input_ids, answered[:, asked.size(1) :]], dim=1)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -122,7 +121,7 @@ class Answering:
     def _break_off(self, *_: Any, **__: Any) -> bool:
         if self._ends.is_set():
             raise Unavailable("the server ends")
-        if self._question.gone.is_set():
+        if self._gone.is_set():
             raise Unavailable("the client is gone")
         return False
 
