@@ -8,11 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from scu_trainer.cli import configuration
 from scu_trainer.errors import ControlError
+from scu_trainer.train.checkpoints.compatibility import OF_A_MACHINE, changed_settings
+from scu_trainer.train.session import session
 from scu_trainer.train.step.distributed import launched
 from tests import processes
 
@@ -46,6 +50,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.train.session.session import look_only
 steps, folder = {"0": "3", "1": "9"}[os.environ["RANK"]], sys.argv[1]
 words = {"dataset": "python_docs", "use_cpu": "true", "max_steps": steps, "output_dir": f"{folder}/of_rank_{steps}"}
+words |= {"preflight": "off"} if steps == "3" else {"max_batch_size": "4"}
 try:
     look_only(configuration.read_job(None, [word for name, value in words.items() for word in (f"--{name}", value)]))
 except SettingsError as error:
@@ -94,7 +99,22 @@ def test_a_rank_says_in_words_that_another_one_is_gone(tmp_path):
 def test_ranks_that_were_started_otherwise_all_say_what_differs(tmp_path):
     (tmp_path / "own_words.py").write_text(OWN_WORDS)
     said = processes.run([tmp_path / "own_words.py", tmp_path], ranks=2).stdout
-    assert said.count("of this run differ in max_steps: 9 on rank 1, 3 on rank 0. Start the same command") == 2
+    odd = "preflight: 'stop' on rank 1, 'off' on rank 0; max_steps: 9 on rank 1, 3 on rank 0"
+    assert said.count(f"of this run differ in {odd}. Start the same command") == 2
+
+
+def test_ranks_compare_what_none_of_them_may_have_alone(tmp_path, monkeypatch):
+    compared = {}
+    monkeypatch.setattr(session, "require_alike", lambda found, *ranks: compared.update(found))
+    words = ["--dataset", "python_docs", "--use_cpu", "true", "--output_dir", str(tmp_path), "--preflight", "off"]
+    job, console = configuration.read_job(None, words), session.console_of_run()
+    session._begin(job, console)
+    data = SimpleNamespace(train=range(5), eval=range(3))
+    kind = SimpleNamespace(load=lambda *_: SimpleNamespace(data=data))
+    session._loaded(SimpleNamespace(kind=kind, training=job.training, saves_by_length=False), console)
+    assert (compared["training rows"], compared["held-out rows"]) == (5, 3)
+    (scaled,) = (name for name in compared if name.startswith("fp16 (mixed_precision"))
+    assert changed_settings({scaled: True}, {scaled: False}, OF_A_MACHINE)
 
 
 def test_other_errors_are_left_alone():

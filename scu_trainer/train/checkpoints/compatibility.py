@@ -37,11 +37,12 @@ HARMLESS = frozenset(
 """Settings that change no weight."""
 
 OF_A_MACHINE = frozenset(
-    "output_dir run_name cache_dir report_to disable_tqdm log_level log_level_replica ddp_timeout hub_token "
-    "model_name_or_path adapter_name_or_path dataset eval_dataset retain deepspeed offload_folder mixed_precision bf16 "
-    "fp16 tf32 attn_implementation use_cpu device_map max_gpu_mem cpu_mem memory_limit_gb target_headroom_gb "
-    "gc_threshold_gb ram_threshold_gb keep_freed_memory peak_tflops dataloader_num_workers dataloader_pin_memory "
-    "dataloader_persistent_workers dataloader_prefetch_factor preprocessing_num_workers".split()
+    "output_dir run_name resume_from_checkpoint cache_dir report_to disable_tqdm log_level log_level_replica ddp_timeout "
+    "model_name_or_path adapter_name_or_path teacher dataset eval_dataset retain deepspeed offload_folder "
+    "offload_linears_folder mixed_precision attn_implementation use_cpu device_map max_gpu_mem cpu_mem memory_limit_gb "
+    "target_headroom_gb gc_threshold_gb ram_threshold_gb keep_freed_memory token_cap min_batch_size max_batch_size "
+    "peak_tflops dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+    "dataloader_prefetch_factor preprocessing_num_workers".split()
 )
 """Settings that may differ between the machines of one run: paths, and what follows from the devices."""
 

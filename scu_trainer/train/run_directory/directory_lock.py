@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from scu_trainer.errors import CheckpointError, UserError
-from scu_trainer.settings.base import require
+from scu_trainer.settings.base import require, short
 from scu_trainer.train.checkpoints.compatibility import OF_A_MACHINE, changed_settings
 from scu_trainer.train.checkpoints.findings import examine, step_inside
 from scu_trainer.train.checkpoints.format import checkpoints, clear_staging, set_aside
@@ -130,11 +130,14 @@ def require_alike(found: dict[str, Any], rank: int, world_size: int) -> None:
 
     own = json.loads(json.dumps(found, default=str))
     odd = changed_settings(from_first_rank(lambda: own, rank, world_size), own, OF_A_MACHINE)
-    said = gather_object([f"{name}: {now} on rank {rank}, {first} on rank 0" for name, (first, now) in odd.items()])
+    said = gather_object(
+        [f"{name}: {short(now)} on rank {rank}, {short(first)} on rank 0" for name, (first, now) in odd.items()]
+    )
+    more = f" and {len(said) - MOST_SAID:,} more" if len(said) > MOST_SAID else ""
     require(
         not said,
-        f"the ranks (processes) of this run differ in {'; '.join(said[:MOST_SAID])}. Start the same command with the "
-        "same files on every machine",
+        f"the ranks (processes) of this run differ in {'; '.join(said[:MOST_SAID])}{more}. Start the same command with "
+        "the same files on every machine",
     )
 
 

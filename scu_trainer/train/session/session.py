@@ -46,11 +46,7 @@ from scu_trainer.train.preflight import Finding, before_loading, before_training
 from scu_trainer.train.preflight.length import interval
 from scu_trainer.train.retention.loop import Retention
 from scu_trainer.train.run_directory.console import ConsoleCallback
-from scu_trainer.train.run_directory.directory_lock import (
-    RunDirectoryLock,
-    from_first_rank,
-    require_alike,
-)
+from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock, from_first_rank, require_alike
 from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit, hardware, versions
 from scu_trainer.train.run_directory.log_history import LogHistoryCallback
 from scu_trainer.train.run_directory.logs import RunLog, run_log
@@ -119,11 +115,12 @@ def _begin(job: Job, console: Console) -> list[Finding]:
         console.print(note, soft_wrap=True)
     require_own_folder(job.training.output_dir)
     require_writable(job.training.output_dir)
+    # First, because settings also say what ranks ask each other. A scaled fp16 gradient cannot be averaged with others.
+    _require_alike(job, {**job.as_dict(), "fp16 (mixed_precision: fp16 or no settles it)": job.training.fp16})
     early = [] if job.safety.preflight == "off" else _by_first_rank(job, lambda: before_loading(job))
     if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":
         report(early, console, "stop")
     check_values(type(job.training), vars(job.training), {**ALLOWED, **LEFT_TO_PREFLIGHT})
-    _require_alike(job, job.as_dict())
     return early
 
 
@@ -131,7 +128,8 @@ def _begin(job: Job, console: Console) -> list[Finding]:
 def _loaded(job: Job, console: Console) -> TrainingComponents:
     """Data and model; how long the run is going to be also settles how often it saves, unless that was given."""
     parts, training = job.kind.load(job, console), job.training
-    _require_alike(job, {"training rows": len(parts.data.train) if has_length(parts.data.train) else None})
+    rows = {"training rows": parts.data.train, "held-out rows": parts.data.eval}
+    _require_alike(job, {name: len(data) if has_length(data) else None for name, data in rows.items()})
     if job.saves_by_length:
         train = parts.data.train
         steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
