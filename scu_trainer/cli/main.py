@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer import __version__
-from scu_trainer.errors import RequirementError, UserError, nearest
+from scu_trainer.errors import UserError, nearest
 from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 if TYPE_CHECKING:
@@ -80,6 +80,12 @@ MODULES = {
 """Below ``scu_trainer.cli``; other modules are named like their command."""
 
 
+NO_DOCSTRINGS = (
+    "(python -OO, or PYTHONOPTIMIZE=2, drops docstrings, and without them transformers does not load; use -O, or "
+    "leave it out)"
+)
+
+
 def guarded(command: Callable[..., int]) -> Callable[..., int]:
     """Decorates a command, a function of a list of words (default: those of this process). What the user can fix
     becomes one message on stderr and exit code 2."""
@@ -94,7 +100,6 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
             sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
         code = 0
         try:
-            _require_docstrings()
             code = command(list(sys.argv[1:] if argv is None else argv), *given, **named)
             _flush()
             return code
@@ -113,6 +118,11 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
         except KeyboardInterrupt:
             _say("interrupted")
             return INTERRUPTED
+        except Exception as error:
+            if sys.flags.optimize < 2:
+                raise
+            _say(f"error: {type(error).__name__}: {redact(str(error))} {NO_DOCSTRINGS}")
+            return UserError.exit_code
 
     return main
 
@@ -140,14 +150,6 @@ def main(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
     return importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}").main(argv[1:])
-
-
-def _require_docstrings() -> None:
-    if sys.flags.optimize > 1:
-        raise RequirementError(
-            "transformers does not load without docstrings, and python -OO (or PYTHONOPTIMIZE=2) drops them; use -O, "
-            "or leave it out"
-        )
 
 
 def _open_closed_streams() -> None:

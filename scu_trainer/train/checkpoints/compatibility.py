@@ -37,8 +37,8 @@ HARMLESS = frozenset(
 """Settings that change no weight."""
 
 OF_A_MACHINE = frozenset(
-    "output_dir run_name resume_from_checkpoint cache_dir report_to disable_tqdm log_level log_level_replica ddp_timeout "
-    "model_name_or_path adapter_name_or_path teacher dataset eval_dataset retain deepspeed offload_folder "
+    "output_dir run_name resume_from_checkpoint cache_dir report_to disable_tqdm log_level log_level_replica "
+    "ddp_timeout model_name_or_path adapter_name_or_path teacher dataset eval_dataset retain deepspeed offload_folder "
     "offload_linears_folder mixed_precision attn_implementation use_cpu device_map max_gpu_mem cpu_mem memory_limit_gb "
     "target_headroom_gb gc_threshold_gb ram_threshold_gb keep_freed_memory token_cap min_batch_size max_batch_size "
     "peak_tflops dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
