@@ -40,9 +40,10 @@ class Parser(argparse.ArgumentParser):
 def unknown_option(word: str, names: Iterable[str]) -> SettingsError:
     """For a typed option that nobody knows. ``names``: of those that there are, with dashes or without."""
     typed = word.partition("=")[0]
-    bare = {name.lstrip("-") for name in names}
-    flags = [f"--{name}" for name in sorted(bare) if len(name) > 1]  # one letter is near to any other
-    near = nearest("--" + typed.lstrip("-").replace("-", "_"), flags) or "; --help lists the options"
+    bare = sorted({name.lstrip("-") for name in names})
+    # Without the dashes, which would bring any two short names near each other, as one letter is to any other.
+    near = nearest(typed.lstrip("-").replace("-", "_"), [name for name in bare if len(name) > 1])
+    near = near.replace("'", "'--", 1) or "; --help lists the options"
     return SettingsError(f"unknown option {typed}{near}")
 
 

@@ -111,6 +111,8 @@ def test_a_limit_that_nothing_fits(small, capsys):
         (["--limit", "0"], "must be above 0"),
         (["--bf16", "true", "--gpu", "t4"], "this GPU has no bf16"),
         (["--blok_size", "3"], "block_size"),
+        (["--bar", "3"], "unknown option --bar; --help lists the options"),  # --bias is not near
+        (["--", "x"], "unknown option --; --help lists the options"),
         (["--confg", "x.yaml"], "unknown option --confg (did you mean '--config'?)"),
         (["--lora_target_modules", "nope", "--gpu", "t4"], "the model has no module 'nope'"),
         (["--task", "sensor-classification", "--streaming", "true"], "streaming"),
