@@ -274,8 +274,8 @@ def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
     if mark is not None:
         raise BadRow(
             f"is marked as a bad answer ({mark}: {str(row[mark]).lower()}), and would be learned as a good one; remove "
-            "such rows, or train with TRL's KTOTrainer and our loops (see docs/any_trainer.md). If it means something else, "
-            "rename the column, or name those of question and answer (prompt_column and response_column, or "
+            "such rows, or train with TRL's KTOTrainer and our loops (see docs/any_trainer.md). If it means something "
+            "else, rename the column, or name those of question and answer (prompt_column and response_column, or "
             "messages_column)"
         )
 
