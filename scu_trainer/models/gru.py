@@ -248,6 +248,14 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
             "use_cache": use_cache,
         }
 
+    def _update_model_kwargs_for_generation(
+        self, outputs: CadenceOutput, model_kwargs: dict[str, Any], *others: Any, **more: Any
+    ) -> dict[str, Any]:
+        """transformers hands on a state by itself up to 5.23 only; later all words would be read again for each."""
+        if "state" in outputs:
+            model_kwargs["state"] = outputs.state
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *others, **more)
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the cache is the state

@@ -130,8 +130,8 @@ def test_the_model_is_left_as_it_was():
 
 def test_an_error_in_the_forward_leaves_the_model_as_it_was():
     model = tiny.llama().eval()
-    with pytest.raises(AttributeError):
-        kernel_line(model, {**TOKENS, "past_key_values": 3})
+    with pytest.raises(ValueError, match="exactly one"):
+        kernel_line(model, {**TOKENS, "inputs_embeds": 3})
     assert not any(module.training for module in model.modules())
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
