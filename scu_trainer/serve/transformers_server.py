@@ -77,6 +77,8 @@ class OneModel(ModelManager):
     def get_gen_models(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": self._begun, "owned_by": "scu-trainer"}]
 
+    list_models = get_gen_models  # transformers from 5.24 on asks for this one, and its own says "unloaded"
+
 
 class Answering:
     """The model as the server uses it, in the arithmetic of its run. ``gone``: set where nobody waits any more."""

@@ -191,7 +191,9 @@ def test_a_seed_draws_the_same_again_and_another_one_something_else(servers):
 
 def test_only_its_own_name_is_listed_and_answered(server):
     client = server.client()
-    assert [model.id for model in client.models.list()] == [server.name]
+    listed = list(client.models.list())
+    assert [(model.id, model.owned_by) for model in listed] == [(server.name, "scu-trainer")]
+    assert listed == [client.models.retrieve(server.name)]
     assert server.name == server.run.name
     with pytest.raises(openai.NotFoundError) as refused:
         client.chat.completions.create(model="gpt2", messages=message("hello"))
