@@ -21,6 +21,11 @@ def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row
             f"the tokenizer has {token_count} tokens, the embedding of {name} has {rows} rows; use the "
             f"tokenizer that belongs to the model"
         )
+    require_positions(model, name, longest_row)
+
+
+def require_positions(model: nn.Module, name: str, longest_row: int) -> None:
+    """Raise SettingsError where ``model`` reads no ``longest_row`` tokens at once."""
     positions = positions_of(model)
     if positions is not None and longest_row > positions:
         raise SettingsError(

@@ -261,7 +261,7 @@ def test_accuracy_of_no_runs(tmp_path, capsys):
     assert "no run in" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("broken", ["tokenizer", "weights", "shards", "encoder"])
+@pytest.mark.parametrize("broken", ["tokenizer", "weights", "shards", "encoder", "positions"])
 def test_a_model_that_train_refuses_is_refused_in_the_same_words(broken, tmp_path, capsys):
     folder = tiny.saved_llama(tmp_path / "model")
     weights = folder / "model.safetensors"
@@ -274,10 +274,13 @@ def test_a_model_that_train_refuses_is_refused_in_the_same_words(broken, tmp_pat
         weights.rename(folder / "model-00001-of-00002.safetensors")
         parts = {"lm_head.weight": "model-00002-of-00002.safetensors"}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
-    else:
+    elif broken == "encoder":
         tiny.bert(BertForMaskedLM).save_pretrained(folder)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {i} of a few words"}) + "\n" for i in range(20)))
     capsys.readouterr()
-    words = [*words_of(folder), "--use_cpu", "true", "--output_dir", str(tmp_path / "run")]
+    words = [*words_of(folder), "--use_cpu", "true", "--output_dir", str(tmp_path / "run"), "--dataset", str(rows)]
+    words += ["--block_size", "256", "--packing", "false"] if broken == "positions" else []
     said = []
     for command in (train, plan):
         assert command.main(words) == 2

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scu_trainer.hardware.estimate import MemoryEstimate, Trained, estimate_memory
 from scu_trainer.hardware.recommend import SettingChoice
 from scu_trainer.models.checkpointing import checkpoint_every_layer
+from scu_trainer.models.fit import require_positions
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.rows.model_loss import HALVES
@@ -130,6 +131,7 @@ class FromConfiguration:
             compute_dtype=half or torch.float32,
             is_checkpointed=choice.checkpoint_every_layer,
         )
+        require_positions(model, job.model.model_name_or_path or "the embedded base", job.data.block_size)
         return EstimatedStep(model, mode, _tokens if self._is_packed else _padded, loss_kind(job, model), half)
 
 
