@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from scu_trainer.data.records import plain_prompt
+from scu_trainer.data.text.chat import special_ids
 from scu_trainer.data.text.encode import prompt_ids
 from scu_trainer.errors import DataError
 from scu_trainer.models.fit import positions_of
@@ -137,4 +138,4 @@ def _end_of_turn(tokenizer: Any) -> Optional[int]:
     except Exception:  # one that takes no such conversation: the other tokens are left
         return None
     after = tokenizer(text.rpartition(PROBE)[2], add_special_tokens=False)["input_ids"]
-    return next((token for token in after[:2] if token in tokenizer.all_special_ids), None)
+    return next((token for token in after[:2] if token in special_ids(tokenizer)), None)

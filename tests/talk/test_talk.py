@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from transformers import AddedToken, AutoTokenizer
 
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.cli.talking.options import talker as talker_of
@@ -17,8 +18,9 @@ from scu_trainer.errors import DataError, ModelError, OutOfMemory, SettingsError
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.talk import answers as subject
 from scu_trainer.talk.answers import AnswerSettings, Batches, fitted, stream
-from scu_trainer.talk.model import base_beside, loaded
+from scu_trainer.talk.model import base_beside, loaded, stop_tokens
 from scu_trainer.talk.prompts import read_prompts
+from scu_trainer.train.evaluation.answers import stop_tokens as ends_of_reference
 from tests import tiny
 from tests.faults import oom
 
@@ -82,6 +84,17 @@ def test_an_answer_ends_with_the_turn_of_the_template(talker):
     first = Batches(talker, GREEDY, 1)
     (answer,) = first.answers([talker.encoded(QUESTION)])
     assert answer.finish_reason in ("stop", "length") and answer.tokens <= 12
+
+
+def test_an_answer_ends_with_a_turn_that_only_the_added_tokens_name(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken("<|eot_id|>", special=True)])
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}<|eot_id|>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    read = AutoTokenizer.from_pretrained(tmp_path)
+    assert "<|eot_id|>" not in read.all_special_tokens
+    end = read.convert_tokens_to_ids("<|eot_id|>")
+    assert end in stop_tokens(None, read) and end in ends_of_reference(None, read, [3, end])
 
 
 def test_batches_of_any_size_give_the_same_answers(talker):

@@ -42,6 +42,12 @@ def spelled_markers(tokenizer, name: str) -> list[str]:
     return [one for one in markers if len(tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"]) > 1]
 
 
+def special_ids(tokenizer) -> set[int]:
+    """With those that only the list of added tokens names, as the files of Llama 3 do with <|eot_id|>."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+
+
 def chat_template_of(tokenizer, model_name: str) -> str:
     """Raises DataError if the tokenizer has no chat template."""
     try:

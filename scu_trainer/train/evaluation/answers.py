@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from scu_trainer.data.text.chat import special_ids
 from scu_trainer.data.text.encode import NOT_LEARNED
 from scu_trainer.models.loading.offloaded import input_device
 
@@ -65,7 +66,7 @@ def stop_tokens(model: nn.Module, tokenizer: Any, reference_ids: Sequence[int]) 
     part of the reference ends, such as the end of a turn."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    found |= {token for token in reference_ids[-2:] if token in tokenizer.all_special_ids}  # a line feed may follow it
+    found |= special_ids(tokenizer).intersection(reference_ids[-2:])  # a line feed may follow it
     return sorted(token for token in found if token is not None)
 
 
