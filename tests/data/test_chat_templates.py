@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,20 @@ def test_markers_that_the_tokenizer_spells_out_are_named(prepared, jsonl, tokeni
     assert "no token for <|start_header_id|>, <|end_header_id|>, <|eot_id|>" in "\n".join(data.statistics.lines())
     with_tokens = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template="chatml")
     assert "no token for" not in "\n".join(with_tokens.statistics.lines())
+
+
+@pytest.mark.parametrize(("template", "end"), [("llama3", "'\\n\\n'"), ("spaced.jinja", "' '")])
+def test_a_prompt_that_ends_in_other_tokens_than_are_learned_is_named(
+    prepared, jsonl, tokenizer, monkeypatch, tmp_path, template, end
+):
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template)
+    monkeypatch.chdir(tmp_path)
+    text = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}{% endfor %}"
+    Path("spaced.jinja").write_text(text + "{% if add_generation_prompt %}assistant: {% endif %}")
+    data = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template=template)
+    assert f"other tokens of {end} at the end of a prompt" in "\n".join(data.statistics.lines())
+    as_asked = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template="chatml")
+    assert "other tokens" not in "\n".join(as_asked.statistics.lines())
 
 
 def test_a_name_that_is_nearly_one_of_ours(prepared, jsonl):

@@ -42,6 +42,20 @@ def spelled_markers(tokenizer, name: str) -> list[str]:
     return [one for one in markers if len(tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"]) > 1]
 
 
+def changing_end(tokenizer) -> str:
+    """The end of a prompt whose tokens are others where an answer follows than where the model is asked, as a BPE joins
+    two line breaks or a blank to what stands behind them. Empty where the template takes no question."""
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+    render = _renderer(tokenizer, Chat(turns))
+    try:
+        texts = [render(turns[:1], add_generation_prompt=True), render(turns)]
+    except BadRow:
+        return ""
+    asked, learned = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    apart = next((n for n, token in enumerate(asked) if [token] != learned[n : n + 1]), len(asked))
+    return tokenizer.decode(asked[apart:]) if texts[1].startswith(texts[0]) else ""
+
+
 def special_ids(tokenizer) -> set[int]:
     """With those that only the list of added tokens names, as the files of Llama 3 do with <|eot_id|>."""
     added = tokenizer.added_tokens_decoder.items()

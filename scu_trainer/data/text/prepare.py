@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional, TypeVar
@@ -19,7 +19,7 @@ import numpy
 from scu_trainer.data.sources import Source, held_out_source, training_source
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import built_once, open_arrow, write_arrow
-from scu_trainer.data.text.chat import read_chat_template, spelled_markers
+from scu_trainer.data.text.chat import changing_end, read_chat_template, spelled_markers
 from scu_trainer.data.text.documents import TokenizedDocuments, tokenized_documents
 from scu_trainer.data.text.encode import Encoder
 from scu_trainer.data.text.packing import (
@@ -73,19 +73,23 @@ def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model
     source = training_source(settings, cache_dir)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
-        source = replace(source, notes=(*source.notes, *_spelled(tokenizer, settings.chat_template)))
+        source = replace(source, notes=(*source.notes, *_template_notes(tokenizer, settings.chat_template)))
     held_out = held_out_source(settings, cache_dir) if settings.eval_dataset else source.held_out
     return EncodingPlan(settings, Encoder.of(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
 
 
-def _spelled(tokenizer, template: str) -> list[str]:
-    spelled = spelled_markers(tokenizer, template) if template in CHAT_TEMPLATES else []
-    if not spelled:
-        return []
-    return [
-        f"chat_template {template}: this tokenizer has no token for {', '.join(spelled)} and spells "
-        f"{'it' if len(spelled) == 1 else 'them'} out; that is learned too, but takes more tokens"
-    ]
+def _template_notes(tokenizer, template: str) -> Iterator[str]:
+    if spelled := spelled_markers(tokenizer, template) if template in CHAT_TEMPLATES else []:
+        yield (
+            f"chat_template {template}: this tokenizer has no token for {', '.join(spelled)} and spells "
+            f"{'it' if len(spelled) == 1 else 'them'} out; that is learned too, but takes more tokens"
+        )
+    if end := changing_end(tokenizer):
+        yield (
+            f"chat_template {template}: this tokenizer makes other tokens of {end!r} at the end of a prompt than "
+            "before an answer, so the model is asked with tokens that it has not learned answers behind; give a "
+            "template whose prompt ends in a marker or a single line break, such as chatml"
+        )
 
 
 def _open(folder: Path) -> PreparedData:
