@@ -18,6 +18,9 @@ from scu_trainer.train.step.prediction import Halving
 LOWEST_TEMPERATURE = 1e-30
 """Logits divided by less can be more than a float32 holds."""
 
+DRAWS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+"""How transformers draws where neither the settings nor the model's generation config say."""
+
 GOOD_BEFORE_GROWTH = 8
 """Batches that fit one after the other before a larger one is tried again."""
 
@@ -56,14 +59,18 @@ class AnswerSettings:
         found = GenerationConfig.from_dict(talker.model.generation_config.to_dict())
         if not own.get("do_sample", found.do_sample):  # what only acts on draws would be warned of
             own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        else:
+            own = {name: value for name, value in DRAWS.items() if getattr(found, name) is None} | own
         found.update(**own, max_length=None, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
+        found.return_dict_in_generate = False
         return found
 
     def in_words(self, talker: Talker) -> str:
         config = self.config(talker)
         if not config.do_sample:
             return "greedy: each token is the most likely one (--temperature 0.7 draws)"
-        return f"sampled at temperature {config.temperature:g}, top_p {config.top_p:g}, seed {self.seed}"
+        drawn = f"temperature {config.temperature:g}, top_p {config.top_p:g}, top_k {config.top_k}"
+        return f"sampled at {drawn}, seed {self.seed}"
 
 
 def fitted(
@@ -105,7 +112,7 @@ def stream(
             with talker.answering():
                 made = talker.model.generate(
                     input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=settings.config(talker),
-                    streamer=streamer, stopping_criteria=stops,
+                    streamer=streamer, stopping_criteria=stops, tokenizer=talker.tokenizer,
                 )  # fmt: skip
             if count is not None:
                 count(made.shape[1] - inputs.shape[1])
@@ -166,8 +173,9 @@ class Batches:
         torch.manual_seed(self.settings.seed)
         with talker.answering():
             made = talker.model.generate(
-                input_ids=inputs, attention_mask=mask, generation_config=self.settings.config(talker)
-            )
+                input_ids=inputs, attention_mask=mask, generation_config=self.settings.config(talker),
+                tokenizer=talker.tokenizer,
+            )  # fmt: skip
         return [self._answer(row) for row in made[:, width:].tolist()]
 
     def _answer(self, token_ids: list[int]) -> Reply:

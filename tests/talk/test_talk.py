@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AddedToken, AutoTokenizer
+from transformers import AddedToken, AutoTokenizer, GenerationConfig
 
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.cli.talking.options import talker as talker_of
@@ -179,6 +179,35 @@ def test_without_a_template_the_text_goes_on(folder, talker):
 def test_settings_that_mean_nothing_are_refused(changes, message):
     with pytest.raises(SettingsError, match=message):
         AnswerSettings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "configured", "said"),
+    [
+        ({"temperature": 0.7}, {}, "temperature 0.7, top_p 1, top_k 50"),
+        ({"top_p": 0.9}, {}, "temperature 1, top_p 0.9, top_k 50"),
+        ({"top_k": 0}, {"do_sample": True, "top_p": 0.95}, "temperature 1, top_p 0.95, top_k 0"),
+        ({}, {"do_sample": True, "top_k": 64}, "temperature 1, top_p 1, top_k 64"),
+    ],
+)
+def test_how_answers_are_drawn_is_said_where_little_is_set(talker, monkeypatch, given, configured, said):
+    monkeypatch.setattr(talker.model, "generation_config", GenerationConfig(**configured))
+    settings = AnswerSettings(max_new_tokens=2, **given)
+    assert settings.in_words(talker) == f"sampled at {said}, seed 0"
+    used = subject.DRAWS | configured | given
+    prepared, _ = talker.model._prepare_generation_config(settings.config(talker))
+    assert {name: getattr(prepared, name) for name in subject.DRAWS} == {name: used[name] for name in subject.DRAWS}
+    defaults = GenerationConfig._get_default_generation_params()
+    assert {name: defaults[name] for name in subject.DRAWS} == subject.DRAWS
+
+
+@pytest.mark.parametrize("configured", [{"stop_strings": ["zzz"]}, {"return_dict_in_generate": True}])
+def test_a_generation_config_of_others_gives_the_same_answers(talker, monkeypatch, configured):
+    prompt = talker.encoded(QUESTION)
+    expected = "".join(stream(talker, prompt, GREEDY))
+    monkeypatch.setattr(talker.model, "generation_config", GenerationConfig(**configured))
+    assert "".join(stream(talker, prompt, GREEDY)) == expected
+    assert [reply.text for reply in Batches(talker, GREEDY, 2).answers([prompt, prompt])] == [expected] * 2
 
 
 def test_drawn_answers_are_those_of_the_seed(talker):
