@@ -61,8 +61,8 @@ class AnswerSettings:
             own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         else:
             own = {name: value for name, value in DRAWS.items() if getattr(found, name) is None} | own
-        found.update(**own, max_length=None, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
-        found.return_dict_in_generate = False
+        own |= {"max_length": None, "return_dict_in_generate": False, "num_return_sequences": 1}
+        found.update(**own, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
         return found
 
     def in_words(self, talker: Talker) -> str:

@@ -201,13 +201,16 @@ def test_how_answers_are_drawn_is_said_where_little_is_set(talker, monkeypatch, 
     assert {name: defaults[name] for name in subject.DRAWS} == subject.DRAWS
 
 
-@pytest.mark.parametrize("configured", [{"stop_strings": ["zzz"]}, {"return_dict_in_generate": True}])
+@pytest.mark.parametrize(
+    "configured",
+    [{"stop_strings": ["zzz"]}, {"return_dict_in_generate": True}, {"do_sample": True, "num_return_sequences": 2}],
+)
 def test_a_generation_config_of_others_gives_the_same_answers(talker, monkeypatch, configured):
-    prompt = talker.encoded(QUESTION)
-    expected = "".join(stream(talker, prompt, GREEDY))
+    prompt, greedy = talker.encoded(QUESTION), AnswerSettings(max_new_tokens=12, do_sample=False)
+    expected = "".join(stream(talker, prompt, greedy))
     monkeypatch.setattr(talker.model, "generation_config", GenerationConfig(**configured))
-    assert "".join(stream(talker, prompt, GREEDY)) == expected
-    assert [reply.text for reply in Batches(talker, GREEDY, 2).answers([prompt, prompt])] == [expected] * 2
+    assert "".join(stream(talker, prompt, greedy)) == expected
+    assert [reply.text for reply in Batches(talker, greedy, 2).answers([prompt, prompt])] == [expected] * 2
 
 
 def test_drawn_answers_are_those_of_the_seed(talker):
