@@ -65,6 +65,16 @@ def test_answers_are_learned_with_their_ends(encode, template):
     assert document.read.rendered_away == ()
 
 
+@pytest.mark.parametrize("template", ["phi3"])
+def test_answers_are_learned_where_only_the_last_turn_has_an_end_of_text(encode):
+    """As in the template of Phi 3.5 itself, which ends there whatever speaks last."""
+    encode.tokenizer.chat_template = (
+        "{% for turn in messages %}<|{{ turn.role }}|>\n{{ turn.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+    )
+    assert learned(encode, encode(CONVERSATION)) == "Green.<|end|>\nBlack, with milk.<|end|>\n<|eos|>"
+
+
 def test_a_prompt_is_the_beginning_of_its_conversation(encode, template):
     """What the model is asked with is what it has seen before the answer."""
     render = encode.tokenizer.apply_chat_template

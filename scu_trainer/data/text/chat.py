@@ -89,10 +89,10 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
         return *_by_generation_marks(tokenizer, chat), text
     first = chat.prompt_turns or 0 if learn == "completion" else 0
     if learn == "completion" and not any(message.get("weight") == 0 for message in chat.messages[first:]):
-        spans = [_span(render, chat.messages, first, len(chat.messages))]
+        spans = [_span(render, chat.messages, first, len(chat.messages), tokenizer.eos_token)]
     else:
         try:
-            spans = _assistant_spans(render, chat, first)
+            spans = _assistant_spans(render, chat, first, tokenizer.eos_token)
         except BadRow:  # a template that ends only the last turn, such as ours, still marks its answers
             if not _GENERATION.search(template):
                 raise
@@ -172,14 +172,17 @@ def _has_weights(chat: Chat) -> bool:
     return any(message["role"] == "assistant" and not is_answer(message) for message in chat.messages)
 
 
-def _assistant_spans(render, chat: Chat, first: int) -> list[tuple[int, int]]:
+def _assistant_spans(render, chat: Chat, first: int, eos: str | None) -> list[tuple[int, int]]:
     turns = [number for number, message in enumerate(chat.messages) if number >= first and is_answer(message)]
-    return [_span(render, chat.messages, turn, turn + 1) for turn in turns]
+    return [_span(render, chat.messages, turn, turn + 1, eos) for turn in turns]
 
 
-def _span(render, messages: list[dict], first: int, end: int) -> tuple[int, int]:
-    """Characters of the whole text that ``messages[first:end]`` fill, by the difference of two renderings."""
+def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -> tuple[int, int]:
+    """Characters of the whole text that ``messages[first:end]`` fill, by the difference of two renderings. ``eos``:
+    what a template may put behind the last turn alone, as that of Phi 3.5 does."""
     whole, after = render(messages), render(messages[:end])
+    if not whole.startswith(after):
+        after = after.removesuffix(eos or "")
     before = render(messages[:first], add_generation_prompt=True) if first else _start(render, messages[:end])
     if not (after.startswith(before) and whole.startswith(after)):
         raise BadRow(
