@@ -586,6 +586,16 @@ def test_minus_one_in_a_table_is_said_to_be_no_label(tmp_path):
         prepared(folder, tmp_path)
 
 
+def test_one_row_and_one_image_are_said_as_one(tmp_path):
+    folder = with_metadata(tmp_path / "pets")
+    table = folder / "metadata.csv"
+    table.write_text("\n".join([*table.read_text().splitlines()[:-2], "10.png,-1", "0.png,cat"]) + "\n")
+    notes = prepared(folder, tmp_path, skip_bad_rows=True).statistics.notes
+    assert "1 row of metadata.csv has -1, which stands for no label" in notes
+    assert "1 row of metadata.csv repeats an image, which is read once" in notes
+    assert f"1 image of {folder} is not in metadata.csv and not read" in notes
+
+
 def test_metadata_without_a_known_column_of_classes_are_named_beside_folders(tmp_path):
     folder = with_metadata(tmp_path / "pets", "breed", inner="images/")
     line = (

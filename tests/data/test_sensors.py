@@ -166,7 +166,7 @@ def test_what_no_row_of_the_manifest_names_is_said(folder, tmp_path):
     (folder / CSV_MANIFEST).write_text("file,label\nmore/1.npz,0\n")
     notes = [
         f"{folder / CSV_MANIFEST} was not read, because {MANIFEST} is beside it",
-        f"2 .npz files of {folder} are not in {MANIFEST} and were not read: __MACOSX.npz, 1.npz",
+        f"2 .npz files of {folder} are not in {MANIFEST} and not read: __MACOSX.npz, 1.npz",
     ]
     assert prepared(folder, tmp_path / "cache").statistics.notes == notes
     assert prepared(folder_of(tmp_path / "own"), tmp_path / "cache", eval_dataset=str(folder)).statistics.notes == notes

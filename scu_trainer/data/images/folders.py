@@ -252,9 +252,12 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
         for path in folder.rglob("*")
     )
     repeats = len(rows) - len(classes)
-    found.notes += (f"{minus_ones:,} rows of {table.name} have -1, which stands for no {label}",) if minus_ones else ()
-    found.notes += (f"{repeats:,} rows of {table.name} repeat an image, which is read once",) if repeats else ()
-    found.notes += (f"{left:,} images of {folder} are not in {table.name} and were not read",) if left else ()
+    having = counted(minus_ones, f"row of {table.name} has", f"rows of {table.name} have")
+    repeating = counted(repeats, f"row of {table.name} repeats", f"rows of {table.name} repeat")
+    missing = counted(left, f"image of {folder} is", f"images of {folder} are")
+    found.notes += (f"{having} -1, which stands for no {label}",) if minus_ones else ()
+    found.notes += (f"{repeating} an image, which is read once",) if repeats else ()
+    found.notes += (f"{missing} not in {table.name} and not read",) if left else ()
     return found
 
 

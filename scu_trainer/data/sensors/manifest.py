@@ -17,6 +17,7 @@ from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST, BadRecording
 from scu_trainer.data.sensors.reports import MOST_LETTERS
 from scu_trainer.errors import DataError, nearest
+from scu_trainer.figures import counted
 from scu_trainer.settings.base import short
 
 CSV_MANIFEST = "manifest.csv"
@@ -94,7 +95,8 @@ def _not_read(folder: Path, manifest: Path, named: Collection[str]) -> list[str]
     notes = [f"{folder / CSV_MANIFEST} was not read, because {MANIFEST} is beside it"] if is_second else []
     if left:
         names = ", ".join(left[:MOST_NAMES])
-        notes.append(f"{len(left):,} .npz files of {folder} are not in {manifest.name} and were not read: {names}")
+        missing = counted(len(left), f".npz file of {folder} is", f".npz files of {folder} are")
+        notes.append(f"{missing} not in {manifest.name} and not read: {names}")
     return notes
 
 
