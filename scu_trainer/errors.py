@@ -12,6 +12,9 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import Optional
 
+RUN_AGAIN = "run the same command again: it resumes from the newest checkpoint, or starts over where none was written"
+"""What to type after an end that may have come before the first checkpoint."""
+
 
 class UserError(Exception):
     """Base of everything that the person at the keyboard can put right."""

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from scu_trainer.errors import StorageError
+from scu_trainer.errors import RUN_AGAIN, StorageError
 from scu_trainer.run_files import free_bytes, readable
 from scu_trainer.safe_paths import remove_inside
 from scu_trainer.train.checkpoints import format as files
@@ -210,8 +210,7 @@ def written_or_refused(what: str) -> Iterator[None]:
         if isinstance(error, StorageError) or not is_write_error(error):
             raise
         raise StorageError(
-            f"{what} could not be written: {_in_short(error)}; free some space and run the same command again: "
-            f"it resumes from the newest checkpoint"
+            f"{what} could not be written: {_in_short(error)}; free some space and {RUN_AGAIN}"
         ) from error
 
 

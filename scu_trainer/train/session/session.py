@@ -21,7 +21,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import has_length
 
 from scu_trainer.data.text.mixture_plan import rows_of_others
-from scu_trainer.errors import OutOfMemory, SettingsError, Stopped, StorageError
+from scu_trainer.errors import RUN_AGAIN, OutOfMemory, SettingsError, Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.models.loading.safety import refuse_pickle
@@ -242,8 +242,7 @@ def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterat
         _last_words(status, status="stopped", eta_s=None)
         raise
     except KeyboardInterrupt:
-        again = "ended at once; run the same command to resume from the newest checkpoint"
-        _last_words(status, status="stopped", error=again)
+        _last_words(status, status="stopped", error=f"ended at once; {RUN_AGAIN}")
         raise
     except BaseException as error:
         _last_words(status, status="failed", error=f"{type(error).__name__}: {error}")

@@ -20,6 +20,7 @@ from typing import Any, Optional
 import psutil
 from transformers import TrainerCallback
 
+from scu_trainer.errors import RUN_AGAIN
 from scu_trainer.stop_signals import HANGUP, listening, outlives_terminal
 
 logger = logging.getLogger("scu_trainer")
@@ -110,9 +111,7 @@ class StopRequest:
 
     def _end_now(self, number: int) -> None:
         """The main thread may be inside a step that takes longer than is left: nothing but the process can end it."""
-        self._say(
-            f"the grace period of {self._grace_period_s:g} s is over; the newest checkpoint is the last one written"
-        )
+        self._say(f"the grace period of {self._grace_period_s:g} s is over; {RUN_AGAIN}")
         self.on_deadline()
         end_children()
         os._exit(128 + number)

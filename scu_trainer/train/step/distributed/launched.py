@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from scu_trainer.errors import ControlError
+from scu_trainer.errors import RUN_AGAIN, ControlError
 
 logger = logging.getLogger("scu_trainer")
 
@@ -48,6 +48,6 @@ def lost_ranks_said() -> Iterator[None]:
         if not (isinstance(error, DistError) or "gloo/transport/" in str(error)):  # gloo has no class of its own
             raise
         raise ControlError(
-            "another rank (process) ended or does not answer; its own output says why. The newest checkpoint "
-            f"remains: run the same command to resume from it. (torch: {str(error).strip().splitlines()[0]})"
+            f"another rank (process) ended or does not answer, and its own output says why; {RUN_AGAIN} "
+            f"(torch: {str(error).strip().splitlines()[0]})"
         ) from error
