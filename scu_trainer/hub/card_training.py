@@ -36,14 +36,21 @@ def data(facts: Facts, name: str) -> str:
     ]
     dropped = statistics.get("rows_dropped") or statistics.get("dropped") or {}
     lines += [f"- left out: {count:,} ({reason})" for reason, count in sorted(dropped.items())]
-    if not dropped:
+    if not (dropped or _is_uncounted(statistics)):
         lines.append("- left out: none")
     if statistics.get("heldout_duplicates"):
         lines.append(f"- held out, and word for word in the training data: {statistics['heldout_duplicates']:,}")
     return "\n".join([*lines, f"- fingerprint: {statistics.get('fingerprint')}"])
 
 
+def _is_uncounted(statistics: dict[str, Any]) -> bool:
+    """Whether only the loader's workers have counted what was read, or the training has not ended yet."""
+    return bool(statistics.get("streaming")) and not statistics["blocks"]
+
+
 def _counts(statistics: dict[str, Any]) -> list[str]:
+    if _is_uncounted(statistics):
+        return [f"- documents: a stream, whose rows were not counted; {statistics['eval_documents']:,} held out"]
     if "rows_read" in statistics:
         return [
             f"- documents: {statistics['rows_read']:,} read, {statistics['documents']:,} for training, "

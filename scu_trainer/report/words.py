@@ -108,7 +108,8 @@ def _data(run: RunFiles) -> str:
     data = run.config.get("data") or {}
     rows = data.get("blocks", data.get("samples", data.get("rows_read")))
     named = shown(run.settings.get("dataset")) or NONE
-    return f"{named}, {rows:,} rows" if isinstance(rows, int) else named
+    is_known = isinstance(rows, int) and (rows or not data.get("streaming"))
+    return f"{named}, {counted(rows, 'row')}" if is_known else named
 
 
 def duration(seconds: Optional[float]) -> str:

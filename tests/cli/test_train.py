@@ -17,6 +17,8 @@ from transformers import TrainingArguments
 from scu_trainer.cli import configuration, configuration_file, train
 from scu_trainer.cli import main as cli
 from scu_trainer.errors import SettingsError
+from scu_trainer.report.files import read_run
+from scu_trainer.report.words import key_figures
 from scu_trainer.run_files import read_rows
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes, tiny
@@ -476,6 +478,10 @@ def test_a_stream_says_at_the_end_what_was_read(capsys, flags, workers):
     printed = " ".join(capsys.readouterr().out.split())
     before, _, after = printed.partition("preflight:")
     assert "read as: text (text)" in before
+    run = Path(flags[flags.index("--output_dir") + 1])
+    card, rows = (run / "README.md").read_text(), dict(key_figures(read_run(run, "run")))["data"]
+    assert ("rows were not counted; 4 held out" in card, "left out: none" in card) == (bool(workers), not workers)
+    assert ("rows" in rows, " 0 " in rows) == (not workers, False)
     if workers:
         assert "counted by the loader's workers and is not known here" in after
     else:

@@ -339,6 +339,15 @@ def test_a_stream_without_weights_is_one_source_after_the_other(mixed, files):
     assert any("one source after another" in line for line in data.statistics.lines())
 
 
+def test_a_stream_counts_the_rows_of_a_source_once_and_those_of_the_latest_pass(mixed, files):
+    data = mixed([files["code"], files["chat"]], streaming=True, max_eval_documents=4)
+    list(data.train)
+    sources = data.statistics.sources
+    assert all(found["rows_read"] == found["documents"] + found["eval_documents"] for found in sources)
+    next(iter(data.train))
+    assert data.statistics.documents == data.statistics.sources[0]["documents"]
+
+
 def test_a_stream_with_held_out_data_of_its_own(mixed, files, jsonl):
     others = jsonl([{"text": "Tea."}, {"text": ""}], "other.jsonl")
     data = mixed(weighted(files, code=1, chat=1), streaming=True, eval_dataset=str(others))

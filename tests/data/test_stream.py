@@ -56,6 +56,16 @@ def test_statistics_grow_as_rows_are_read_and_start_again(prepared, jsonl):
     assert "streaming: the first 4 documents are held out" in statistics.lines()
 
 
+def test_the_format_is_known_before_training_reads_and_counted_once(prepared, jsonl):
+    """By it a model without a chat template is asked as it was trained."""
+    others = jsonl([{"text": "Tea."}], "other.jsonl")
+    for changes in ({"validation_split_percentage": 0}, {"eval_dataset": str(others)}):
+        data = prepared(jsonl([{"question": "Tea?", "answer": "Yes."}] * 9), streaming=True, **changes)
+        (before,) = [name for name in data.statistics.formats if name.startswith("question")]
+        list(data.train)
+        assert data.statistics.formats[before] == 9
+
+
 def test_own_held_out_data(prepared, jsonl):
     others = jsonl([{"text": "Tea."}, {"text": ""}], "other.jsonl")
     data = prepared(jsonl(ROWS), streaming=True, eval_dataset=str(others), dataset_size=10)

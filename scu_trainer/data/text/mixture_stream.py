@@ -42,6 +42,8 @@ class MixtureStream:
 
     def __call__(self) -> Iterator[dict]:
         vars(self.statistics).update(DataStatistics(**self._at_start).as_dict())
+        for stream in self.streams:
+            stream.start_over()
         counts = [SourceStatistics(**source) for source in self._at_start["sources"]]
         for source, row in self._rows(counts):
             self._count(counts, source, row)
@@ -87,10 +89,7 @@ def prepare_mixture_stream(
     statistics.sources = [asdict(item) for item in source_statistics(mixture, of_parts)]
     if mixture.shares is None:
         statistics.notes.append("streaming without weights: one source after another; give weights to mix them")
-    streams = [
-        TrainingStream(plan, _skipped(part, mixture, plan), part.statistics)
-        for plan, part in zip(mixture.plans, parts, strict=True)
-    ]
+    streams = [part.stream for part in parts]
     features = datasets.Features.from_arrow_schema(training_schema(mixture.settings.isolate_documents))
     rows_of = MixtureStream(mixture, streams, statistics, beside)
     train = datasets.IterableDataset.from_generator(rows_of, features=features)
@@ -100,8 +99,3 @@ def prepare_mixture_stream(
         if part.eval is not None
     ]
     return prepared(mixture, train, statistics, parts, own, held_out)
-
-
-def _skipped(part: PreparedData, mixture: MixturePlan, plan) -> int:
-    """Documents at the start of a source that are held out."""
-    return 0 if mixture.held_out is not None or plan.held_out is not None else len(part.eval_documents)

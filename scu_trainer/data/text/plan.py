@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from scu_trainer.data.sources import Source, notes_of
 from scu_trainer.data.statistics import DataStatistics
@@ -35,7 +35,7 @@ class PreparedData:
     train: input_ids, labels, length, documents (numbers of those inside), and position_ids if they are isolated.
     eval: input_ids, labels, length, document. ``fingerprint`` names data, settings and tokenizer together.
     ``sources``: names of a mixture's sources, in order; empty without a mixture, or with held-out data of its own.
-    Document d then belongs to source d modulo their number.
+    Document d then belongs to source d modulo their number. ``stream``: the TrainingStream behind ``train``, if any.
     """
 
     train: Union[datasets.Dataset, datasets.IterableDataset]
@@ -44,6 +44,7 @@ class PreparedData:
     fingerprint: str
     eval_documents: tuple[HeldOutDocument, ...]
     sources: tuple[str, ...] = field(default=(), kw_only=True)
+    stream: Any = field(default=None, kw_only=True)
 
 
 class EncodingPlan(NamedTuple):

@@ -38,8 +38,12 @@ class TrainingStream:
         self.plan, self.skip, self.statistics = plan, skip, statistics
         self._at_start = statistics.as_dict()
 
-    def __call__(self) -> Iterator[dict]:
+    def start_over(self) -> None:
+        """Forget what an earlier pass has counted."""
         vars(self.statistics).update(DataStatistics(**self._at_start).as_dict())
+
+    def __call__(self) -> Iterator[dict]:
+        self.start_over()
         plan = self.plan
         documents = usable_documents(plan.source, plan.encoder, plan.settings.dataset_size, 1, self.statistics)
         yield from training_rows(self._counted(islice(documents, self.skip, None)), plan.settings, self.statistics)
@@ -66,7 +70,10 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
         statistics.notes.append(f"streaming: the first {skip} documents are held out")
     rows = in_memory(held_out_rows(_numbered(held_out), plan.settings, statistics), held_out_schema())
     features = datasets.Features.from_arrow_schema(training_schema(plan.settings.isolate_documents))
-    train = datasets.IterableDataset.from_generator(TrainingStream(plan, skip, statistics), features=features)
+    stream = TrainingStream(plan, skip, statistics)
+    train = datasets.IterableDataset.from_generator(stream, features=features)
+    if not skip and plan.source is not plan.held_out:  # in which format it is read is to be known before it is
+        list(usable_documents(plan.source, plan.encoder, 1, 1, first))
     statistics.add(first)  # to be shown until training reads these rows again, and counts them then
     return PreparedData(
         train=train,
@@ -77,6 +84,7 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
             HeldOutDocument(number, document.name, len(document.input_ids), document.utf8_bytes)
             for number, document in enumerate(held_out)
         ),
+        stream=stream,
     )
 
 

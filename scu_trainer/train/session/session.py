@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional, TypeVar
@@ -168,8 +168,9 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         if start.is_done:
             return read_json(start.output_dir / "scu_metrics.json")
         parts = _loaded(job, console)
+        description = _description(job, parts, configuration)  # first: to look at rows of a stream counts them
         findings = _look(job, parts, early, start.output_dir, console)
-        description = _description(job, parts, configuration, findings)
+        description["preflight"] = [finding.as_dict() for finding in findings]
         _look_at_checkpoint(job, start, description, console)
         if aside := lock.put_aside():
             console.print(
@@ -257,9 +258,7 @@ def _last_words(run_json: RunStatus, **changes: Any) -> None:
         logger.warning("%s", error)
 
 
-def _description(
-    job: Job, parts: TrainingComponents, configuration: dict[str, Any], findings: Sequence[Finding]
-) -> dict[str, Any]:
+def _description(job: Job, parts: TrainingComponents, configuration: dict[str, Any]) -> dict[str, Any]:
     return {
         "configuration": configuration,
         ASKED_FOR: Path(job.training.output_dir).name,
@@ -272,7 +271,6 @@ def _description(
         "data": {"fingerprint": parts.data.fingerprint, **parts.data.statistics.as_dict()},
         "hardware": hardware(job.training.device),
         "changed_from": job.changed_from,
-        "preflight": [finding.as_dict() for finding in findings],
     }
 
 
@@ -389,6 +387,10 @@ def _train(
     except OutOfMemory as error:
         error.steps_done = trainer.state.global_step
         raise
+    if job.data.streaming and not job.training.dataloader_num_workers and is_main_process():
+        description = trainer.checkpoints.facts
+        description["data"] |= parts.data.statistics.as_dict()
+        write_json(output_dir / "training_config.json", description)
     for line in _of_stream(job, parts):
         console.print(line, soft_wrap=True)
     if stop.stopped_at is not None:
