@@ -210,7 +210,8 @@ class MicroBatchStep:
                 if before and len(done) != len(raw):
                     self._counters.tell(before, len(done), len(raw), sum(len(one.rows) for one, _ in done))
             except OutOfMemory as error:
-                if self.analysis.own_step.exchange is not None:  # the others wait inside the loss, and not here
+                # The others wait inside a forward or the loss, and not here.
+                if self.ranks.even_micro_batches or self.analysis.own_step.exchange is not None:
                     raise
                 failure = error
             self._all_or_none(failure)

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
+from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_to_ask
 from scu_trainer.train.loss.analysis.audit import Audited, Auditor
 from scu_trainer.train.loss.analysis.exchange import seen_exchange
@@ -25,12 +26,19 @@ from scu_trainer.train.loss.rows.model_loss import NOISE_BY_LENGTH, comes_from, 
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
+from scu_trainer.train.step.distributed.launched import is_lost_rank
+from scu_trainer.train.step.recovery.memory import is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import second_try
 
 logger = logging.getLogger("scu_trainer")
 
 MEAN_OF_KL = "the estimate of the KL divergence is a mean over the batch (calculate_KL of TRL's KTOTrainer)"
 """In its first step that is 0, so no question tells."""
+
+SHARDED = (
+    "Under FSDP or ZeRO-3 the other ranks wait inside the same forward, so it cannot run again: shorten the rows "
+    "(block_size), use more ranks, or offload weights to the CPU. The failed allocation said:"
+)
 
 MOST_QUESTIONS = 5
 """Windows in which the model is asked about padding, or that do not tell, before it is left alone; where none told at
@@ -192,10 +200,24 @@ class LossAnalysis:
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
-        trainer = self.trainer
+        trainer, lost = self.trainer, []
+        waits = trainer.args.world_size > 1 and has_sharded_weights(trainer.model)
+
+        def loss_of(*asked: Any) -> torch.Tensor:
+            if lost:  # the other ranks wait inside the forward that failed: none may follow
+                raise lost[0]
+            try:
+                return training_loss(trainer, *asked)
+            except Exception as error:
+                if waits and is_out_of_memory(error):
+                    lost.append(OutOfMemory(f"step {self._step} ran out of memory with a few rows. {SHARDED} {error}"))
+                elif waits and is_lost_rank(error):
+                    lost.append(error)
+                raise
+
         with self._unrecorded():
-            return analyze(
-                partial(training_loss, trainer),
+            found = analyze(
+                loss_of,
                 trainer.model,
                 batches,
                 num_items,
@@ -206,6 +228,9 @@ class LossAnalysis:
                 owner=trainer,
                 is_public=self._is_public,
             )
+        if lost:
+            raise lost[0]
+        return found
 
     @contextlib.contextmanager
     def _unrecorded(self) -> Iterator[None]:

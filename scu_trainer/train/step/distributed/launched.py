@@ -36,6 +36,13 @@ def end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether an exchange failed because another rank is gone."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo/transport/" in str(error)  # gloo has no class of its own
+
+
 @contextlib.contextmanager
 def lost_ranks_said() -> Iterator[None]:
     """Inside, an exchange that fails because another rank is gone raises ControlError: what this rank was doing then
@@ -43,9 +50,7 @@ def lost_ranks_said() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        from torch.distributed import DistError
-
-        if not (isinstance(error, DistError) or "gloo/transport/" in str(error)):  # gloo has no class of its own
+        if not is_lost_rank(error):
             raise
         raise ControlError(
             f"another rank (process) ended or does not answer, and its own output says why; {RUN_AGAIN} "
