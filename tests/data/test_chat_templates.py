@@ -6,9 +6,11 @@ import copy
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from scu_trainer.data.records import Record
-from scu_trainer.data.text.chat import read_chat_template
+from scu_trainer.data.text.chat import changing_end, read_chat_template
 from scu_trainer.data.text.encode import NOT_LEARNED, Document, Encoder
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
@@ -135,6 +137,19 @@ def test_a_prompt_that_ends_in_other_tokens_than_are_learned_is_named(
     assert f"other tokens of {end} at the end of a prompt" in "\n".join(data.statistics.lines())
     as_asked = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template="chatml")
     assert "other tokens" not in "\n".join(as_asked.statistics.lines())
+
+
+@pytest.mark.parametrize(("end", "named"), [(": ", " "), (":", "")])
+def test_a_blank_at_the_end_of_a_prompt_is_named_with_sentencepiece(end, named):
+    """Where it stands alone it is a token of its own, which decodes to nothing."""
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(("?", ":", "▁", "▁an"))}, "?"))
+    words.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Split(":", "isolated")])
+    words.decoder = decoders.Metaspace()
+    own = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    own.chat_template = (
+        "{% for turn in messages %}: {{ turn.content }}{% endfor %}{% if add_generation_prompt %}END{% endif %}"
+    ).replace("END", end)
+    assert changing_end(own) == named
 
 
 def test_a_name_that_is_nearly_one_of_ours(prepared, jsonl):

@@ -53,7 +53,8 @@ def changing_end(tokenizer) -> str:
         return ""
     asked, learned = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     apart = next((n for n, token in enumerate(asked) if [token] != learned[n : n + 1]), len(asked))
-    return tokenizer.decode(asked[apart:]) if texts[1].startswith(texts[0]) else ""
+    same, whole = tokenizer.decode(asked[:apart]), tokenizer.decode(asked)  # SentencePiece decodes a lone blank to ""
+    return whole[len(same) :] if texts[1].startswith(texts[0]) else ""
 
 
 def special_ids(tokenizer) -> set[int]:
