@@ -72,9 +72,23 @@ def test_answers_are_learned_where_only_the_last_turn_has_an_end_of_text(encode)
     """As in the template of Phi 3.5 itself, which ends there whatever speaks last."""
     encode.tokenizer.chat_template = (
         "{% for turn in messages %}<|{{ turn.role }}|>\n{{ turn.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
     )
-    assert learned(encode, encode(CONVERSATION)) == "Green.<|end|>\nBlack, with milk.<|end|>\n<|eos|>"
+    encode.tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    said = "Green.<|end|>\nBlack, with milk.<|end|>\n<|endoftext|>"
+    assert learned(encode, encode(CONVERSATION)) == said
+    assert learned(encode, encode(CONVERSATION[2:])) == said
+
+
+@pytest.mark.parametrize("template", ["phi3"])
+def test_a_template_whose_last_answer_has_another_end_is_refused(encode):
+    """The end of the answers before, which is not that of the last one, would not be learned."""
+    encode.tokenizer.chat_template = (
+        "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content }}"
+        "{{ eos_token if loop.last and turn.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert "renders the start of the conversation differently" in encode(CONVERSATION).example
 
 
 def test_a_prompt_is_the_beginning_of_its_conversation(encode, template):

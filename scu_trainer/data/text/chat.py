@@ -179,12 +179,11 @@ def _assistant_spans(render, chat: Chat, first: int, eos: str | None) -> list[tu
 
 
 def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -> tuple[int, int]:
-    """Characters of the whole text that ``messages[first:end]`` fill, by the difference of two renderings. ``eos``:
-    what a template may put behind the last turn alone, as that of Phi 3.5 does."""
+    """Characters of the whole text that ``messages[first:end]`` fill, by the difference of two renderings."""
     whole, after = render(messages), render(messages[:end])
     if not whole.startswith(after):
-        after = after.removesuffix(eos or "")
-    before = render(messages[:first], add_generation_prompt=True) if first else _start(render, messages[:end])
+        after = _unfinished(render, messages[:end], eos)[0]
+    before = render(messages[:first], add_generation_prompt=True) if first else _start(render, messages[:end], eos)
     if not (after.startswith(before) and whole.startswith(after)):
         raise BadRow(
             "the chat template renders the start of the conversation differently when more follows, so the learned "
@@ -194,11 +193,18 @@ def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -
     return len(before), len(after)
 
 
-def _start(render, messages: list[dict]) -> str:
+def _unfinished(render, messages: list[dict], eos: str | None) -> tuple[str, str]:
+    """A conversation without the ``eos`` that a template, such as that of Phi 3.5, puts behind one that is over; and
+    with the prompt for an answer, where no such end stands. One that stands there, too, is the end of the turn."""
+    text, asked = render(messages), render(messages, add_generation_prompt=True)
+    return text if asked.startswith(text) else text.removesuffix(eos or ""), asked
+
+
+def _start(render, messages: list[dict], eos: str | None) -> str:
     """What stands before the words of a conversation that begins with the assistant: a template renders no empty
     conversation, so its own mark for the assistant says where the words begin."""
-    text = render(messages)
-    mark = render(messages, add_generation_prompt=True)[len(text) :]
+    text, asked = _unfinished(render, messages, eos)
+    mark = asked[len(text) :]
     begin = text.find(mark) if mark.strip() else -1
     if begin < 0:
         raise BadRow(
