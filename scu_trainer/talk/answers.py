@@ -13,6 +13,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, TextIteratorStr
 from scu_trainer.errors import ModelError, OutOfMemory
 from scu_trainer.settings.base import require
 from scu_trainer.talk.model import Message, Talker
+from scu_trainer.train.evaluation.answers import ONE_ANSWER
 from scu_trainer.train.step.prediction import Halving
 
 LOWEST_TEMPERATURE = 1e-30
@@ -61,7 +62,7 @@ class AnswerSettings:
             own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         else:
             own = {name: value for name, value in DRAWS.items() if getattr(found, name) is None} | own
-        own |= {"max_length": None, "return_dict_in_generate": False, "num_return_sequences": 1}
+        own |= {**ONE_ANSWER, "max_length": None}
         found.update(**own, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
         return found
 

@@ -20,6 +20,7 @@ from scu_trainer.talk import answers as subject
 from scu_trainer.talk.answers import AnswerSettings, Batches, fitted, stream
 from scu_trainer.talk.model import base_beside, loaded, stop_tokens
 from scu_trainer.talk.prompts import read_prompts
+from scu_trainer.train.evaluation.answers import answered
 from scu_trainer.train.evaluation.answers import stop_tokens as ends_of_reference
 from tests import tiny
 from tests.faults import oom
@@ -203,14 +204,22 @@ def test_how_answers_are_drawn_is_said_where_little_is_set(talker, monkeypatch, 
 
 @pytest.mark.parametrize(
     "configured",
-    [{"stop_strings": ["zzz"]}, {"return_dict_in_generate": True}, {"do_sample": True, "num_return_sequences": 2}],
+    [
+        {"stop_strings": ["zzz"]},
+        {"return_dict_in_generate": True},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"num_beams": 2},
+        {"penalty_alpha": 0.6},
+    ],
 )
 def test_a_generation_config_of_others_gives_the_same_answers(talker, monkeypatch, configured):
     prompt, greedy = talker.encoded(QUESTION), AnswerSettings(max_new_tokens=12, do_sample=False)
-    expected = "".join(stream(talker, prompt, greedy))
+    expected, sample = "".join(stream(talker, prompt, greedy)), (talker.model, talker.tokenizer, prompt, talker.stops)
+    sampled = answered(*sample, 12)
     monkeypatch.setattr(talker.model, "generation_config", GenerationConfig(**configured))
     assert "".join(stream(talker, prompt, greedy)) == expected
     assert [reply.text for reply in Batches(talker, greedy, 2).answers([prompt, prompt])] == [expected] * 2
+    assert answered(*sample, 12) == sampled
 
 
 def test_drawn_answers_are_those_of_the_seed(talker):

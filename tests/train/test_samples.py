@@ -166,8 +166,8 @@ def test_an_answer_ends_where_the_reference_does(tokenizer):
     end_of_turn = tokenizer.all_special_ids[-1]
     assert stop_tokens(model, tokenizer, (5, end_of_turn, 6)) == sorted({7, tokenizer.eos_token_id, end_of_turn})
     assert stop_tokens(model, tokenizer, (end_of_turn, 5, 6, 6)) == sorted({7, tokenizer.eos_token_id})
-    first, second, *_ = answered(model, [3, 4], [], 6)
-    assert answered(model, [3, 4], [second], 6) == ([first] if second != first else [])
+    first, second, *_ = answered(model, tokenizer, [3, 4], [], 6)
+    assert answered(model, tokenizer, [3, 4], [second], 6) == ([first] if second != first else [])
 
 
 def test_no_prompts_are_said(tokenizer, tmp_path):

@@ -16,6 +16,9 @@ from scu_trainer.models.loading.offloaded import input_device
 
 TEXT_PROMPT_TOKENS = 32
 
+ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "penalty_alpha": 0.0}
+"""Against a generation config that asks for several answers, or searches among them: one token follows the other."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -70,7 +73,9 @@ def stop_tokens(model: nn.Module, tokenizer: Any, reference_ids: Sequence[int]) 
     return sorted(token for token in found if token is not None)
 
 
-def answered(model: nn.Module, token_ids: Sequence[int], stops: Sequence[int], max_new_tokens: int) -> list[int]:
+def answered(
+    model: nn.Module, tokenizer: Any, token_ids: Sequence[int], stops: Sequence[int], max_new_tokens: int
+) -> list[int]:
     """What the model writes after ``token_ids``, each token its most likely one, up to and without a stop token."""
     inputs = torch.tensor([list(token_ids)], device=input_device(model))
     settings = GenerationConfig(
@@ -78,7 +83,10 @@ def answered(model: nn.Module, token_ids: Sequence[int], stops: Sequence[int], m
         do_sample=False,
         eos_token_id=list(stops) or None,
         pad_token_id=stops[0] if stops else 0,
+        **ONE_ANSWER,
     )
-    made = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
+    made = model.generate(
+        input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, tokenizer=tokenizer
+    )
     answer = made[0, inputs.shape[1] :].tolist()
     return answer[: next((place for place, token in enumerate(answer) if token in stops), len(answer))]

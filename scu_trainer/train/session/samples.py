@@ -102,7 +102,7 @@ class Samples(Loop):
 
     def _row(self, prompt: Prompt, model: nn.Module) -> dict[str, Any]:
         stops = stop_tokens(model, self.tokenizer, prompt.reference_ids)
-        answer = answered(model, prompt.token_ids, stops, self.max_new_tokens)
+        answer = answered(model, self.tokenizer, prompt.token_ids, stops, self.max_new_tokens)
         return {
             "row": prompt.row,
             "prompt": self.tokenizer.decode(list(prompt.token_ids)),
