@@ -12,7 +12,7 @@ import datasets
 import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from scu_trainer.control.budget import SOLVED_AT
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer
@@ -489,6 +489,10 @@ def test_sampled_text_is_decided_by_the_seed_and_leaves_the_random_numbers_alone
     other = sampled_text(model, tokenizer, tmp_path / "a", seed=1, **how)
     assert torch.equal(torch.get_rng_state(), state)
     assert one.read_text() == same_seed.read_text() != other.read_text()
+    for config in ({"repetition_penalty": 9.0}, {"num_beams": 2}, {"return_dict_in_generate": True}):
+        model.generation_config = GenerationConfig(**config)
+        again = sampled_text(model, tokenizer, tmp_path / "-".join(config), seed=0, **how)
+        assert again.read_text() == one.read_text()
     tokenizer.bos_token = tokenizer.eos_token = None
     with pytest.raises(DataError, match="neither bos nor eos; give a file of text instead"):
         sampled_text(model, tokenizer, tmp_path / "c", seed=0, **how)

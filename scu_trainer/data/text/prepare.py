@@ -87,8 +87,8 @@ def _template_notes(tokenizer, template: str) -> Iterator[str]:
     if end := changing_end(tokenizer):
         yield (
             f"chat_template {template}: this tokenizer makes other tokens of {end!r} at the end of a prompt than "
-            "before an answer, so the model is asked with tokens that it has not learned answers behind; give a "
-            "template whose prompt ends in a marker or a single line break, such as chatml"
+            "before an answer, so the model is asked with other tokens than it was trained with; give a template "
+            "whose prompt ends in a marker or a single line break, such as chatml"
         )
 
 

@@ -20,6 +20,7 @@ from scu_trainer.errors import DataError
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings.regularization import SAMPLED
+from scu_trainer.train.evaluation.answers import ONE_ANSWER
 
 logger = logging.getLogger("scu_trainer")
 
@@ -63,7 +64,8 @@ def _weights(model: nn.Module) -> list[list[Any]]:
 def _texts(model: nn.Module, tokenizer: Any, begin: int, documents: int, tokens: int, seed: int) -> Iterator[str]:
     device = input_device(model)
     pad = begin if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": tokens}
+    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    drawn |= {**ONE_ANSWER, "max_new_tokens": tokens, "tokenizer": tokenizer}
     with evaluating(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for done in range(0, documents, AT_ONCE):
