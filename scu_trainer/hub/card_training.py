@@ -32,7 +32,7 @@ def data(facts: Facts, name: str) -> str:
     lines += [
         f"- source {source['name']}: {source['row_share']:.1%} of the training rows, "
         f"{source['token_share']:.1%} of the learned tokens"
-        for source in statistics.get("sources") or ()
+        for source in (() if _is_uncounted(statistics) else statistics.get("sources") or ())
     ]
     dropped = statistics.get("rows_dropped") or statistics.get("dropped") or {}
     lines += [f"- left out: {count:,} ({reason})" for reason, count in sorted(dropped.items())]
@@ -52,7 +52,9 @@ def _counts(statistics: dict[str, Any]) -> list[str]:
     if _is_uncounted(statistics):
         return [f"- documents: a stream, whose rows were not counted; {statistics['eval_documents']:,} held out"]
     if "rows_read" in statistics:
+        of_pass = ["- a stream: what follows is of its last pass, as far as it was read"]
         return [
+            *(of_pass if statistics.get("streaming") else ()),
             f"- documents: {statistics['rows_read']:,} read, {statistics['documents']:,} for training, "
             f"{statistics['eval_documents']:,} held out",
             f"- training: {statistics['train_tokens']:,} tokens in {statistics['blocks']:,} rows, of which "

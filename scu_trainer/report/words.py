@@ -108,8 +108,9 @@ def _data(run: RunFiles) -> str:
     data = run.config.get("data") or {}
     rows = data.get("blocks", data.get("samples", data.get("rows_read")))
     named = shown(run.settings.get("dataset")) or NONE
-    is_known = isinstance(rows, int) and (rows or not data.get("streaming"))
-    return f"{named}, {counted(rows, 'row')}" if is_known else named
+    of_pass = " of its last pass" if data.get("streaming") else ""
+    is_known = isinstance(rows, int) and (rows or not of_pass)
+    return f"{named}, {counted(rows, 'row')}{of_pass}" if is_known else named
 
 
 def duration(seconds: Optional[float]) -> str:

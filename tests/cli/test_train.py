@@ -487,3 +487,17 @@ def test_a_stream_says_at_the_end_what_was_read(capsys, flags, workers):
     else:
         assert re.search(r"documents: [1-9]\d* read, [1-9]\d* for training so far, 4 held out", after)
         assert re.search(r"training: [1-9]\d* rows, [\d,]+ tokens, [\d,]+ learned so far", after)
+
+
+def test_a_stream_that_was_only_looked_at_is_not_said_to_be_read(capsys, flags, tmp_path):
+    """After its last step, when a run resumes to save and score the model alone."""
+    words, run = [*flags, "--streaming", "true", "--max_eval_documents", "4"], tmp_path / "run"
+    assert train.main(words) == 0
+    assert "- a stream: what follows is of its last pass" in (run / "README.md").read_text()
+    assert dict(key_figures(read_run(run, "run")))["data"].endswith("rows of its last pass")
+    capsys.readouterr()
+    (run / "scu_metrics.json").unlink()
+    (run / "run.json").write_text(json.dumps({**json.loads((run / "run.json").read_text()), "status": "failed"}))
+    assert train.main(words) == 0
+    assert "resuming from" in (printed := capsys.readouterr().out) and printed.count("read as:") == 1
+    assert "rows were not counted" in (run / "README.md").read_text()

@@ -49,6 +49,15 @@ def test_the_command_that_repeats_the_run_reads_its_configuration(run, tmp_path)
     assert found == stored and stored["report_to"] == []
 
 
+def test_shares_of_a_stream_that_was_not_counted_are_not_claimed(run):
+    description = read_json(run / "training_config.json")
+    source = {"name": "web", "row_share": 0.0, "token_share": 0.0}
+    for blocks in (0, 3):
+        description["data"] |= {"streaming": True, "blocks": blocks, "sources": [source]}
+        write_json(run / "training_config.json", description)
+        assert ("- source web: 0.0%" in card_of(read_facts(run, run), "me/x")) == bool(blocks)
+
+
 def test_what_was_not_measured_is_not_claimed(run):
     (run / "scu_metrics.json").write_text('{"held_out_documents": 0, "steps": 2, "train_s": 1.0}')
     card = card_of(read_facts(run, run), "me/x")

@@ -351,8 +351,6 @@ def _stock_refusals() -> Iterator[None]:
 
 def _of_stream(job: Job, parts: TrainingComponents) -> list[str]:
     """What streaming data turned out to hold; their counts are known when they were read."""
-    if not job.data.streaming:
-        return []
     if job.training.dataloader_num_workers > 0:
         return [
             "streaming: what was read and left out was counted by the loader's workers and is not known here; "
@@ -387,12 +385,13 @@ def _train(
     except OutOfMemory as error:
         error.steps_done = trainer.state.global_step
         raise
-    if job.data.streaming and not job.training.dataloader_num_workers and is_main_process():
-        description = trainer.checkpoints.facts
-        description["data"] |= parts.data.statistics.as_dict()
-        write_json(output_dir / "training_config.json", description)
-    for line in _of_stream(job, parts):
-        console.print(line, soft_wrap=True)
+    if job.data.streaming and trainer.state.global_step > trainer._initial_global_step:  # else it was only looked at
+        if not job.training.dataloader_num_workers and is_main_process():
+            description = trainer.checkpoints.facts
+            description["data"] |= parts.data.statistics.as_dict()
+            write_json(output_dir / "training_config.json", description)
+        for line in _of_stream(job, parts):
+            console.print(line, soft_wrap=True)
     if stop.stopped_at is not None:
         raise _stopped(trainer, stop.stopped_at, request)
     trainer.before_save()
