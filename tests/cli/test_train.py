@@ -16,10 +16,11 @@ from transformers import TrainingArguments
 
 from scu_trainer.cli import configuration, configuration_file, train
 from scu_trainer.cli import main as cli
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.report.files import read_run
 from scu_trainer.report.words import key_figures
 from scu_trainer.run_files import read_rows
+from scu_trainer.train.session import session
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes, tiny
 
@@ -487,6 +488,21 @@ def test_a_stream_says_at_the_end_what_was_read(capsys, flags, workers):
     else:
         assert re.search(r"documents: [1-9]\d* read, [1-9]\d* for training so far, 4 held out", after)
         assert re.search(r"training: [1-9]\d* rows, [\d,]+ tokens, [\d,]+ learned so far", after)
+
+
+def test_counts_of_a_stream_that_find_no_room_cost_no_model(flags, tmp_path, monkeypatch):
+    written, write = [], session.write_json
+
+    def once(path, content):
+        written.append(path.name)
+        if written.count("training_config.json") == 2:
+            raise StorageError("no room")
+        write(path, content)
+
+    monkeypatch.setattr(session, "write_json", once)
+    words = ["--streaming", "true", "--max_eval_documents", "4", "--save_strategy", "no"]
+    assert train.main([*flags, *words]) == 2
+    assert list((tmp_path / "run").glob("*model.safetensors"))
 
 
 def test_a_stream_that_was_only_looked_at_is_not_said_to_be_read(capsys, flags, tmp_path):

@@ -385,13 +385,9 @@ def _train(
     except OutOfMemory as error:
         error.steps_done = trainer.state.global_step
         raise
-    if job.data.streaming and trainer.state.global_step > trainer._initial_global_step:  # else it was only looked at
-        if not job.training.dataloader_num_workers and is_main_process():
-            description = trainer.checkpoints.facts
-            description["data"] |= parts.data.statistics.as_dict()
-            write_json(output_dir / "training_config.json", description)
-        for line in _of_stream(job, parts):
-            console.print(line, soft_wrap=True)
+    is_stream_read = job.data.streaming and trainer.state.global_step > trainer._initial_global_step
+    for line in _of_stream(job, parts) if is_stream_read else ():
+        console.print(line, soft_wrap=True)
     if stop.stopped_at is not None:
         raise _stopped(trainer, stop.stopped_at, request)
     trainer.before_save()
@@ -401,6 +397,10 @@ def _train(
         trainer.save_state()
     if is_main_process():
         give_usual_mode(output_dir.iterdir())
+        if is_stream_read and not job.training.dataloader_num_workers:
+            description = trainer.checkpoints.facts
+            description["data"] |= parts.data.statistics.as_dict()
+            write_json(output_dir / "training_config.json", description)
     after = score(job, trainer, parts)
     figures = {
         "steps": trainer.state.global_step,
