@@ -490,6 +490,22 @@ def test_a_stream_says_at_the_end_what_was_read(capsys, flags, workers):
         assert re.search(r"training: [1-9]\d* rows, [\d,]+ tokens, [\d,]+ learned so far", after)
 
 
+def test_the_last_pass_of_a_stream_does_not_forget_the_format_of_a_later_source(flags, documents, tmp_path):
+    """By it chat and serve ask as the run has trained."""
+    asked, config = tmp_path / "asked.jsonl", tmp_path / "two.json"
+    asked.write_text('{"question": "Tea?", "answer": "Yes."}\n' * 9)
+    sources = [{"dataset": str(path), "name": path.stem} for path in (documents, asked)]
+    settings = {"dataset": sources, "streaming": True, "max_eval_documents": 4, "max_steps": 30}
+    config.write_text(json.dumps(settings))
+    at = flags.index("--dataset")
+    kept = [*flags[:at], *flags[at + 2 :]]
+    at = kept.index("--max_steps")
+    assert train.main(["--config", str(config), *kept[:at], *kept[at + 2 :]]) == 0
+    data = json.loads((tmp_path / "run" / "training_config.json").read_text())["data"]
+    assert data["sources"][1]["rows"] == 0, "the last pass ended before it"
+    assert any(name.startswith("question and answer") for name in data["formats"])
+
+
 def test_counts_of_a_stream_that_find_no_room_cost_no_model(flags, tmp_path, monkeypatch):
     written, write = [], session.write_json
 

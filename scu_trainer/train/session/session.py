@@ -399,7 +399,9 @@ def _train(
         give_usual_mode(output_dir.iterdir())
         if is_stream_read and not job.training.dataloader_num_workers:
             description = trainer.checkpoints.facts
+            formats = description["data"]["formats"]  # its last pass may have ended before some of them
             description["data"] |= parts.data.statistics.as_dict()
+            description["data"]["formats"] = {**formats, **description["data"]["formats"]}
             write_json(output_dir / "training_config.json", description)
     after = score(job, trainer, parts)
     figures = {
