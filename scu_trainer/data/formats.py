@@ -245,11 +245,13 @@ def _filled(row: dict, names: Sequence[str]) -> Optional[str]:
 def _history(value: Any) -> tuple[tuple[str, str], ...]:
     """Of Alpaca: a list of [question, answer]."""
     turns = () if _is_empty(value) else value
-    is_list = isinstance(turns, (list, tuple))
-    turns = tuple(tuple(turn) if isinstance(turn, (list, tuple)) else () for turn in (turns if is_list else ()))
-    if not is_list or not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns):
+    if not isinstance(turns, (list, tuple)) or not all(map(_is_turn, turns)):
         raise BadRow("column 'history' is not a list of [question, answer]")
-    return turns
+    return tuple(map(tuple, turns))
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def _text(row: dict, column: str) -> Read:

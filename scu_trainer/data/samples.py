@@ -52,9 +52,8 @@ class SampleStatistics(Dropping):
         if len(odd):
             places = [*train.places, *held_out.places]
             self.notes.append(
-                f"{counted(len(odd), self.item)} {'has' if len(odd) == 1 else 'have'} the same content as one of "
-                f"another class, so one of the two labels is wrong, first: {places[odd[0]]} and "
-                f"{places[first[group[odd[0]]]]}"
+                f"{counted(len(odd), f'{self.item} has', f'{self.item}s have')} the same content as one of another "
+                f"class, so one of the two labels is wrong, first: {places[odd[0]]} and {places[first[group[odd[0]]]]}"
             )
 
     @property
@@ -79,9 +78,8 @@ class SampleStatistics(Dropping):
             for reason, count in sorted(self.dropped.items())
         ]
         if self.heldout_duplicates:
-            are = "is" if self.heldout_duplicates == 1 else "are"
-            seen = counted(self.heldout_duplicates, f"held-out {self.item}")
-            lines.append(f"{seen} {are} also in the training data")
+            seen = counted(self.heldout_duplicates, f"held-out {self.item} is", f"held-out {self.item}s are")
+            lines.append(f"{seen} also in the training data")
         return [*lines, *self.notes]
 
 

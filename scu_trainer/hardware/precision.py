@@ -19,7 +19,10 @@ TENSOR_CORES = (7, 0)
 """Capability from which CUDA cards multiply fp16 faster than float32."""
 AMPERE = (8, 0)
 _ALLOWED = ("no", "bf16", "fp16")
-NOT_HEARD = "; accelerate says no where nobody was asked, too: mixed_precision: no in the job turns it off"
+DEFAULT_OF_ACCELERATE = (
+    "; the launcher's mixed_precision: no is not followed, because accelerate sets it by default: set "
+    "mixed_precision: no in the job to turn half precision off"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def choose_precision(
         choice = _fastest(device)
         if choice.name == "no" or launcher is None:
             return choice
-        return replace(choice, reason=f"{choice.reason.removesuffix(')')}{NOT_HEARD})")
+        return replace(choice, reason=f"{choice.reason.removesuffix(')')}{DEFAULT_OF_ACCELERATE})")
     name, who = names.pop(), next(iter(asked))
     _require_possible(name, device, who)
     is_slow = name == "bf16" and device.kind == "cpu" and not device.bf16

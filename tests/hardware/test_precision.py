@@ -40,7 +40,10 @@ def chosen(device, wanted="auto", bf16=False, fp16=False, launcher=None):
 def test_unasked_the_fastest_safe_format_is_taken(device, name, reason, launcher):
     choice = chosen(device, launcher=launcher)
     if launcher == "no" and name != "no":  # whoever meant it reads how to have it
-        note = "accelerate says no where nobody was asked, too: mixed_precision: no in the job turns it off"
+        note = (
+            "the launcher's mixed_precision: no is not followed, because accelerate sets it by default: set "
+            "mixed_precision: no in the job to turn half precision off"
+        )
         reason = f"{reason[:-1]}; {note})"
     assert (choice.name, choice.reason) == (name, reason)
 

@@ -51,8 +51,6 @@ def _main(argv: list[str], hands: Hands) -> int:
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.action == "start":
-        _check_flags(flags)
-        check_known(flags, parser.of_action("start")._option_string_actions)
         return _start(options, flags, hands)
     if flags:
         parser.of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
@@ -166,9 +164,10 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
     """Starts a run, or one for each seed, and returns their names and records. ``flags``: of training; none of them is
     read as ours."""
     flags, _ = translated(list(flags), known_names())
+    _check_flags(flags)
+    check_known(flags, _parser().of_action("start")._option_string_actions)
     options.config = options.config or _written_for_this_machine()
     entries, text = _read(Path(options.config))
-    _check_flags(flags)
     check_early(options.config, flags)
     name = options.name or _free_name(options, entries)
     settings = Options(

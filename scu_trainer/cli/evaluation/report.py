@@ -80,21 +80,25 @@ def models_report(
     for row, subject, result in zip(rows[1:], subjects[1:], answers[1:], strict=True):
         if result.scores is not None:
             row["difference"] = _difference(result.scores, answers[0].scores, options)
-            row["difference"]["verdict"] += _by_rounding(row["difference"]["verdict"], subjects[0], subject, result)
+            _say_rounding([row], subjects[0], subject, result)
     return {"model": rows[0], "against": rows[1:]}
 
 
-def _by_rounding(found: str, model: Subject, other: Subject, result: EvaluationResult) -> str:
-    """A merged model has the update of its adapter, so whatever is between the two comes from rounding: neither is
-    better trained. ``result``: of ``other``."""
+def _say_rounding(rows: list[dict[str, Any]], model: Subject, other: Subject, result: EvaluationResult) -> None:
+    """In the verdicts of ``rows``: a merged model has the update of its adapter, so whatever is between the two comes
+    from rounding, and neither is better trained. ``result``: of ``other``."""
     from scu_trainer.cli.publishing.merge import is_merged_from
 
-    if found not in ("lower", "higher"):
-        return ""
+    differing = [row["difference"] for row in rows if row.get("difference", {}).get("verdict") in ("lower", "higher")]
+    if not differing:
+        return
     if result.merge is not None:  # measured just now
-        return BY_ROUNDING if result.merge["is_within_tolerance"] else ""
-    one, two = Path(model.source), Path(other.source)
-    return BY_ROUNDING if is_merged_from(two, one) or is_merged_from(one, two) else ""
+        is_rounding = result.merge["is_within_tolerance"]
+    else:
+        one, two = Path(model.source), Path(other.source)
+        is_rounding = is_merged_from(two, one) or is_merged_from(one, two)
+    for difference in differing if is_rounding else ():
+        difference["verdict"] += BY_ROUNDING
 
 
 def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions, data: Any) -> dict[str, Any]:
@@ -154,11 +158,10 @@ def tasks_report(
     first = {figure.key: figure for figure in answers[0].figures}
     results = []
     for number, (subject, result) in enumerate(zip(subjects, answers, strict=True)):
-        for figure in result.figures:
-            row = _task_row(subject, figure, None if number == 0 else first.get(figure.key), options)
-            if "difference" in row:
-                row["difference"]["verdict"] += _by_rounding(row["difference"]["verdict"], subjects[0], subject, result)
-            results.append(row)
+        others = {} if number == 0 else first
+        rows = [_task_row(subject, figure, others.get(figure.key), options) for figure in result.figures]
+        _say_rounding(rows, subjects[0], subject, result)
+        results += rows
     return {
         "harness": f"lm_eval {harness_version()}",
         "names": asked.names,

@@ -398,11 +398,11 @@ def _train(
     if is_main_process():
         give_usual_mode(output_dir.iterdir())
         if is_stream_read and not job.training.dataloader_num_workers:
-            description = trainer.checkpoints.facts
-            formats = description["data"]["formats"]  # its last pass may have ended before some of them
-            description["data"] |= parts.data.statistics.as_dict()
-            description["data"]["formats"] = {**formats, **description["data"]["formats"]}
-            write_json(output_dir / "training_config.json", description)
+            found = parts.data.statistics.as_dict()
+            known = trainer.checkpoints.facts["data"]
+            found["formats"] = {**known["formats"], **found["formats"]}  # its last pass may not have come to some
+            known |= found
+            write_json(output_dir / "training_config.json", trainer.checkpoints.facts)
     after = score(job, trainer, parts)
     figures = {
         "steps": trainer.state.global_step,

@@ -148,8 +148,8 @@ def _without_own(model: Any, inputs: Any) -> Optional[str]:
         token = next((one for one in tokens if isinstance(one, int)), None)
         if token is None or not torch.is_tensor(text) or not torch.is_tensor(inputs.get(name)):
             continue
-        has_one = text.eq(token).any(dim=1)
-        if has_one.any() and not has_one.all():
+        having_one = int(text.eq(token).any(dim=1).sum())
+        if 0 < having_one < len(text):
             return f"{name} has as many entries as there are rows, but some rows have no {kind}"
     return None
 
