@@ -147,10 +147,6 @@ def _has_held_out(source: Source) -> bool:
     return float(source.get("val_set_size", 0)) > 0 or bool(source.get("test_datasets"))
 
 
-def _hub(value: Any, source: Source) -> Meaning:
-    return Meaning({"hub_model_id": value, "push_to_hub": True})
-
-
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
@@ -421,7 +417,7 @@ TABLE: Table = {
     "wandb_run_id": "set it for W&B: WANDB_RUN_ID=... before the command",
     "use_mlflow": "report_to: mlflow",
     "use_comet": "report_to: comet_ml",
-    "hub_model_id": _hub,
+    "hub_model_id": lambda value, source: Meaning({"hub_model_id": value, "push_to_hub": True}),
     "loss_watchdog_threshold": lambda value, source: Meaning({"divergence": "stop"}, WATCH),
     "loss_watchdog_patience": Nothing("read with loss_watchdog_threshold"),
     "auto_resume_from_checkpoints": Nothing("an unfinished run of the same configuration resumes automatically"),

@@ -151,11 +151,6 @@ def adapts(value: Any, source: Source) -> Meaning:
     return tuning(source, adapts=is_on(value))
 
 
-def precision(name: str) -> Any:
-    """``bf16`` and ``fp16`` under names of other programs."""
-    return Switch({"mixed_precision": name})
-
-
 RUN_FOLDER = Nothing(
     "no run is overwritten: an unfinished one of the same configuration resumes, another one starts next to it"
 )
@@ -180,7 +175,7 @@ NAMES: Table = {
     **GONE,
     "adafactor": Switch({"optim": "adafactor"}),
     "adapter_rank": Same("lora_r"),
-    "amp": precision("auto"),
+    "amp": Switch({"mixed_precision": "auto"}),
     "batch_size": Same("per_device_train_batch_size"),
     "bnb_4bit_compute_dtype": Nothing("4-bit weights are computed with in the type of mixed_precision"),
     "checkpoint_dir": Same("output_dir"),
@@ -191,7 +186,7 @@ NAMES: Table = {
     "double_quantization": boolean("bnb_4bit_use_double_quant"),
     "early_stopping": "write early_stopping_patience: N, evaluations without an improvement",
     "early_stopping_rounds": Same("early_stopping_patience"),
-    "enable_amp": precision("auto"),
+    "enable_amp": Switch({"mixed_precision": "auto"}),
     "enable_gradient_checkpointing": checkpointing,
     "epochs": Same("num_train_epochs"),
     "eval_batch_size": Same("per_device_eval_batch_size"),
@@ -223,7 +218,7 @@ NAMES: Table = {
     "model_name": Same("model_name_or_path"),
     "momentum": Same("optim_args", form="momentum={}"),
     "multi_gpu": "start one process per GPU: torchrun --nproc_per_node 2 scripts/train.py ..., or accelerate launch",
-    "no_amp": precision("no"),
+    "no_amp": Switch({"mixed_precision": "no"}),
     "no_checkpointing": Switch({"checkpoint_every_layer": False}),
     "no_cuda": Switch({"use_cpu": True}),
     "num_epochs": Same("num_train_epochs"),
@@ -249,8 +244,8 @@ NAMES: Table = {
     "torch_dtype": Same("dtype"),
     "train_batch_size": Same("per_device_train_batch_size"),
     "use_4bit": quantized(lambda source: True),
-    "use_bf16": precision("bf16"),
-    "use_fp16": precision("fp16"),
+    "use_bf16": Switch({"mixed_precision": "bf16"}),
+    "use_fp16": Switch({"mixed_precision": "fp16"}),
     "use_gradient_checkpointing": checkpointing,
     "use_lora": Switch({"tuning": "lora"}, {"tuning": "full"}),
     "use_mps_device": Nothing("an Apple GPU is used if there is one"),

@@ -201,10 +201,6 @@ def _packing(value: Any, source: Source) -> Meaning:
     return Meaning({"packing": True, "isolate_documents": source.has("neat_packing")})
 
 
-def _gradient_checkpointing(value: Any, source: Source) -> Meaning:
-    return Meaning({"checkpoint_every_layer": not is_on(value)})
-
-
 ANSWERS = Nothing("it is about answers, not about training; docs/talk.md")
 PLOTS = Nothing("scu-trainer report RUN draws the curves")
 BADAM = Nothing("read with use_badam")
@@ -257,7 +253,7 @@ TABLE: Table = {
         if value == "auto"
         else Meaning({"attn_implementation": ATTENTION.get(value, value)})
     ),
-    "disable_gradient_checkpointing": _gradient_checkpointing,
+    "disable_gradient_checkpointing": lambda value, source: Meaning({"checkpoint_every_layer": not is_on(value)}),
     "use_reentrant_gc": Nothing("checkpointing gives the same numbers either way"),
     "low_cpu_mem_usage": Nothing("weights are always loaded without a second copy"),
     "use_fast_tokenizer": Nothing("the fast tokenizers are used"),

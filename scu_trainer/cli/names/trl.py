@@ -28,12 +28,8 @@ def _other_trainer(value: Any, source: Source) -> Meaning:
     raise SettingsError(f"it belongs to preferences or rewards, and this command learns texts; {WITH_LOOPS}")
 
 
-def _mixture(value: Any, source: Source) -> Meaning:
-    """``datasets`` of a configuration: each with path, name, split, columns."""
-    return Meaning(mixed([_source(entry) for entry in value]))
-
-
 def _source(entry: Any) -> dict[str, Any]:
+    """One of the ``datasets`` of a configuration."""
     names = {"path": "dataset", "name": "dataset_config_name", "split": "dataset_split"}
     odd = [key for key in entry if key not in names and is_on(entry[key])]
     if odd:
@@ -78,7 +74,7 @@ TABLE: Table = {
     "dataset_test_split": _test_split,
     "dataset_text_field": Same("text_column"),
     "dataset_train_split": Same("dataset_split"),
-    "datasets": _mixture,
+    "datasets": lambda value, source: Meaning(mixed([_source(entry) for entry in value])),
     "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 scu-trainer train ...",
     "eos_token": "the tokenizer's own end of text is used; change it there",
     "eval_packing": Nothing("held-out documents are scored one by one, in windows"),
