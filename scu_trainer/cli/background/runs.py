@@ -27,7 +27,7 @@ from scu_trainer.runs.control import Hands, Wish, check, resume, start, stop
 from scu_trainer.runs.monitor import follow, log_of, watch
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
-from scu_trainer.runs.store import ROOT, Options, Run, RunRecord, all_runs, find, free_name
+from scu_trainer.runs.store import ROOT, Options, RunRecord, all_runs, find, free_name
 from scu_trainer.shipped import recipe
 
 LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
@@ -175,16 +175,11 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
         options.max_ram_percent, options.max_gpu_percent, options.numa_node,
     )  # fmt: skip
     seeds = seeds_of(entries, flags)
-    wishes = [_of_seed(name, seed, entries, text, flags, settings) for seed in seeds]
+    wishes = [Wish(f"{name}{INFIX}{seed}", *one_seed(entries, text, flags, seed), settings) for seed in seeds]
     wishes = wishes or [Wish(name, text, tuple(flags), settings)]
     for wish in wishes:
         check(wish, options.root)
     return [(wish.name, start(wish, options.root, hands)) for wish in wishes]
-
-
-def _of_seed(name: str, seed: int, entries: dict, text: str, flags: Sequence[str], settings: Options) -> Wish:
-    text, flags = one_seed(entries, text, flags, seed)
-    return Wish(f"{name}{INFIX}{seed}", text, tuple(flags), settings)
 
 
 def _written_for_this_machine() -> str:
@@ -281,30 +276,20 @@ def _resume(options: argparse.Namespace, hands: Hands) -> int:
 
 def _status(options: argparse.Namespace, hands: Hands) -> int:
     seeds = runs_of(options.name, options.root) if options.name is not None else []
-    if seeds and not (options.root / options.name).exists():
-        return _status_of_seeds(seeds, options, hands)
-    if options.name is not None:
+    is_job = bool(seeds) and not (options.root / options.name).exists()
+    if options.name is not None and not is_job:
         found = report(find(options.name, options.root), hands.machine)
         if options.json:
             print(json.dumps(found.as_dict(), indent=2))
         else:
             screens.show_facts(found)
         return 0
-    every = [report(run, hands.machine) for run in all_runs(options.root)]
+    every = [report(run, hands.machine) for run in (seeds if is_job else all_runs(options.root))]
     if options.json:
         print(json.dumps([one.as_dict() for one in every], indent=2))
-    else:
-        screens.show_table(every, options.root)
-    return 0
-
-
-def _status_of_seeds(runs: Sequence[Run], options: argparse.Namespace, hands: Hands) -> int:
-    found = [report(run, hands.machine) for run in runs]
-    if options.json:
-        print(json.dumps([one.as_dict() for one in found], indent=2))
         return 0
-    screens.show_table(found, options.root)
-    for line in spread_lines(found):
+    screens.show_table(every, options.root)
+    for line in spread_lines(every) if is_job else ():
         screens.say(line)
     return 0
 

@@ -27,11 +27,11 @@ def seeds_of(entries: Mapping[str, Any], flags: Sequence[str]) -> list[int]:
     return [int(word) for word in words]
 
 
-def one_seed(entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: int) -> tuple[str, list[str]]:
+def one_seed(entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: int) -> tuple[str, tuple[str, ...]]:
     """Configuration and flags of the run with ``seed``."""
     if "seeds" in entries:
         text = yaml.safe_dump({name: value for name, value in entries.items() if name != "seeds"}, sort_keys=False)
-    return text, [*without(flags, {"seeds"}), "--seed", str(seed)]
+    return text, (*without(flags, {"seeds"}), "--seed", str(seed))
 
 
 def runs_of(name: str, root: Path) -> list[Run]:
