@@ -451,3 +451,8 @@ def _said_found(name: str, path: str) -> str:
 def readable(size_bytes: float) -> str:
     """Bytes in words: "1.5 GiB", "0.3 MiB"."""
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def gib(size_bytes: float) -> str:
+    """As ``readable``, for figures below each other."""
+    return f"{size_bytes / 2**30:.2f} GiB"

@@ -9,7 +9,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer import __version__
@@ -18,6 +18,7 @@ from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 INTERRUPTED = 130
 """Exit code of a program ended by Ctrl-C, as in a shell."""
@@ -177,6 +178,18 @@ def plain_console(**options: Any) -> Console:
             raise BrokenPipeError  # for ``guarded``, which is no failure; rich would exit with 1
 
     return Plain(highlight=False, markup=False, **options)
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names, and their values beside them."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from scu_trainer.cli.main import guarded, plain_console, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.report.words import duration
+from scu_trainer.run_files import gib
 from scu_trainer.shipped import recipe
 
 DESCRIPTION = """\
@@ -135,7 +136,7 @@ def _cells(figures: dict[str, Any]) -> list[str]:
         f"{figures['seconds_per_step']:.2f}",
         f"{figures['evaluations']} x {figures['evaluation_s']:.1f} s",
         duration(figures["total_s"]),
-        f"{figures['peak_bytes'] / 2**30:.2f} GiB",
+        gib(figures["peak_bytes"]),
     ]
 
 

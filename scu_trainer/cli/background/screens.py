@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from scu_trainer.cli.main import plain_console
+from scu_trainer.cli.main import facts_table, plain_console
 from scu_trainer.figures import bits_of
 from scu_trainer.runs import words
 from scu_trainer.runs.monitor import View
@@ -56,15 +56,7 @@ def show_facts(report: Report) -> None:
 
 
 def _facts(report: Report):
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("run", str(report.run.path))
-    for name, text in words.facts(report):
-        table.add_row(name, text)
-    return table
+    return facts_table([("run", str(report.run.path)), *words.facts(report)])
 
 
 def show_views(views: Iterable[View]) -> None:

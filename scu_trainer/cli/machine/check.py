@@ -12,14 +12,6 @@ from scu_trainer.errors import ModelError
 from scu_trainer.hardware.requirements import RequirementStatus
 
 
-def quietly(config: Optional[str], flags: Sequence[str]) -> int:
-    """``check_recipe`` without what libraries say while they are loaded, as ``train`` does it."""
-    from scu_trainer.train.run_directory.logs import run_log
-
-    with run_log():
-        return check_recipe(config, flags)
-
-
 def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
     """Print one line for each requirement of the recipe, which counts as required. Returns 2 if one is not met.
 

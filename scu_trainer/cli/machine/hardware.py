@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.cli.fields import check_known
-from scu_trainer.cli.machine.screens import gib, plain, profile_table, screen
-from scu_trainer.cli.main import guarded, plain_console
+from scu_trainer.cli.machine.screens import plain, profile_facts, screen
+from scu_trainer.cli.main import facts_table, guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
 from scu_trainer.hardware.watching.monitor import MonitorReading, device_name, find_target, readings
+from scu_trainer.run_files import gib
 from scu_trainer.shipped import recipe
 
 PLANS = ("recommend", "plan")
@@ -74,9 +75,11 @@ def main(argv: list[str]) -> int:
         return optimize(options)
     if options.gpu:
         return _check_gpu()
-    from scu_trainer.cli.machine.check import quietly
+    from scu_trainer.cli.machine.check import check_recipe
+    from scu_trainer.train.run_directory.logs import run_log
 
-    return quietly(options.config, flags)
+    with run_log():  # what libraries say while they are loaded, as in train
+        return check_recipe(options.config, flags)
 
 
 def _plan(action: str, *words: str) -> int:
@@ -98,7 +101,7 @@ def _profile(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        plain_console().print(profile_table(found))
+        plain_console().print(facts_table(profile_facts(found)))
     return 0
 
 

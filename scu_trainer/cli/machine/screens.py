@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from scu_trainer.figures import counted
 from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading
+from scu_trainer.run_files import gib
 
 if TYPE_CHECKING:
     from scu_trainer.hardware.profile import Profile
@@ -15,18 +16,7 @@ if TYPE_CHECKING:
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
-def profile_table(found: Profile):
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _lines(found):
-        table.add_row(name, text)
-    return table
-
-
-def _lines(found: Profile) -> Iterator[tuple[str, str]]:
+def profile_facts(found: Profile) -> Iterator[tuple[str, str]]:
     yield "system", f"{found.system}, Python {found.python}"
     if not found.gpus:
         yield "GPU", "none that torch can use"
@@ -91,7 +81,3 @@ def run_lines(run: RunReading) -> list[str]:
         limit = "" if run.limit_bytes is None else f", limit {gib(run.limit_bytes)}"
         lines.append(f"micro-batches of {run.tokens_per_chunk:,} tokens ({run.rows_per_chunk} rows){limit}")
     return lines
-
-
-def gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

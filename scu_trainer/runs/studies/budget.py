@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+from scu_trainer.run_files import gib
 from scu_trainer.runs.studies.variant_table import Variant
 from scu_trainer.runs.studies.variants import Outcome
 
@@ -90,7 +91,3 @@ def _attempt(variant: Variant, limit_bytes: int, sizes: Sizes, run: Callable[[Va
         return Attempt(variant.name, "failed", "its memory cannot be measured on this system", outcome)
     verdict = "fits" if outcome.total_bytes <= limit_bytes else "too large"
     return Attempt(variant.name, verdict, f"measured peak {gib(outcome.total_bytes)}", outcome)
-
-
-def gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
