@@ -37,6 +37,14 @@ class BadRow(Exception):
     """One row that cannot be used; its message says why. It stays in this room: counted, or turned into a DataError."""
 
 
+class BadSample(BadRow):
+    """An image or a recording. ``reason``: the same for all with this fault; the message has the details."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
 class Text(NamedTuple):
     """Every token is learned."""
 

@@ -412,9 +412,10 @@ def test_gray_models_get_gray_images(pets, tmp_path):
 
 
 def test_arrays_with_too_many_channels_are_refused():
-    from scu_trainer.data.images.decode import BadImage, open_image
+    from scu_trainer.data.images.decode import open_image
+    from scu_trainer.data.records import BadSample
 
-    with pytest.raises(BadImage, match="1, 3 or 4 channels"):
+    with pytest.raises(BadSample, match="1, 3 or 4 channels"):
         open_image(numpy.zeros((4, 4, 5), dtype=numpy.uint8))
 
 

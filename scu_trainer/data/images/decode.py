@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 import numpy
 
 from scu_trainer.data.images.records import NO_LABEL, Content, ImageRecord
+from scu_trainer.data.records import BadSample
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -48,14 +49,6 @@ BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 """What Pillow raises for a torn file."""
 
 
-class BadImage(Exception):
-    """``reason``: one of the above, counted by; the message is what was found in this image."""
-
-    def __init__(self, reason: str, found: str) -> None:
-        super().__init__(found)
-        self.reason = reason
-
-
 class Pixels(NamedTuple):
     """``pixels``: uint8 of shape (channels, height, width), None where ``bad`` says why there are none. ``mode``: what
     Pillow calls the kind of image that was found. ``size``: its (width, height). ``is_first``: more images follow in
@@ -66,7 +59,7 @@ class Pixels(NamedTuple):
     pixels: Optional[numpy.ndarray] = None
     mode: str = ""
     size: tuple[int, int] = (0, 0)
-    bad: Optional[BadImage] = None
+    bad: Optional[BadSample] = None
     is_first: bool = False
 
 
@@ -82,21 +75,21 @@ def decode_all(records: Iterable[ImageRecord], processor: Any, channels: int) ->
 def _decode(record: ImageRecord, processor: Any, channels: int) -> Pixels:
     try:
         if record.label == NO_LABEL:
-            raise BadImage(NO_USABLE_LABEL, str(record.problem))
+            raise BadSample(NO_USABLE_LABEL, str(record.problem))
         image = open_image(record.content)
         fixed = fixed_pixels(in_channels(image, channels), processor)
-    except BadImage as bad:
+    except BadSample as bad:
         return Pixels(record.place, record.label, bad=bad)
     return Pixels(record.place, record.label, fixed, image.mode, image.size, is_first=SEVERAL in image.info)
 
 
 def open_image(content: Optional[Content]) -> PIL.Image.Image:
-    """Decoded whole, and turned upright where its camera said so. Raises BadImage."""
+    """Decoded whole, and turned upright where its camera said so. Raises BadSample."""
     import PIL.Image
     import PIL.ImageOps
 
     if content is None:
-        raise BadImage(UNREADABLE, "this row has no image")
+        raise BadSample(UNREADABLE, "this row has no image")
     if isinstance(content, numpy.ndarray):
         return _of_array(content)
     try:
@@ -108,9 +101,9 @@ def open_image(content: Optional[Content]) -> PIL.Image.Image:
                 upright.info[SEVERAL] = True
             return upright
     except BROKEN as error:
-        raise BadImage(UNREADABLE, _in_words(error)) from error
+        raise BadSample(UNREADABLE, _in_words(error)) from error
     except PIL.Image.DecompressionBombError as error:
-        raise BadImage(UNREADABLE, str(error)) from error
+        raise BadSample(UNREADABLE, str(error)) from error
 
 
 def _has_more(image: PIL.Image.Image) -> bool:
@@ -134,14 +127,14 @@ def _of_array(pixels: numpy.ndarray) -> PIL.Image.Image:
 
     channels = 1 if pixels.ndim == 2 else pixels.shape[-1]
     if pixels.ndim not in (2, 3) or channels not in (1, 3, 4):
-        raise BadImage(UNUSABLE_CHANNELS, f"its shape is {pixels.shape}; allowed: 1, 3 or 4 channels, last")
+        raise BadSample(UNUSABLE_CHANNELS, f"its shape is {pixels.shape}; allowed: 1, 3 or 4 channels, last")
     return PIL.Image.fromarray(pixels.squeeze(-1) if pixels.ndim == 3 and channels == 1 else pixels)
 
 
 def in_channels(image: PIL.Image.Image, channels: int) -> PIL.Image.Image:
-    """Gray or RGB. Transparency is dropped, which is what image processors do. Raises BadImage for deep pixels."""
+    """Gray or RGB. Transparency is dropped, which is what image processors do. Raises BadSample for deep pixels."""
     if image.mode not in CONVERTIBLE:
-        raise BadImage(
+        raise BadSample(
             UNUSABLE_CHANNELS, f"its pixels are of the kind {image.mode!r}, more than 8 bits each; save it with 8 bits"
         )
     if image.mode == "P" and "transparency" in image.info:
@@ -151,10 +144,10 @@ def in_channels(image: PIL.Image.Image, channels: int) -> PIL.Image.Image:
 
 def fixed_pixels(image: PIL.Image.Image, processor: Any) -> numpy.ndarray:
     """What the model's processor makes of the image short of normalising: uint8, (channels, height, width). Raises
-    BadImage where it refuses."""
+    BadSample where it refuses."""
     later = {name: False for name in NORMALISING if hasattr(processor, name)}
     try:
         pixels = numpy.asarray(processor(image, **later)["pixel_values"][0])
     except ValueError as error:
-        raise BadImage(UNFIT, f"{image.width} x {image.height} pixels: {error}") from error
+        raise BadSample(UNFIT, f"{image.width} x {image.height} pixels: {error}") from error
     return pixels.round().clip(0, 255).astype(numpy.uint8)

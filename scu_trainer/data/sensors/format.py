@@ -51,7 +51,7 @@ from typing import Any, Optional, Union
 
 import numpy
 
-from scu_trainer.data.records import BadRow
+from scu_trainer.data.records import BadSample
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import BRANCHES
 
@@ -104,14 +104,6 @@ UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.
 """RuntimeError: of zipfile, for an encrypted file or an unknown compression. MemoryError: a shape that is absurd."""
 
 
-class BadRecording(BadRow):
-    """``reason`` is the same for all recordings with this fault; the message has the details."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-
-
 def array_names(branches: Sequence[str]) -> list[str]:
     """What these branches read, in the order of ``FORMS``."""
     return [name for name in FORMS if any(name in BRANCHES[branch] for branch in branches)]
@@ -127,21 +119,21 @@ def present(names: Iterable[str], missing: Sequence[str]) -> list[str]:
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
     """The arrays of a .npz, checked and as they are kept: see ``with_time_first``, temperatures in degrees Celsius.
-    Raises BadRecording, which does not name the file."""
+    Raises BadSample, which does not name the file."""
     try:
         # Opened here: numpy leaves its own file open when the archive is torn.
         with open(path, "rb") as file:
             archive = numpy.load(file, allow_pickle=False)
             found = _named(archive, names)
     except FileNotFoundError:
-        raise BadRecording("missing file", "the file does not exist") from None
+        raise BadSample("missing file", "the file does not exist") from None
     except UNREADABLE as error:
-        raise BadRecording("unreadable file", f"not a readable .npz: {error}") from error
+        raise BadSample("unreadable file", f"not a readable .npz: {error}") from error
     absent = [name for name in names if name not in found]
     if absent:
         sensor = FORMS[absent[0]].sensor
         lacked = absent[0] if any(FORMS[name].sensor == sensor for name in found) else sensor
-        raise BadRecording(
+        raise BadSample(
             "missing branch",
             f"it has no array {absent[0]!r} (its arrays: {', '.join(archive.files[:10]) or 'none'}), and the manifest "
             "does not declare it; "
@@ -152,7 +144,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
 
 def _named(archive: Any, names: Sequence[str]) -> dict[str, numpy.ndarray]:
     if not isinstance(archive, numpy.lib.npyio.NpzFile):
-        raise BadRecording("no .npz file", "it is a single .npy array; give a .npz with named arrays")
+        raise BadSample("no .npz file", "it is a single .npy array; give a .npz with named arrays")
     with archive:
         return {name: archive[name] for name in names if name in archive.files}
 
@@ -162,12 +154,12 @@ def _kept(name: str, array: numpy.ndarray) -> numpy.ndarray:
     form = FORMS[name]
     wanted = f"({', '.join(form.axes)}{',' if len(form.axes) == 1 else ''})"
     if array.dtype.name not in form.allowed:
-        raise BadRecording("wrong dtype", f"{name} is {array.dtype.name}; allowed: {', '.join(form.allowed)}")
+        raise BadSample("wrong dtype", f"{name} is {array.dtype.name}; allowed: {', '.join(form.allowed)}")
     channels_fit = form.axes[-1] != "3" or array.shape[-1:] == (3,)
     if array.ndim != len(form.axes) or not channels_fit:
-        raise BadRecording("wrong shape", f"{name} has shape {array.shape}; it must be {wanted}")
+        raise BadSample("wrong shape", f"{name} has shape {array.shape}; it must be {wanted}")
     if 0 in array.shape:
-        raise BadRecording("no content", f"{name} has shape {array.shape}, nothing in it; declare the branch missing")
+        raise BadSample("no content", f"{name} has shape {array.shape}, nothing in it; declare the branch missing")
     if array.dtype.name != "uint8":
         array = _numbers(name, array, form)
     return numpy.ascontiguousarray(with_time_first(name, array))
@@ -190,7 +182,7 @@ def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
     if wrong.any():
         raise _no_number(name, array, tuple(int(index) for index in numpy.argwhere(wrong)[0]), form)
     if form.is_temperature and float(array.min()) < ABSOLUTE_ZERO_CELSIUS:
-        raise BadRecording(
+        raise BadSample(
             "wrong unit", f"{name} has {float(array.min()):g} °C, below absolute zero; floats are degrees Celsius"
         )
     if name == "kinematics" and array.dtype.name == "float64":
@@ -199,14 +191,14 @@ def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
 
 
 def _require_resolved(name: str, array: numpy.ndarray, kept: numpy.ndarray) -> None:
-    """Raise BadRecording for a channel of which rounding leaves little, such as seconds since 1970."""
+    """Raise BadSample for a channel of which rounding leaves little, such as seconds since 1970."""
     spread, lost = array.std(axis=0), numpy.abs(array - kept).max(axis=0)
     is_constant = numpy.ptp(array, axis=0) <= 16 * numpy.spacing(numpy.abs(array).max(axis=0))  # what float64 rounds
     blurred = numpy.flatnonzero((lost > MOST_LOST * spread) & ~is_constant)
     if len(blurred):
         channel = int(blurred[0])
         value, step = float(array[0, channel]), float(numpy.spacing(numpy.abs(kept[:, channel]).max()))
-        raise BadRecording(
+        raise BadSample(
             "lost in rounding",
             f"channel {channel} of {name} has {value:.10g} and its like, which {kept.dtype.name}, in which it is "
             f"stored, keeps in steps of {step:g}, too coarse for how much it changes; subtract its first value, or "
@@ -214,12 +206,12 @@ def _require_resolved(name: str, array: numpy.ndarray, kept: numpy.ndarray) -> N
         )
 
 
-def _no_number(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Form) -> BadRecording:
+def _no_number(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Form) -> BadSample:
     value = f"{name}{list(place)} is {array[place]}"
     if not numpy.isfinite(array[place]):
-        return BadRecording("not finite", f"{value}; all values must be finite numbers")
+        return BadSample("not finite", f"{value}; all values must be finite numbers")
     most = f"{float(numpy.finfo(form.kept_as).max):g}{' °C' if form.is_temperature else ''}"
-    return BadRecording("too large", f"{value}, too large for {form.kept_as}, in which it is stored; at most {most}")
+    return BadSample("too large", f"{value}, too large for {form.kept_as}, in which it is stored; at most {most}")
 
 
 @dataclass
@@ -236,7 +228,7 @@ class SharedShapes:
     example: str = ""
 
     def check(self, arrays: dict[str, numpy.ndarray], place: str) -> None:
-        """Raise BadRecording for an array of another shape than the first of its name."""
+        """Raise BadSample for an array of another shape than the first of its name."""
         for name, array in arrays.items():
             shape = array.shape[1:]
             first = self.of.get(name, shape)
@@ -245,7 +237,7 @@ class SharedShapes:
                 self.example = (
                     f"{name} has {_axes(name, shape)}, and {self.learned_from[name]} has {_axes(name, first)}"
                 )
-                raise BadRecording("another shape", f"{self.example}; all recordings must agree")
+                raise BadSample("another shape", f"{self.example}; all recordings must agree")
         self.agreeing += 1
         for name, array in arrays.items():  # only of a recording that is used
             self.of.setdefault(name, array.shape[1:])

@@ -13,8 +13,9 @@ from typing import Any, Optional
 
 from scu_trainer.data.json_files import each_once
 from scu_trainer.data.readers import MOST_NAMES, is_hidden, require_each_once, shown_name
+from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import SampleStatistics
-from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST, BadRecording
+from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST
 from scu_trainer.data.sensors.reports import MOST_LETTERS
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.figures import counted
@@ -49,7 +50,7 @@ class Rejections:
     def __init__(self, statistics: SampleStatistics, skip: bool) -> None:
         self.statistics, self.skip = statistics, skip
 
-    def add(self, place: str, error: BadRecording) -> None:
+    def add(self, place: str, error: BadSample) -> None:
         if not self.skip:
             raise DataError(f"{place}: {error}; fix it, or set skip_bad_rows: true to leave such rows out") from error
         self.statistics.drop(error.reason, place)
@@ -75,9 +76,9 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
             first = by_file.setdefault(entry.file, entry)
             if first.label != entry.label:
                 found = f"its label is {entry.label!r}, and {first.label!r} in {first.place}"
-                raise BadRecording("two labels", f"{found}; a recording has one class")
+                raise BadSample("two labels", f"{found}; a recording has one class")
             entries.append(entry)
-        except BadRecording as error:
+        except BadSample as error:
             rejections.add(place, error)
     if not entries:
         raise DataError(
@@ -137,19 +138,19 @@ def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Opti
 
 def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
     if problem is not None or not isinstance(row, dict):
-        raise BadRecording("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
+        raise BadSample("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
     unknown = [str(name) for name in row if name not in COLUMNS]
     if unknown:
-        raise BadRecording(
+        raise BadSample(
             "unknown column",
             f"unknown column {unknown[0]!r}; allowed: {', '.join(COLUMNS)}{nearest(unknown[0], COLUMNS)}",
         )
     file = row.get("file")
     if not isinstance(file, str) or not file or HALF_CHARACTER.search(file):
-        raise BadRecording("no file", "it names no file")
+        raise BadSample("no file", "it names no file")
     inside = Path(os.path.normpath(folder / file))
     if not inside.is_relative_to(os.path.normpath(folder)):
-        raise BadRecording("file outside", f"{file} lies outside of {folder}")
+        raise BadSample("file outside", f"{file} lies outside of {folder}")
     shown = file if file.isprintable() else repr(file)
     label, split = _label(row.get("label")), _split(row)
     return Entry(f"{place} ({shown})", file, inside, label, split, _missing(row), _report(row))
@@ -158,7 +159,7 @@ def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
 def _split(row: dict) -> Optional[str]:
     value = row.get("split")
     if value is not None and not isinstance(value, str):
-        raise BadRecording("no split", f"its split is {value!r}; it must be a word, train or {HELD_OUT}")
+        raise BadSample("no split", f"its split is {value!r}; it must be a word, train or {HELD_OUT}")
     return (value or "").strip().casefold() or None
 
 
@@ -170,24 +171,24 @@ def _label(value: Any) -> Any:
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
         return value
-    raise BadRecording("no label", f"its label is {short(value)}; it must be a whole number from 0 on, or a name")
+    raise BadSample("no label", f"its label is {short(value)}; it must be a whole number from 0 on, or a name")
 
 
 def _missing(row: dict) -> tuple[str, ...]:
     value = row.get("missing") or []
     names = [name.strip() for name in value.split(";")] if isinstance(value, str) else value
     if not isinstance(names, list) or not set(map(str, names)) <= set(FORMS):
-        raise BadRecording("unknown branch", f"missing is {value!r}; allowed: {', '.join(FORMS)}")
+        raise BadSample("unknown branch", f"missing is {value!r}; allowed: {', '.join(FORMS)}")
     return tuple(names)
 
 
 def _report(row: dict) -> str:
     value = row.get("report")
     if value is not None and (not isinstance(value, str) or HALF_CHARACTER.search(value)):
-        raise BadRecording("no report", f"its report is {short(value)}; it must be a text")
+        raise BadSample("no report", f"its report is {short(value)}; it must be a text")
     value = (value or "").strip()
     if len(value) > MOST_LETTERS:
-        raise BadRecording("long report", f"its report has {len(value):,} letters; at most {MOST_LETTERS}")
+        raise BadSample("long report", f"its report has {len(value):,} letters; at most {MOST_LETTERS}")
     return value
 
 
@@ -205,7 +206,7 @@ def with_labels_in_range(
     for entry in entries:
         if isinstance(entry.label, int) and entry.label >= limit:
             found = f"label {entry.label} makes {entry.label + 1:,} classes of {len(entries):,} rows"
-            rejections.add(entry.place, BadRecording("label out of range", f"{found}; if it is right, set num_classes"))
+            rejections.add(entry.place, BadSample("label out of range", f"{found}; if it is right, set num_classes"))
         else:
             kept.append(entry)
     return kept
@@ -229,12 +230,12 @@ def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Opt
 
 
 def label_number(label: Any, names: Sequence[str]) -> int:
-    """Raises BadRecording for a label that is not one of the classes."""
+    """Raises BadSample for a label that is not one of the classes."""
     if str(label) in names:
         return names.index(str(label))
     if isinstance(label, int) and 0 <= label < len(names):
         return label  # a model whose classes have names, and a manifest with numbers
-    raise BadRecording(
+    raise BadSample(
         "label out of range",
         f"label {label!r} is none of the {len(names)} classes: {', '.join(names[:10])}"
         f"{', ...' if len(names) > 10 else ''}{nearest(label, names) if isinstance(label, str) else ''}",

@@ -10,11 +10,11 @@ from typing import Optional
 
 import numpy
 
+from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import (
     HOW,
     MANIFEST,
-    BadRecording,
     SharedShapes,
     array_names,
     present,
@@ -183,7 +183,7 @@ def _labelled(
         try:
             labels.append(label_number(entry.label, names))
             kept.append(entry)
-        except BadRecording as error:
+        except BadSample as error:
             rejections.add(entry.place, error)
     return numpy.array(labels, dtype="int64"), kept
 
@@ -199,7 +199,7 @@ def _checked(
         try:
             arrays = read_arrays(entry.file, present(wanted, entry.missing))
             shapes.check(arrays, entry.place)
-        except BadRecording as error:
+        except BadSample as error:
             rejections.add(entry.place, error)
             continue
         if arrays:
