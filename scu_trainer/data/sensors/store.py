@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -32,7 +32,8 @@ def write_store(folder: Path, names: Sequence[str], samples: Iterable[Sample]) -
     lengths: dict[str, list[int]] = {name: [] for name in names}
     shapes: dict[str, list[int]] = {}
     with contextlib.ExitStack() as files:
-        outputs = {name: files.enter_context(_output(folder / f"{name}.bin")) for name in names}
+        with _written_to(folder):
+            outputs = {name: files.enter_context(open(folder / f"{name}.bin", "wb")) for name in names}
         for label, arrays in samples:
             labels.append(label)
             digests.append(_digest(arrays))
@@ -41,28 +42,21 @@ def write_store(folder: Path, names: Sequence[str], samples: Iterable[Sample]) -
                 lengths[name].append(0 if array is None else len(array))
                 if array is not None:
                     shapes[name] = list(array.shape[1:])
-                    _write(outputs[name], array, folder)
+                    with _written_to(folder):
+                        outputs[name].write(numpy.ascontiguousarray(array).data)
     ends = {name: numpy.cumsum([0, *counts]) for name, counts in lengths.items()}
     numpy.savez(folder / "index.npz", labels=numpy.array(labels), digests=numpy.array(digests, dtype="S40"), **ends)
     (folder / "shapes.json").write_text(json.dumps(shapes))
 
 
-def _output(path: Path):
+@contextlib.contextmanager
+def _written_to(folder: Path) -> Iterator[None]:
     try:
-        return open(path, "wb")
+        yield
     except OSError as error:
-        raise _no_room(path.parent, error) from error
-
-
-def _write(file, array: numpy.ndarray, folder: Path) -> None:
-    try:
-        file.write(numpy.ascontiguousarray(array).data)
-    except OSError as error:
-        raise _no_room(folder, error) from error
-
-
-def _no_room(folder: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write recordings to {folder}: {error}; free some space or set cache_dir elsewhere")
+        raise StorageError(
+            f"cannot write recordings to {folder}: {error}; free some space or set cache_dir elsewhere"
+        ) from error
 
 
 def _digest(arrays: dict[str, numpy.ndarray]) -> str:
