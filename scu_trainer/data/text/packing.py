@@ -88,15 +88,6 @@ def _joined(segments: list[NumberedDocument], isolate: bool) -> Row:
     )
 
 
-def _count_cuts(
-    documents: Iterable[NumberedDocument], block_size: int, statistics: DataStatistics
-) -> Iterator[NumberedDocument]:
-    """The same documents; counts those that do not fit into one row."""
-    for document in documents:
-        statistics.documents_cut += len(document.input_ids) > block_size
-        yield document
-
-
 def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]:
     """Rows with a token to learn; the others are counted. A mean loss over a row without one is not a number."""
     for row in rows:
@@ -106,16 +97,17 @@ def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]
             statistics.drop(f"row of tokens with {NOTHING_TO_LEARN}", f"document {row.documents[0]}")
 
 
-class _Prompted:
-    """Conversations, and other documents of which a part is not learned, that go on in a further row: there the answer
-    stands without its question. Each is counted once."""
+class _Cut:
+    """Counts documents that do not fit into one row; and of these conversations, and others of which a part is not
+    learned, once each: in a further row the answer stands without its question."""
 
     def __init__(self, statistics: DataStatistics) -> None:
         self._statistics = statistics
         self._waiting: set[int] = set()
 
-    def watched(self, documents: Iterable[NumberedDocument]) -> Iterator[NumberedDocument]:
+    def watched(self, documents: Iterable[NumberedDocument], block_size: int) -> Iterator[NumberedDocument]:
         for document in documents:
+            self._statistics.documents_cut += len(document.input_ids) > block_size
             if (document.labels[1:] == NOT_LEARNED).any():
                 self._waiting.add(document.number)
             yield document
@@ -136,17 +128,20 @@ def training_rows(
     documents: Iterable[NumberedDocument], settings: DataSettings, statistics: DataStatistics
 ) -> Iterator[dict]:
     """Columns of the training rows, counted in ``statistics``."""
-    prompted = _Prompted(statistics)
-    documents = prompted.watched(_count_cuts(documents, settings.block_size, statistics))
+    cut = _Cut(statistics)
+    documents = cut.watched(documents, settings.block_size)
     if settings.packing:
         rows = packed(documents, settings.block_size, settings.isolate_documents)
     else:
         rows = windows(documents, settings.block_size)
-    for row in _learnable(prompted.counted(rows), statistics):
+    for row in _learnable(cut.counted(rows), statistics):
         statistics.blocks += 1
         statistics.train_tokens += len(row.input_ids)
         statistics.supervised_tokens += row.learned_tokens
-        yield _training_row(row, settings.isolate_documents)
+        columns = {"input_ids": row.input_ids, "labels": row.labels}
+        if settings.isolate_documents:
+            columns["position_ids"] = row.position_ids
+        yield {**columns, "length": len(row.input_ids), "documents": row.documents}
 
 
 def held_out_rows(
@@ -156,25 +151,8 @@ def held_out_rows(
     for row in _learnable(windows(documents, settings.block_size), statistics):
         statistics.eval_rows += 1
         statistics.eval_tokens += row.learned_tokens
-        yield _held_out_row(row)
-
-
-def _training_row(row: Row, isolate: bool) -> dict:
-    """Columns of a training row."""
-    columns = {"input_ids": row.input_ids, "labels": row.labels}
-    if isolate:
-        columns["position_ids"] = row.position_ids
-    return {**columns, "length": len(row.input_ids), "documents": row.documents}
-
-
-def _held_out_row(row: Row) -> dict:
-    """Columns of a held-out row."""
-    return {
-        "input_ids": row.input_ids,
-        "labels": row.labels,
-        "length": len(row.input_ids),
-        "document": row.documents[0],
-    }
+        columns = {"input_ids": row.input_ids, "labels": row.labels}
+        yield {**columns, "length": len(row.input_ids), "document": row.documents[0]}
 
 
 def training_schema(isolate: bool) -> pyarrow.Schema:
