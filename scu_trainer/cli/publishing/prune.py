@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -36,14 +36,6 @@ contribute least are cut out of the weights, as many in each layer: neurons of t
 language model
 built like Llama, channels of a ResNet. The result is a folder that stock transformers reads, and that you can train
 further like any model: scu-trainer train --model_name_or_path DIR --tuning full, best with --teacher RUN."""
-
-
-@dataclass(frozen=True)
-class PruneOptions:
-    """What goes: the share ``amount`` of the units of these ``kinds``; () for all that the model has."""
-
-    amount: float
-    kinds: tuple[str, ...] = ()
 
 
 def _parser() -> Parser:
@@ -79,7 +71,7 @@ def main(argv: list[str]) -> int:
     output = output.expanduser().absolute()
     require_new(output)
     of_data = {name: getattr(typed, name) for name in ("dataset", "block_size") if getattr(typed, name) is not None}
-    facts = prune(subject, output, PruneOptions(typed.amount, tuple(typed.units)), of_data, typed.seed)
+    facts = prune(subject, output, typed.amount, typed.units, of_data, typed.seed)
     print(json.dumps(facts) if typed.json else screen(facts, _job_flags(subject, typed.dataset)))
     return 0
 
@@ -135,8 +127,12 @@ def screen(facts: dict[str, Any], job_flags: str) -> str:
     )
 
 
-def prune(subject: Subject, output: Path, options: PruneOptions, of_data: dict[str, Any], seed: int) -> dict[str, Any]:
+def prune(
+    subject: Subject, output: Path, amount: float, kinds: Sequence[str], of_data: dict[str, Any], seed: int
+) -> dict[str, Any]:
     """Write the pruned model of ``subject`` and return what prune.json holds. ``output`` is there whole or not at all.
+
+    What goes is the share ``amount`` of the units of these ``kinds``; () for all that the model has.
     ``of_data``: settings of the rows, in the place of those of its run; ``seed`` of their split where it has none.
     Raises a UserError."""
     from scu_trainer.train.job.source import Source
@@ -145,7 +141,7 @@ def prune(subject: Subject, output: Path, options: PruneOptions, of_data: dict[s
     data, seed = held_out_settings(subject, of_data, seed)
     model = replace(subject.model, device_map=None, tuning="lora")  # the type of the files stays
     with run_log():
-        pruning = _Pruning(subject, options, Source(model, data, subject.own(subject.task), seed), output)
+        pruning = _Pruning(subject, amount, kinds, Source(model, data, subject.own(subject.task), seed), output)
         write_new(output, pruning.build)
     return pruning.facts
 
@@ -153,15 +149,15 @@ def prune(subject: Subject, output: Path, options: PruneOptions, of_data: dict[s
 class _Pruning:
     """One pruning. ``facts``: what prune.json holds, once it is built."""
 
-    def __init__(self, subject: Subject, options: PruneOptions, source: Source, output: Path) -> None:
+    def __init__(self, subject: Subject, amount: float, kinds: Sequence[str], source: Source, output: Path) -> None:
         from scu_trainer.train.tasks import task_of
 
-        self.options, self.source, self.task = options, source, task_of(subject.task)
+        self.kinds, self.source, self.task = kinds, source, task_of(subject.task)
         self.facts: dict[str, Any] = {
             "format": 1,
             "source": subject.source,
             "output": str(output),
-            "amount": options.amount,
+            "amount": amount,
             "unit": self.task.unit,
         }
 
@@ -171,7 +167,7 @@ class _Pruning:
         from scu_trainer.train.evaluation.scoring import bootstrap_difference
 
         parts = self.task.load_scored(self.source)
-        plan = plan_pruning(parts.model, self.options.amount, self.options.kinds)
+        plan = plan_pruning(parts.model, self.facts["amount"], self.kinds)
         before = self._scores(parts)
         smaller = pruned(parts.model, plan, _batches(parts))
         measure_statistics_again(smaller, ({k: v.cpu() for k, v in batch.items()} for batch in _batches(parts)))
