@@ -82,16 +82,12 @@ def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[s
         if options.list:
             screens.print_arms(console, arms)
             return 0
-        plan = plan_of(options, flags, arms, "scu-trainer compare " + shlex.join(_lasting(argv)))
+        lasting = [word for word in argv if word not in ("--retry_failed", "--retry-failed")]  # not of this one start
+        plan = plan_of(options, flags, arms, "scu-trainer compare " + shlex.join(lasting))
     plan, devices = shared_out(plan, options.jobs)
     if options.dry_run:
         return _dry_run(plan, devices, console)
     return Start(plan, reference, devices, console, hands, options.confidence, options.retry_failed).run()
-
-
-def _lasting(argv: Sequence[str]) -> list[str]:
-    """Words that belong to the comparison, not to this one start of it."""
-    return [word for word in argv if word not in ("--retry_failed", "--retry-failed")]
 
 
 def _show(folder: str, argv: Sequence[str], console: Any) -> int:

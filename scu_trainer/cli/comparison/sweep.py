@@ -23,7 +23,7 @@ from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, Stopped, require_packages
 from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
-from scu_trainer.runs.launch import command, environment
+from scu_trainer.runs.launch import environment
 from scu_trainer.runs.queue import Line, wait_for_turn
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
@@ -179,7 +179,9 @@ class Sweep(Asked):
         """Exit code of the run, which is ended early if ``is_hopeless``. Raises Stopped on request."""
         console = self.plan.folder / "console" / f"{name}.log"
         console.parent.mkdir(parents=True, exist_ok=True)
-        process = self.hands.spawn(self._words(name, values), comparison.variables(self.shared, self.device), console)
+        given = [f"--{key}={value}" for key, value in values.items()]
+        words = comparison.words_of(self.plan.folder / "base.yaml", self.plan.seed, self.folder_of(name), *given)
+        process = self.hands.spawn(words, comparison.variables(self.shared, self.device), console)
         passed_on, read_at_s, is_ended = 0, self.hands.clock(), False
         while process.poll() is None:
             if self.asked > passed_on:
@@ -193,12 +195,6 @@ class Sweep(Asked):
         if self.asked:
             raise Stopped("stopped; run the same command to continue with the unfinished run")
         return process.poll()
-
-    def _words(self, name: str, values: Mapping[str, Any]) -> list[str]:
-        flags = ["--config", str((self.plan.folder / "base.yaml").absolute()), "--seed", str(self.plan.seed)]
-        flags += [f"--{key}={value}" for key, value in values.items()]
-        flags += ["--output_dir", str(self.folder_of(name).absolute()), "--resume_from_checkpoint", "auto"]
-        return command("python", flags, 1, has_gpu=False)
 
     def _figure(self, name: str) -> Optional[float]:
         return (read_json(self.folder_of(name) / "scu_metrics.json").get("held_out_bpt_after") or {}).get("value")

@@ -137,8 +137,12 @@ def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmSta
 def words(plan: ComparisonPlan, key: Key) -> list[str]:
     """The command of a run. It goes on from its newest checkpoint where there is one."""
     arm, seed = key
-    flags = ["--config", str(plan.recipe(arm).absolute()), "--seed", str(seed)]
-    flags += ["--output_dir", str(plan.run_folder(arm, seed).absolute()), "--resume_from_checkpoint", "auto"]
+    return words_of(plan.recipe(arm), seed, plan.run_folder(arm, seed))
+
+
+def words_of(config: Path, seed: int, folder: Path, *more: str) -> list[str]:
+    flags = ["--config", str(config.absolute()), "--seed", str(seed), *more]
+    flags += ["--output_dir", str(folder.absolute()), "--resume_from_checkpoint", "auto"]
     return command("python", flags, 1, has_gpu=False)
 
 
@@ -166,8 +170,8 @@ def only_one(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def stop_left_behind(folder: Path, hands: Hands) -> int:
-    """Runs of a comparison that was killed: ask them to stop and wait until they have. Returns how many there were."""
+def stop_left_behind(folder: Path, hands: Hands) -> None:
+    """Runs of a comparison that was killed: ask them to stop and wait until they have."""
     left = marked(mark(folder), hands.machine)
     supervisors = [process for process in left if _leads_session(process.pid)]
     if supervisors:
@@ -179,7 +183,6 @@ def stop_left_behind(folder: Path, hands: Hands) -> int:
             for process in left:
                 hands.platform.end(process, hands.machine)
         hands.sleep(LOOK_EVERY_S)
-    return len(supervisors)
 
 
 def _leads_session(pid: int) -> bool:

@@ -100,14 +100,12 @@ def missing(variant: Variant, has_gpu: bool) -> Optional[str]:
 # -- one variant -------------------------------------------------------------------------------------------------------
 
 
-def run(
-    variant: Variant, plan: VariantPlan, has_gpu: bool, progress: Callable[[str], None] = lambda text: None
-) -> Outcome:
+def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> Outcome:
     """Train ``variant`` with all loops that it allows, then make sure that it refuses the others."""
     lacks = missing(variant, has_gpu)
     if lacks is not None:
         return Outcome(variant.name, "missing", lacks)
-    progress(variant.name)
+
     off = [word for loop in variant.refused for word in SWITCHES[loop]]
     outcome = _measured(variant, plan, off, has_gpu)
     if outcome.status != "ran":
