@@ -92,7 +92,8 @@ def _message(item: Any, where: str) -> dict:
     message = {key: value for key, value in item.items() if value is not None}  # arrow fills absent keys with None
     if not isinstance(message.get("role"), str):
         raise BadRow(f"{where} has no role; a message is {{'role': 'user', 'content': '...'}}")
-    message["role"] = _role(message["role"])
+    plain = message["role"].strip().lower()
+    message["role"] = plain if plain in KNOWN_ROLES else ROLES.get(plain, message["role"])
     shown = next((name for name in message if name.removesuffix("s") in MEDIA and message[name]), None)
     if shown is not None:
         raise BadRow(f"{where} belongs to what its {shown!r} shows; only text can be used by this task")
@@ -101,11 +102,6 @@ def _message(item: Any, where: str) -> dict:
     elif message["role"] == "assistant" and str(message.get("weight", 1)).lower() not in ("1", "1.0", "true"):
         raise BadRow(f"the weight of {where} is {message['weight']!r}; allowed: 0 (not learned) and 1")
     return _with_content(_with_reasoning(_with_calls(message, where)), where)
-
-
-def _role(name: str) -> str:
-    plain = name.strip().lower()
-    return plain if plain in KNOWN_ROLES else ROLES.get(plain, name)
 
 
 def _said(item: dict, where: str) -> dict:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from scu_trainer.data.json_files import read_json_file, read_json_lines, to_utf_8
 from scu_trainer.data.opening import opened, shown_name
@@ -170,14 +170,10 @@ def _arrow(path: Path) -> Iterator[Record]:
             reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
             require_each_once(f"{path}", reader.schema.names)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            rows = (row for batch in batches for part in _slices(batch) for row in part.to_pylist())
-            yield from table_records(shown_name(path), rows)
+            parts = (batch.slice(start, 256) for batch in batches for start in range(0, batch.num_rows, 256))
+            yield from table_records(shown_name(path), (row for part in parts for row in part.to_pylist()))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path} is not readable as an Arrow file: {error}") from None
-
-
-def _slices(batch: Any) -> Iterator[Any]:
-    return (batch.slice(start, 256) for start in range(0, batch.num_rows, 256))
 
 
 READERS = {

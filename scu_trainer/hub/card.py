@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CARD = "README.md"
 MARK = "<!-- written by scu-trainer {digest}: a card that was edited is kept -->"
 _MARK = re.compile(r"<!-- written by scu-trainer (\w+): .* -->\n?")
+_HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _APPENDED = re.compile(r"\n### Framework versions\n.*", re.DOTALL)
 """What peft adds to any card that it finds when it saves."""
 
@@ -52,15 +53,11 @@ def is_ours(path: Path) -> bool:
     """Whether a card is as it was written here, or is an empty form that a library left; also where there is none."""
     if not path.is_file():
         return True
-    body = _APPENDED.sub("", _without_header(path.read_text(errors="replace")))
+    body = _APPENDED.sub("", _HEADER.sub("", path.read_text(errors="replace")))
     mark = _MARK.search(body)
     if mark is None:
         return _is_empty_form(body)
     return mark[1] == _digest(_MARK.sub("", body))
-
-
-def _without_header(text: str) -> str:
-    return re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
 
 
 def _digest(body: str) -> str:

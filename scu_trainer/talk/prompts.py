@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.data.formats import SYSTEMS, TOOLS, are_messages, asked, under_system
+from scu_trainer.data.formats import CHAT_COLUMNS, SYSTEMS, TOOLS, are_messages, asked, under_system
 from scu_trainer.data.messages import messages_of, tools_of
 from scu_trainer.data.readers import read_file
 from scu_trainer.data.records import BadRow
 from scu_trainer.errors import DataError
 from scu_trainer.settings.base import short
 
-TURNS = ("messages", "conversations", "conversation")
 QUESTIONS = ("prompt", "instruction", "question", "problem", "query", "text")
 ALLOWED = (
     "a column messages or conversations (turns, the last of the user), or one of prompt, instruction, question, "
@@ -55,7 +54,7 @@ def _messages(record: Any) -> list[dict[str, str]]:
     if record.value is None:
         raise DataError(f"{record.place}: {record.problem}")
     row = record.value
-    turns = next((name for name in TURNS if row.get(name)), None)
+    turns = next((name for name in CHAT_COLUMNS if row.get(name)), None)
     turns = turns or ("prompt" if are_messages(row.get("prompt")) else None)
     if turns is not None:
         return _unanswered(record.place, row, turns)

@@ -14,13 +14,14 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.images.decode import BadImage, open_image
-from scu_trainer.data.images.embedded import embedded_source
+from scu_trainer.data.images.decode import open_image
+from scu_trainer.data.images.embedded import GENERATED_IMAGES, digits, generated
 from scu_trainer.data.images.folders import folder_source
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageSource, in_classes
 from scu_trainer.data.images.store import Kind, StoredImages, stored_images
 from scu_trainer.data.images.tables import how_to_save, table_source
 from scu_trainer.data.readers import HELD_OUT_SPLITS
+from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import Contents, PreparedSamples, SampleStatistics
 from scu_trainer.data.sources import is_saved, notes_of, refuse_hub_settings
 from scu_trainer.data.store import digest_of
@@ -79,7 +80,7 @@ def _find(
     split, config = (data.dataset_split, data.dataset_config_name) if is_training else (None, None)
     if name in EMBEDDED_IMAGES:
         refuse_hub_settings(name, split, config)
-        return embedded_source(name, data.dataset_size)
+        return digits() if name == "digits" else generated(data.dataset_size or GENERATED_IMAGES)
     if path.is_dir():
         refuse_hub_settings(name, None, config)
     if path.is_dir() and not is_saved(path):
@@ -110,7 +111,7 @@ def natural_size(source: ImageSource) -> int:
     for record in source.read(range(min(IMAGES_TO_LOOK_AT, len(source.labels)))):
         try:
             return min(open_image(record.content).size)
-        except BadImage:  # counted, or the end of it, when all are decoded
+        except BadSample:  # counted, or the end of it, when all are decoded
             continue
     raise DataError(f"none of the first {IMAGES_TO_LOOK_AT} images of {source.name} can be read; give image_size")
 

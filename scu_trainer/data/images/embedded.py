@@ -18,11 +18,6 @@ GENERATED_VERSION = 1
 LARGEST_DIGIT_VALUE = 16
 
 
-def embedded_source(name: str, dataset_size: int | None) -> ImageSource:
-    """``digits`` or ``generated``; of the latter ``dataset_size`` images."""
-    return digits() if name == "digits" else generated(dataset_size or GENERATED_IMAGES)
-
-
 def digits() -> ImageSource:
     """1,797 handwritten digits of 8 x 8 pixels and 17 shades. Raises DataError without scikit-learn."""
     try:

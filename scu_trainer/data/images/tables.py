@@ -83,19 +83,18 @@ def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
 
 
 def _of_table(name: str, table: datasets.Dataset, own: ImageSettings, classes: Sequence[str]) -> ImageSource:
+    import datasets
+
     image = _image_column(name, table, own.image_column_name)
     label = _label_column(name, table, own.label_column_name, image)
     values = table.with_format(None)[label][:]
     names = _class_names(name, table.features[label], values, label, gaps_allowed=bool(classes))
     wanted = tuple(classes) or names
     labels = _numbers(values, table.features[label], names, wanted)
-    return ImageSource(
-        name,
-        ["table", table._fingerprint, image, label, list(wanted)],
-        wanted,
-        labels,
-        partial(_read, name, _undecoded(table.select_columns([image]), image), image, labels, values),
-    )
+    # Bytes and paths: a broken file must not fail before it can be named.
+    undecoded = table.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+    read = partial(_read, name, undecoded, image, labels, values)
+    return ImageSource(name, ["table", table._fingerprint, image, label, list(wanted)], wanted, labels, read)
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
@@ -180,13 +179,6 @@ def _numbers(values: Sequence[Any], kind: Any, names: Sequence[str], wanted: Seq
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-
-
-def _undecoded(table: datasets.Dataset, column: str) -> datasets.Dataset:
-    """Bytes and paths: a broken file must not fail before it can be named."""
-    import datasets
-
-    return table.cast_column(column, datasets.Image(decode=False))
 
 
 def _read(

@@ -78,7 +78,8 @@ class Encoder:
     @classmethod
     def of(cls, settings: DataSettings, tokenizer, model_name: str) -> Encoder:
         rules = {name: getattr(settings, name) for name in RULES}
-        return cls(tokenizer, columns_of(settings), **rules, model_name=model_name)
+        columns = {name: getattr(settings, f"{name}_column") for name in Columns._fields}
+        return cls(tokenizer, Columns(**columns), **rules, model_name=model_name)
 
     @property
     def identity(self) -> str:
@@ -138,7 +139,8 @@ class Encoder:
             message["weight"] = 0
         ids, learned, text = encode_chat(self.tokenizer, template, content, part)
         missing = rendered_away(content, text, learns_prompt=all(learned))
-        unknown = _unknown_roles(content) if part == "assistant" else ()
+        roles = tuple(message["role"] for message in content.messages if message["role"] not in KNOWN_ROLES)
+        unknown = roles if part == "assistant" else ()
         unread = [f"{key} of messages" for key in keys_left_out(self.tokenizer, content, text)]
         read = read._replace(
             not_used=(*read.not_used, *unread),
@@ -183,15 +185,6 @@ class Encoder:
         if not (labels[1:] != NOT_LEARNED).any():  # the first token has nothing before it to be predicted from
             return Dropped(NOTHING_TO_LEARN, record.place)
         return Document(input_ids, labels, record.place, len(text.encode("utf-8", "surrogatepass")), read)
-
-
-def columns_of(settings: DataSettings) -> Columns:
-    """Where the settings say that the content stands."""
-    return Columns(settings.text_column, *(getattr(settings, f"{name}_column") for name in Columns._fields[1:]))
-
-
-def _unknown_roles(chat: Chat) -> tuple[str, ...]:
-    return tuple(message["role"] for message in chat.messages if message["role"] not in KNOWN_ROLES)
 
 
 def _says_something(content: Content) -> bool:

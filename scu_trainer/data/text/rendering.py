@@ -60,7 +60,7 @@ def _parts_of(message: dict, number: int, is_learned: bool, is_last_answer: bool
     """Templates may drop the reasoning of earlier turns, as the models do at inference: that is counted."""
     if "reasoning_content" in message:
         yield Part("reasoning", [message["reasoning_content"]], is_learned and is_last_answer, number)
-    content = message["content"] if "content" in message else ""
+    content = message.get("content", "")
     if "<think>" in content:
         thoughts = _THOUGHT.findall(content)
         yield Part("reasoning", [thought[7:-8] for thought in thoughts], is_learned and is_last_answer, number)
