@@ -283,7 +283,8 @@ def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") 
 
 def require_writable(path: AnyPath, setting: str = "output_dir") -> None:
     """Raise StorageError if the directory ``path`` cannot be written, or could not be made. Leaves nothing behind."""
-    existing = _nearest_name(Path(path))
+    # A link that leads nowhere counts: no directory can be made in its place.
+    existing = nearest_existing(Path(path), os.path.lexists)
     if not existing.is_dir():
         what = f"a link to {os.readlink(existing)}, which is not there" if existing.is_symlink() else "a file"
         what = "a file" if existing.is_file() else what
@@ -418,16 +419,10 @@ def _storage_error(path: Path, action: str, error: OSError) -> StorageError:
     return StorageError(f"cannot {action} {path}: {error.strerror}; check the path and its permissions")
 
 
-def nearest_existing(path: Path) -> Path:
+def nearest_existing(path: Path, exists: Callable[[Path], bool] = Path.exists) -> Path:
     """``path``, or the nearest of its parents that is there."""
     path = path.absolute()
-    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
-
-
-def _nearest_name(path: Path) -> Path:
-    """As ``nearest_existing``, but a link that leads nowhere counts: no directory can be made in its place."""
-    path = path.absolute()
-    return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate))
+    return next(filter(exists, (path, *path.parents)))
 
 
 def found_above(name: str, folder: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str:
