@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 UNITS = {
@@ -54,7 +55,7 @@ def before_and_after(metrics: Mapping[str, Any]) -> list[Change]:
     unit = metrics.get("unit", "token")
     of_classes = "held_out_accuracy_after" in metrics
     rows = [_row("held-out accuracy", metrics, "accuracy", ".1%", _points)] if of_classes else []
-    rows.append(_row(f"held-out bits per {unit}", metrics, "bpt", ".3f", _signed))
+    rows.append(_row(f"held-out bits per {unit}", metrics, "bpt", ".3f", partial(_interval, style="+.3f")))
     rows += [] if of_classes else [_perplexity(metrics)]
     for name, source in metrics.get("held_out_sources", {}).items():
         rows.append(_difference(f"  {name}, bits per {unit}", source["bpt_before"], source["bpt_after"], ".3f"))
@@ -78,10 +79,6 @@ def scored_on(metrics: Mapping[str, Any]) -> str:
 def _row(what: str, metrics: Mapping[str, Any], key: str, style: str, changed: Callable[[Any], str]) -> Change:
     before, after, change = (metrics.get(f"held_out_{key}_{when}") for when in ("before", "after", "change"))
     return Change(what, _interval(before, style), _interval(after, style), changed(change))
-
-
-def _signed(found: Optional[Mapping[str, Any]]) -> str:
-    return _interval(found, "+.3f")
 
 
 def _points(found: Optional[Mapping[str, Any]]) -> str:

@@ -209,10 +209,12 @@ def _read(
     config: str | None, flags: Sequence[str]
 ) -> tuple[HfArgumentParser, list[str], TaskSettings, tuple[str, ...]]:
     """A parser with the defaults of the task, the command line for it, the task, lines for the user."""
+    import torch
     from transformers import TrainingArguments
 
     parser = our_parser(TrainingArguments)
-    parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not _has_accelerator())
+    has_accelerator = _has_cuda() or torch.backends.mps.is_available()
+    parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not has_accelerator)
     names = field_names(parser)
     flags, read_as = translated(flags, names)
     arguments, notes = _arguments(parser, config, flags, names)
@@ -355,12 +357,6 @@ def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
     given = {name: value for name, value in vars(typed).items() if value is not None}
     changed = {name: parser.get_default(name) for name, value in given.items() if value != parser.get_default(name)}
     return redact_data(json.loads(json.dumps(changed, default=str)))
-
-
-def _has_accelerator() -> bool:
-    import torch
-
-    return _has_cuda() or torch.backends.mps.is_available()
 
 
 def _has_cuda() -> bool:

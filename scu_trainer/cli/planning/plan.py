@@ -108,7 +108,8 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         "device": target.device,
         "limit_bytes": target.limit_bytes,
         "margin": MARGIN,
-        "fits": fits_as_asked(tried[0], job),
+        # Memory control cuts micro-batches until they fit; without it they keep their size.
+        "fits": tried[0].fits and (job.memory.memory_control or tried[0].step == tried[0].whole),
         "predicted": plan_screen.predicted(tried[0].as_asked, tried[0].whole),
         "not_counted": [text for text in (uncounted(tried[0].choice.optim),) if text],
         "choices": [plan_screen.as_dict(planned, tried[0], target.device) for planned in tried],
@@ -273,11 +274,6 @@ def planned_choice(
 def _stored(choice: SettingChoice) -> tuple:
     """What decides the bytes that do not depend on the micro-batch."""
     return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
-
-
-def fits_as_asked(asked: Planned, job: Job) -> bool:
-    """Memory control cuts micro-batches until they fit; without it they keep their size."""
-    return asked.fits and (job.memory.memory_control or asked.step == asked.whole)
 
 
 def means(source: Source, job: Job, target: Target) -> Any:

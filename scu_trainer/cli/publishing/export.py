@@ -28,7 +28,7 @@ from scu_trainer.cli.publishing.merge import (
 )
 from scu_trainer.cli.publishing.merge import screen as merged_screen
 from scu_trainer.cli.subjects import Subject, subject_of
-from scu_trainer.errors import ModelError, SettingsError, nearest
+from scu_trainer.errors import ModelError, SettingsError, nearest, require_packages
 from scu_trainer.models.exports.gguf import OUTTYPES
 from scu_trainer.models.loading.load import causal_config
 from scu_trainer.models.loading.names import base_of, is_adapter
@@ -173,9 +173,7 @@ def _require_exportable(subject: Subject, options: ExportOptions) -> None:
     if options.format in GGUF:
         _require_gguf(subject, options.converter)
     elif options.format == "onnx":
-        from scu_trainer.models.exports.onnx import require_onnx
-
-        require_onnx()
+        require_packages("ONNX", "onnx", ("onnx", "onnxscript", "onnxruntime"))
 
 
 def _require_gguf(subject: Subject, converter: Optional[Path]) -> None:

@@ -48,7 +48,7 @@ def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
         )
     require_packages("a report", "report", ("matplotlib",), loads=True)
     wanted = subjects.find(options.runs, options.root, waits=options.watch is not None)
-    folder = options.output or _default_folder(wanted)
+    folder = options.output or (wanted.folders[0] / "report" if len(wanted.folders) == 1 else Path("report"))
     if options.watch is not None:
         return _watch(wanted, folder, options.watch, sleep)
     subjects.require_begun(wanted, folder)
@@ -83,10 +83,6 @@ def _seconds(text: str) -> float:
             f"{text!r} is not a number of seconds of {LEAST_S:g} or more; give the runs before --watch"
         )
     return value
-
-
-def _default_folder(wanted: subjects.Wanted) -> Path:
-    return wanted.folders[0] / "report" if len(wanted.folders) == 1 else Path("report")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

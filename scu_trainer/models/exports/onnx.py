@@ -10,15 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scu_trainer.errors import ModelError, require_packages
+from scu_trainer.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-
-def require_onnx() -> None:
-    require_packages("ONNX", "onnx", ("onnx", "onnxscript", "onnxruntime"))
 
 
 def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Path) -> None:
