@@ -18,7 +18,7 @@ from scu_trainer.shipped import recipe
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scu_trainer.cli.looking.shown import Look
+    from scu_trainer.cli.looking.facts import Look
     from scu_trainer.data.text.encode import Document
     from scu_trainer.settings import DataSettings, ModelSettings
 
@@ -93,7 +93,7 @@ def _look(
     console: Console, options: argparse.Namespace, model: ModelSettings, data: DataSettings, limit: Optional[int]
 ) -> Look:
     from scu_trainer.cli.looking import screen
-    from scu_trainer.cli.looking.shown import stretches
+    from scu_trainer.cli.looking.facts import stretches
     from scu_trainer.data.statistics import DataStatistics
     from scu_trainer.data.store import default_cache_dir
     from scu_trainer.data.text.documents import usable_documents
@@ -119,8 +119,7 @@ def _look(
 
 def _seen(console, name, tokenizer, data, statistics, documents, shown, wanted) -> Look:
     from scu_trainer.cli.looking import screen
-    from scu_trainer.cli.looking.facts import facts_of
-    from scu_trainer.cli.looking.shown import Look
+    from scu_trainer.cli.looking.facts import Look, facts_of
 
     is_part = wanted is not None and len(documents) == wanted
     which = "the first" if is_part else "all" if len(documents) > 1 else "the"

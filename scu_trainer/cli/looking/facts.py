@@ -1,11 +1,14 @@
-"""What a sample of documents shows: lengths, repetitions, rows that are unlike the others. Arithmetic only."""
+"""What is seen of a source of data: a sample of its documents as stretches of text that are learned, and that are not;
+lengths, repetitions, rows that are unlike the others. Arithmetic only."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -19,6 +22,8 @@ LEAST_SPREAD = 0.05
 
 MEASURES = ("tokens", "characters per token", "share of letters", "share of learned tokens", "repetition")
 MOST_SHOWN = 5
+MOST_TOKENS = 600
+"""Of a row that is shown; the rest is counted."""
 
 
 class Strange(NamedTuple):
@@ -114,3 +119,39 @@ def _measured(tokens: int, learned: int, text: str) -> tuple[float, ...]:
     raw = text.encode("utf-8", "replace")
     letters = sum(map(str.isalpha, text)) / max(1, len(text))
     return tokens, len(text) / max(1, tokens), letters, learned / max(1, tokens), len(raw) / len(zlib.compress(raw))
+
+
+class Stretch(NamedTuple):
+    text: str
+    is_learned: bool
+
+
+@dataclass
+class Look:
+    """What was seen of one source. ``sample``: which documents are counted, in words. ``lines``: statistics for a
+    person. ``shown``: rows in full."""
+
+    name: str
+    sample: str
+    tokenizer: Any
+    lines: list[str]
+    shown: list[tuple[Document, list[Stretch]]]
+    facts: Facts
+    block_size: int
+
+
+def stretches(tokenizer: Any, document: Document) -> list[Stretch]:
+    """Special tokens are written out; line breaks stay."""
+    labelled = list(zip(document.input_ids.tolist(), (document.labels != NOT_LEARNED).tolist(), strict=True))
+    found = [
+        Stretch(tokenizer.decode([token for token, _ in part], clean_up_tokenization_spaces=False), is_learned)
+        for is_learned, part in ((key, list(group)) for key, group in groupby(labelled[:MOST_TOKENS], itemgetter(1)))
+    ]
+    left = len(labelled) - MOST_TOKENS
+    return [*found, Stretch(f" … and {left:,} tokens more", False)] if left > 0 else found
+
+
+def excerpt(text: str, characters: int = 90) -> str:
+    """The beginning, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= characters else f"{line[: characters - 1]}…"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from scu_trainer.cli.looking.facts import STRANGE, Facts, bar, histogram
-from scu_trainer.cli.looking.shown import Look, Stretch, excerpt
+from scu_trainer.cli.looking.facts import STRANGE, Facts, Look, Stretch, bar, excerpt, histogram
 from scu_trainer.data.text.encode import Document
 from scu_trainer.figures import counted
 from scu_trainer.report.page import Page, Section, Stretches, Table, Text, html

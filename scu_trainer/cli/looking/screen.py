@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scu_trainer.cli.looking.facts import MOST_SHOWN, STRANGE, Facts, bar, histogram
-from scu_trainer.cli.looking.shown import Stretch, excerpt
+from scu_trainer.cli.looking.facts import MOST_SHOWN, STRANGE, Facts, Stretch, bar, excerpt, histogram
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
 from scu_trainer.figures import counted
 
