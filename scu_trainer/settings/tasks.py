@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Optional
 
 from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings import images, sensors, text, words
+from scu_trainer.settings import images, sensors, words
 from scu_trainer.settings.base import check_fields, option, require
 from scu_trainer.settings.data import DataSettings
 from scu_trainer.settings.regularization import RetentionSettings
@@ -42,6 +42,32 @@ NOT_WORDS = (*ONLY_TEXT, "preprocessing_num_workers")
 IMAGE_COLUMNS = ("image_column_name", "label_column_name")
 RECORDINGS = ("synthetic", "num_classes", "sensor_samples", "sensor_missing_share")
 
+TEXT_MODES: dict[str, dict[str, object]] = {
+    "tiny": {
+        "dataset_size": 40,
+        "max_eval_documents": 8,
+        "block_size": 128,
+        "num_train_epochs": 1.0,
+        "max_steps": -1,
+    },
+    "standard": {
+        "dataset_size": None,
+        "max_eval_documents": None,
+        "block_size": 512,
+        "num_train_epochs": 3.0,
+        "max_steps": -1,
+    },
+    "extended": {
+        "dataset_size": None,
+        "max_eval_documents": None,
+        "block_size": 1024,
+        "num_train_epochs": 6.0,
+        "max_steps": -1,
+    },
+}
+"""Groups of values under one name; ``max_steps`` of -1 lets the epochs count, None is everything that there is. The
+model and how it is tuned stay."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -66,7 +92,7 @@ def _kind(settings: type, module: Any, unused: tuple[str, ...], split_fields: tu
 
 
 KINDS = {
-    TEXT: Kind(modes=text.MODES),
+    TEXT: Kind(modes=TEXT_MODES),
     "image-classification": _kind(images.ImageSettings, images, (*ONLY_TEXT, *LANGUAGE), IMAGE_COLUMNS),
     "word-generation": _kind(words.WordSettings, words, NOT_WORDS, ("category_column",)),
     "sensor-classification": _kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE), RECORDINGS),
