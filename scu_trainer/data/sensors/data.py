@@ -17,13 +17,19 @@ import numpy
 from scu_trainer.data.readers import HELD_OUT_SPLITS, split_among
 from scu_trainer.data.samples import Contents, PreparedSamples
 from scu_trainer.data.sensors.manifest import HELD_OUT
-from scu_trainer.data.sensors.reports import UNKNOWN_NUMBER, encoded, learned_words
 from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source
 from scu_trainer.data.sensors.store import Recordings
 from scu_trainer.data.store import digest_of
+from scu_trainer.data.words.tokenizer import END, SPECIAL, UNKNOWN, tokenizer_of, word_tokenizer
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.sensors import BRANCHES, SYNTHETIC, SensorSettings
+from scu_trainer.settings.words import WordSettings
+
+WORDS = WordSettings(min_word_count=1)
+"""Reports are few and short: a word that one of them has is known."""
+
+UNKNOWN_NUMBER = SPECIAL.index(UNKNOWN)
 
 
 def prepare_sensors(
@@ -89,6 +95,21 @@ def _with_reports(
         "the words in reports are none of them"
     )
     return words
+
+
+def learned_words(reports: Sequence[str]) -> list[str]:
+    """Words of the training ``reports`` by number, special ones first; texts are cut as those of the GRU are."""
+    known = word_tokenizer([[text for text in reports if text]], WORDS).get_vocab()
+    return sorted(known, key=known.__getitem__)
+
+
+def encoded(reports: Sequence[str], words: Sequence[str]) -> list[numpy.ndarray]:
+    """Numbers of the words of each report between those of the begin and of the end, int64 (words + 2,); nothing, (0,),
+    for a recording without one."""
+    tokenizer = tokenizer_of(words, WORDS)
+    end = [words.index(END)]
+    found = (tokenizer(text)["input_ids"] + end if text else [] for text in reports)
+    return [numpy.array(numbers, dtype="int64") for numbers in found]
 
 
 def _require_branches(source: SensorSource, own: SensorSettings) -> None:

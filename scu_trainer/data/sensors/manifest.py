@@ -16,7 +16,6 @@ from scu_trainer.data.readers import MOST_NAMES, is_hidden, require_each_once, s
 from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST
-from scu_trainer.data.sensors.reports import MOST_LETTERS
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.figures import counted
 from scu_trainer.settings.base import short
@@ -26,6 +25,8 @@ COLUMNS = ("file", "label", "split", "missing", "report")
 HELD_OUT = "eval"
 ALMOST_A_NUMBER = r"nan|[-+]*[0-9]*\.?[0-9]*"  # nan: tables write it for nothing
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # no name of a file holds one
+MOST_LETTERS = 500
+"""Longer texts are no short reports; attention to all of their words would set the memory of a step."""
 MOST_UNSAID_CLASSES = 1000
 """A higher label, and higher than there are rows, is a slip unless ``num_classes`` is set."""
 
