@@ -81,8 +81,8 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     typed = parser.parse_args(arguments)
     prepare_environment(typed.deepspeed, typed.use_cpu)
     precision = _choose_precision(parser, typed, planned_for)
-    note += _choose_optimizer(parser, typed, arguments)
     given = given_names(arguments, field_names(parser))
+    note += _choose_optimizer(parser, typed, given)
     note += _choose_evaluations(parser, typed, given)
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
@@ -308,15 +308,13 @@ def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[
     return task, notes
 
 
-def _choose_optimizer(parser: HfArgumentParser, typed: Any, arguments: Sequence[str]) -> tuple[str, ...]:
+def _choose_optimizer(parser: HfArgumentParser, typed: Any, given: Collection[str]) -> tuple[str, ...]:
     """Choose the optimizer for weights trained in bfloat16, unless one is named; returns a note. DeepSpeed trains a
     copy in float32."""
     from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC
 
     is_deepspeed = typed.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    if (typed.dtype, typed.tuning) != ("bfloat16", "full") or is_deepspeed:
-        return ()
-    if "optim" in given_names(arguments, field_names(parser)):
+    if (typed.dtype, typed.tuning) != ("bfloat16", "full") or is_deepspeed or "optim" in given:
         return ()
     parser.set_defaults(optim=FOR_BFLOAT16, optim_args=STOCHASTIC)
     return (f"optimizer: {FOR_BFLOAT16}, {STOCHASTIC}: weights are bfloat16, and small steps would round away",)

@@ -71,13 +71,9 @@ def our_parser(*more: type) -> HfArgumentParser:
     parser = Parser(
         kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
     )
-    parser._option_string_actions["--dataset"].type = dataset_of  # a name, or a JSON list
-    if "--deepspeed" in parser._option_string_actions:
-        parser._option_string_actions["--deepspeed"].type = shipped.deepspeed
-    if "--liger_kernel_config" in parser._option_string_actions:  # transformers reads its other dicts from JSON
-        parser._option_string_actions["--liger_kernel_config"].type = _json_object
-    if "--include_num_input_tokens_seen" in parser._option_string_actions:  # of its words transformers reads two alone
-        parser._option_string_actions["--include_num_input_tokens_seen"].type = _tokens_seen
+    actions = parser._option_string_actions
+    for flag in READ_BY.keys() & actions.keys():
+        actions[flag].type = READ_BY[flag]
     return parser
 
 
@@ -95,6 +91,15 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{short(text)} is no JSON object, such as '{{\"rope\": true}}'")
     return found
+
+
+READ_BY = {
+    "--dataset": dataset_of,  # a name, or a JSON list
+    "--deepspeed": shipped.deepspeed,
+    "--liger_kernel_config": _json_object,  # transformers reads its other dicts from JSON
+    "--include_num_input_tokens_seen": _tokens_seen,  # of its words transformers reads two alone
+}
+"""What reads the value of a flag, where that is not by the type of its field."""
 
 
 def _grouped(kind: type, title: str) -> type:
