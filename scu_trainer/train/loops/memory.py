@@ -36,14 +36,16 @@ class MemoryLoop(Loop):
         self.micro_batches.start()
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
-        return self.micro_batches.windows(batches, count)
+        logical = self.micro_batches.loop.logical
+        return batches if logical is None else iter(logical.window(batches, count))
 
     def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
         self.micro_batches.prefetched(batches)
 
     @property
     def rate_factor(self) -> float:
-        return self.micro_batches.rate_factor
+        logical = self.micro_batches.loop.logical
+        return 1.0 if logical is None else logical.factor
 
     def on_step_end(self, args, state, control, **kwargs):
         self.micro_batches.loop.stepped()

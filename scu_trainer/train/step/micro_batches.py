@@ -160,14 +160,6 @@ class MicroBatchStep:
             self._guard.detach()
             self._guard = None
 
-    def windows(self, loader: Iterator[Any], count: int) -> Iterator[Any]:
-        """Where the next window's accumulation batches come from."""
-        return loader if self.loop.logical is None else iter(self.loop.logical.window(loader, count))
-
-    @property
-    def rate_factor(self) -> float:
-        return 1.0 if self.loop.logical is None else self.loop.logical.factor
-
     def prefetched(self, batches: Sequence[Any]) -> None:
         """The accumulation batches that the next ``loss`` calls will be about."""
         self._prefetched = batches

@@ -148,15 +148,12 @@ class AccumulationWindow:
             if batch.obstacle is not None:
                 micro_batches.append(self._whole(number))
                 continue
-            rows = [(number, row) for row in range(batch.rows)]
-            pools.setdefault(self._pool_key(number), []).extend(rows)
+            # A mean gives every batch the same say, so rows of batches with unequal counts weigh differently.
+            key = signature(batch), sum(self._items_of(number))
+            pools.setdefault(key, []).extend((number, row) for row in range(batch.rows))
         for rows in pools.values():
             micro_batches += self._cut(rows, token_cap, max_rows, min_rows)
         return micro_batches
-
-    def _pool_key(self, number: int) -> Any:
-        # A mean gives every batch the same say, so rows of batches with unequal counts weigh differently.
-        return signature(self.batches[number]), sum(self._items_of(number))
 
     def in_parts(self, count: int) -> list[MicroBatch]:
         """Every batch in ``count`` parts of nearly equal rows, in order: what ranks that must keep step can run."""

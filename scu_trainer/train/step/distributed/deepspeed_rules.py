@@ -45,7 +45,8 @@ def check_deepspeed(
     config = fill(training)
     check_keys(config, source)
     check_schedule(config, training, source)
-    _check_precision(config, training, source)
+    if config.get("fp16", {}).get("enabled") is True and training.device.type == "cpu":
+        raise SettingsError(f"{source} enables fp16, which DeepSpeed refuses on a CPU; use bf16: true, or drop fp16")
     _check_saving(config, training, source)
     _check_model(model, training)
     _check_optimizer(config, training)
@@ -89,11 +90,6 @@ def _launched_under(training: TrainingArguments) -> Optional[str]:
         "elastic_checkpoint"
     )
     return _under(stage, training.world_size) if stage and not converts else None
-
-
-def _check_precision(config: dict[str, Any], training: TrainingArguments, source: str) -> None:
-    if config.get("fp16", {}).get("enabled") is True and training.device.type == "cpu":
-        raise SettingsError(f"{source} enables fp16, which DeepSpeed refuses on a CPU; use bf16: true, or drop fp16")
 
 
 def _check_saving(config: dict[str, Any], training: TrainingArguments, source: str) -> None:

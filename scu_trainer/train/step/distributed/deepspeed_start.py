@@ -28,7 +28,7 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
     deepspeed: value of ``--deepspeed``; ``accelerate launch`` asks through the environment. use_cpu: no GPU is used.
     Raises RequirementError where DeepSpeed is not installed.
     """
-    if not (deepspeed or _asked_by_accelerate()):
+    if not deepspeed and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return
     if find_spec("deepspeed") is None:
         raise RequirementError("DeepSpeed is requested but not installed; pip install 'scu-trainer[deepspeed]'")
@@ -66,10 +66,6 @@ def builds_are_said(say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         OpBuilder.jit_load = build
-
-
-def _asked_by_accelerate() -> bool:
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def _found_by_accelerate() -> Optional[str]:

@@ -52,20 +52,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def is_ready(trainer: Trainer) -> bool:
-    """Whether the model can run as training will run it, before training has begun. DeepSpeed and FSDP place a model
-    only then, and so does the stock Trainer for evaluation in half precision."""
-    return not is_sharded(trainer) and input_device(trainer.model).type == trainer.args.device.type
-
-
 class Beforehand(TrainerCallback, Generic[T]):
-    """A measurement of the model before its first step: at once, or where it is not ready, on all ranks when training
-    begins. A run that resumes then has the checkpoint's weights already: ``is_late``."""
+    """A measurement of the model before its first step: at once, or where it cannot run yet as training will run it, on
+    all ranks when training begins. A run that resumes then has the checkpoint's weights already: ``is_late``."""
 
     def __init__(self, trainer: Trainer, measure: Callable[[], T]) -> None:
         self.value: Optional[T] = None
         self._measure = measure
-        self.is_late = not is_ready(trainer)
+        # DeepSpeed and FSDP place a model only then, and so does the stock Trainer for evaluation in half precision.
+        self.is_late = is_sharded(trainer) or input_device(trainer.model).type != trainer.args.device.type
         if self.is_late:
             trainer.add_callback(self)
         else:

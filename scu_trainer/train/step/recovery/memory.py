@@ -34,6 +34,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import psutil
@@ -286,13 +287,6 @@ class KernelFile:
         return self._descriptor
 
 
-class MachineMemory(NamedTuple):
-    """Bytes of main memory, under psutil's names."""
-
-    total: int
-    available: int
-
-
 def machine_memory(meminfo: KernelFile) -> Any:
     """``total`` and ``available`` bytes, as psutil has them, which parses all of /proc/meminfo: 0.1 ms each time."""
     try:
@@ -301,7 +295,7 @@ def machine_memory(meminfo: KernelFile) -> Any:
     except (OSError, ValueError):  # no Linux, or one that hides it
         total_bytes = available_bytes = 0
     if 0 < available_bytes <= total_bytes:  # else a container that mixes its own figures with the machine's
-        return MachineMemory(total_bytes, available_bytes)
+        return SimpleNamespace(total=total_bytes, available=available_bytes)
     return psutil.virtual_memory()
 
 

@@ -90,11 +90,7 @@ class SavedPart:
 def _kept(entry: dict[str, Any]) -> dict[str, Any]:
     """``entry`` as a failed update cannot change it, but for the tensors in it. The projections of GaLore and APOLLO
     are objects, which get new tensors in the step and write to none."""
-    return {name: shallow_copy(value) if _is_projection(value) else value for name, value in entry.items()}
-
-
-def _is_projection(value: Any) -> bool:
-    return hasattr(value, "ortho_matrix")
+    return {name: shallow_copy(value) if hasattr(value, "ortho_matrix") else value for name, value in entry.items()}
 
 
 def stored(value: Any) -> Iterator[torch.Tensor]:
