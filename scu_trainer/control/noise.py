@@ -15,14 +15,11 @@ With one chance loss for all classes the rows of rare ones would be thrown out.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scu_trainer.control.curriculum_config import CurriculumConfig
 from scu_trainer.control.difficulty import Snapshot
-
-if TYPE_CHECKING:
-    from scu_trainer.control.curriculum_config import CurriculumConfig
 
 CLIP = 4.0
 """Units of chance above which a loss is only large: one absurd value must not draw the cut up to itself."""

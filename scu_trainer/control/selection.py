@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 import numpy as np
 
 from scu_trainer.control import noise
+from scu_trainer.control.curriculum_config import CurriculumConfig
 from scu_trainer.control.difficulty import Snapshot
-
-if TYPE_CHECKING:
-    from scu_trainer.control.curriculum_config import CurriculumConfig
 
 STRATA = 8
 """Bins of difficulty in ``acmds``, of equal numbers of rows."""

@@ -13,8 +13,9 @@ import re
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
+from huggingface_hub import CommitOperationAdd, HfApi
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
@@ -23,10 +24,6 @@ from scu_trainer.errors import StorageError
 from scu_trainer.models.loading.hub_errors import end_stalls, hub_line
 from scu_trainer.models.published import ADAPTER, PROCESSOR, model_files, names_like
 from scu_trainer.safe_paths import remove_inside
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, HfApi
-
 
 logger = logging.getLogger("scu_trainer")
 
@@ -65,8 +62,6 @@ class Pushes:
 
     def _started(self, run: Path) -> HfApi:
         """One for all pushes: it has one worker, so that an older checkpoint never comes after a newer one."""
-        from huggingface_hub import HfApi
-
         if self._api is None:
             for path in run.glob(f"{HELD}checkpoint-*"):  # of a start that was killed
                 remove_inside(run, path.name, OURS)
@@ -129,8 +124,6 @@ def _linked(source: str, target: str) -> str:
 
 def _operations(held: Path, name: str, strategy: HubStrategy) -> list[CommitOperationAdd]:
     """The model in the root of the repository, and the whole checkpoint in a folder where the strategy says so."""
-    from huggingface_hub import CommitOperationAdd
-
     found = [
         CommitOperationAdd(file, held / file) for file in names_like(held, (*ADAPTER, *model_files(held), *PROCESSOR))
     ]

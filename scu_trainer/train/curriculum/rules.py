@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.rows.model_loss import defined_between
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-    from scu_trainer.train.loss.rows.row_readings import RowLossReading
+from scu_trainer.train.loss.rows.row_readings import RowLossReading
 
 FEWEST_EPOCHS_TO_PRUNE = 4
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
-
-if TYPE_CHECKING:
-    from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 logger = logging.getLogger("scu_trainer")
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import numpy
 import torch
 
+from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.run_files import write_text
-
-if TYPE_CHECKING:
-    from scu_trainer.control.difficulty import Difficulty
 
 SUSPECTS_FILE = "suspects.jsonl"
 MOST_SUSPECTS = 10_000

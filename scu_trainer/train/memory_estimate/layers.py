@@ -12,16 +12,14 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
 
 from scu_trainer.train.memory_estimate.events import Events
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 DEPTH = "num_hidden_layers"
 

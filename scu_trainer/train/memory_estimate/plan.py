@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Optional, Protocol
+from typing import Any, Optional, Protocol
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
 
 from scu_trainer.hardware.estimate import MemoryEstimate, Trained, estimate_memory
 from scu_trainer.hardware.recommend import SettingChoice
@@ -27,9 +28,6 @@ from scu_trainer.train.memory_estimate.step import EstimatedStep, tensors_of, tr
 from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.tasks.common import checkpoints
 from scu_trainer.train.tasks.packing import Packing
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
 """Layers up to which a model is traced whole. On a CPU only that shows how the heap grows."""

@@ -7,20 +7,18 @@ import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from transformers import PretrainedConfig
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.loading.adapters import adapter_config, choose_weights
 from scu_trainer.models.loading.names import as_model_error, is_adapter
 from scu_trainer.models.quantize import numbers_in, quantizable_layers, quantized_modules, stored_bits
 from scu_trainer.settings import ModelSettings
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 SCALE_BITS = {(4, True): 8 / 64 + 32 / (64 * 256), (4, False): 32 / 64, (8, True): 0.0, (8, False): 0.0}
 """(bits, scales quantized too) -> bits per weight beside its own: one scale for 64 weights of NF4 (QLoRA, arXiv

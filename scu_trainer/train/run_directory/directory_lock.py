@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import Any, Optional, TypeVar
+
+from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, UserError
 from scu_trainer.settings.base import require, short
@@ -23,9 +25,6 @@ from scu_trainer.train.run_directory.resume import (
     wanted_checkpoint,
 )
 from scu_trainer.train.run_directory.run_lock import RunLock
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 T = TypeVar("T")
 

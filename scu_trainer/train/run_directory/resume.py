@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
+
+from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.compatibility import changed_settings, changes, sound
@@ -20,9 +22,6 @@ from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint
 from scu_trainer.train.run_directory.layout import free_name, names_in_use
 from scu_trainer.train.run_directory.run_lock import holds_nothing
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 AUTO = "auto"
 ASKED_FOR = "output_dir_asked_for"

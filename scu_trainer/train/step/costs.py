@@ -6,16 +6,14 @@ import os
 import time
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from transformers import TrainerCallback
 
 from scu_trainer.hardware.probe import resident_bytes
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.step.recovery.memory import Gauge, gauge_for
-
-if TYPE_CHECKING:
-    from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 
 MEASURED = ("cpu", "cuda", "mps")
 """Kinds of devices that ``gauge_for`` knows."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
+
+from torch import nn
+from transformers import PretrainedConfig
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.isolation import MEASURED, can_be_asked, declared_leak, isolates
 from scu_trainer.settings import DataSettings
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PretrainedConfig
 
 ANYHOW = "isolate_documents: false packs them anyway"
 
