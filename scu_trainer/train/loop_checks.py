@@ -57,25 +57,27 @@ def require_apart(loop: Loop, others: Collection[Loop]) -> None:
         )
     _require_known_hooks(loop)
     _tell_of_near_hooks(loop)
-    for kind in FILES:
-        _require_file_name(loop, kind)
-    if type(loop).state_dict is not Loop.state_dict and _saves_nothing(loop):
+    for file in FILES:
+        _require_file_name(loop, file)
+    kind = type(loop)
+    has_state = kind.state_dict is not Loop.state_dict
+    if has_state and loop.state_file is None and kind.save_state is Loop.save_state:
         raise ControlError(
             f"{called(loop)} has a state_dict but no state_file: checkpoints would not save its state, and a "
             f'resumed run would start it fresh; set state_file = "{loop.name or "own"}_state.json" in its class'
         )
-    if type(loop).state_dict is not Loop.state_dict and _reads_nothing(loop):
+    if has_state and kind.load_state_dict is Loop.load_state_dict and kind.load_state is Loop.load_state:
         raise ControlError(
             f"{called(loop)} has a state_dict but no load_state_dict: a resumed run would not read the state that "
             "checkpoints hold; add load_state_dict(self, state)"
         )
     for other in others:
-        for kind in ("name", *FILES):
-            shared = getattr(loop, kind)
-            if shared and shared == getattr(other, kind):
+        for what in ("name", *FILES):
+            shared = getattr(loop, what)
+            if shared and shared == getattr(other, what):
                 raise ControlError(
-                    f"{called(loop)} and {called(other)} both have {kind} {shared!r}, so one would overwrite the "
-                    f"other; give one of them a different {kind}"
+                    f"{called(loop)} and {called(other)} both have {what} {shared!r}, so one would overwrite the "
+                    f"other; give one of them a different {what}"
                 )
 
 
@@ -166,14 +168,6 @@ def tell_of_no_step(trainer: Any) -> None:
     if state.global_step < state.max_steps and ended is not None:
         why = f"where {called(ended)} had ended it; to train on, resume without that loop"
     logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
-
-
-def _saves_nothing(loop: Loop) -> bool:
-    return loop.state_file is None and type(loop).save_state is Loop.save_state
-
-
-def _reads_nothing(loop: Loop) -> bool:
-    return type(loop).load_state_dict is Loop.load_state_dict and type(loop).load_state is Loop.load_state
 
 
 def _require_file_name(loop: Loop, kind: str) -> None:

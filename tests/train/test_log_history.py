@@ -127,7 +127,7 @@ def test_the_device_is_waited_for_only_where_a_row_is_written(tmp_path, monkeypa
     from scu_trainer.train.loops import throughput
 
     steps = []
-    monkeypatch.setattr(throughput, "_wait_for", lambda device: steps.append(None))
+    monkeypatch.setattr(throughput, "wait_for", lambda device: steps.append(None))
     run(tmp_path, max_steps=6, logging_steps=3, eval_strategy="no", save_strategy="no")
     assert len(steps) == 3, "after the first step, which is not timed, and at two logs"
 

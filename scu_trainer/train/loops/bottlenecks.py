@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from transformers import Trainer
 
 from scu_trainer.train.loss.rows.model_loss import Measured
+from scu_trainer.train.step.costs import wait_for
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 PARTS = ("data", "forward", "backward", "optimizer")
@@ -72,6 +72,5 @@ class PartTimes:
         return timed
 
     def _now(self) -> float:
-        if self.trainer.args.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.args.device)
+        wait_for(self.trainer.args.device)
         return time.perf_counter()

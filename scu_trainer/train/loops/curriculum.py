@@ -164,7 +164,12 @@ class CurriculumLoop(Loop):
 
         Raises ControlError where somebody else chooses the samples of this training.
         """
-        self._require_own_loader()
+        if self.sampler is None:
+            raise ControlError(
+                f"get_train_dataloader of {type(self.trainer).__name__} gives a loader of its own, so a curriculum "
+                "cannot choose its samples; take the loader from super().get_train_dataloader(), or leave the "
+                "curriculum out"
+            )
         return (values[-1], *values[1:]) if self.trainer.args.max_steps > 0 else values
 
     @property
@@ -186,8 +191,8 @@ class CurriculumLoop(Loop):
             self.end_epoch()
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
-        if not self.trainer.loss_path.was_asked:
-            self._found_no_loss()
+        if not self.trainer.loss_path.was_asked:  # the first step was trained past the trainer's own compute_loss
+            self._say([check_loss_path(self.settings, type(self.trainer).__name__)])
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """The losses of the step are final, and the schedule is about to move."""
@@ -296,18 +301,6 @@ class CurriculumLoop(Loop):
         if reading is not None and reading.classes is not None and reading.classes > 1:
             self._classes = reading.classes
             self._tell_classes()
-
-    def _found_no_loss(self) -> None:
-        """The first step was trained past the trainer's own ``compute_loss``. Raises ControlError."""
-        self._say([check_loss_path(self.settings, type(self.trainer).__name__)])
-
-    def _require_own_loader(self) -> None:
-        if self.sampler is None:
-            raise ControlError(
-                f"get_train_dataloader of {type(self.trainer).__name__} gives a loader of its own, so a curriculum "
-                "cannot choose its samples; take the loader from super().get_train_dataloader(), or leave the "
-                "curriculum out"
-            )
 
     def _tell_classes(self) -> None:
         self.sampler.law = replace(self.sampler.law, classes=self._classes)

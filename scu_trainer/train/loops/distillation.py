@@ -167,11 +167,11 @@ def _require_plain_loss(trainer: Trainer) -> None:
     config = getattr(model, "config", None)
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         raise ControlError("a teacher replaces compute_loss_func and label_smoothing_factor; drop them")
-    own = next((kind for kind in type(trainer).__mro__ if _has_own_loss(kind)), None)
-    if own is not None:
-        raise ControlError(
-            f"compute_loss of {own.__name__} is its own, and a teacher would replace it; drop one of them"
-        )
+    for owner in type(trainer).__mro__:
+        if "compute_loss" in vars(owner) and not comes_from(owner, "transformers", "scu_trainer"):
+            raise ControlError(
+                f"compute_loss of {owner.__name__} is its own, and a teacher would replace it; drop one of them"
+            )
     problem = getattr(config, "problem_type", None)
     if kind not in PLAIN_LOSSES or problem in ("regression", "multi_label_classification"):
         raise ControlError(
@@ -183,7 +183,3 @@ def _require_plain_loss(trainer: Trainer) -> None:
         raise ControlError(
             f"a teacher would drop {mixing} from the loss; set output_router_logits to false in its config"
         )
-
-
-def _has_own_loss(kind: type) -> bool:
-    return "compute_loss" in vars(kind) and not comes_from(kind, "transformers", "scu_trainer")

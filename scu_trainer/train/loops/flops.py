@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer
 
 from scu_trainer.hardware.peaks import known_tflops
+from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.analysis import untouched
 from scu_trainer.train.loss.rows.products import by_onednn, is_onednn_faster
@@ -21,9 +22,6 @@ from scu_trainer.train.step.batches.rows import pick, rows_of
 from scu_trainer.train.step.recovery.memory import forget_traceback
 
 ROWS_TO_COUNT = 2
-AMPERE = (8, 0)
-"""Compute capability from which on there is TF32."""
-
 MATRIX_SIDE = 1024
 MEASURE_S = 0.2
 """Long enough for a CPU to leave its idle clock."""

@@ -232,7 +232,10 @@ class NonFiniteGuard(Loop):
         if finding.is_weight:
             self._stop_without_weights(said)
         if self.trainer.is_deepspeed_enabled and not self._engine_skipped:
-            self._stop_too_late(said)
+            raise NonFiniteLoss(
+                f"{said}. DeepSpeed's engine has already taken the step, so it cannot be skipped; {self._newest}. "
+                f"{self._advice()}; resume with resume_from_checkpoint: true"
+            )
         if self.in_a_row > self.settings.max_nonfinite_steps:
             self._stop(said)
         self.skipped_steps += 1
@@ -308,12 +311,6 @@ class NonFiniteGuard(Loop):
         raise NonFiniteLoss(
             f"{said}: an optimizer step wrote it. These weights are not saved; {self._newest}. Lower learning_rate, "
             "raise adam_epsilon, or use bf16 instead of fp16, and resume with resume_from_checkpoint: true"
-        )
-
-    def _stop_too_late(self, said: str) -> NoReturn:
-        raise NonFiniteLoss(
-            f"{said}. DeepSpeed's engine has already taken the step, so it cannot be skipped; {self._newest}. "
-            f"{self._advice()}; resume with resume_from_checkpoint: true"
         )
 
     @property

@@ -140,23 +140,17 @@ class RegularizationLoop(Loop):
             self._write_config()
         self.record(row)
         self.last_row = row
-        self._say_new_notices()
-        self._stop_when_due(step, control)
-
-    def _write_config(self) -> None:
-        write_json(Path(self.trainer.args.output_dir) / CONFIG_FILE, self.regularizer.description())
-
-    def _stop_when_due(self, step: int, control) -> None:
+        for text in self.notices[self._said :]:
+            if self.trainer.is_world_process_zero():
+                logger.warning(text)
+        self._said = len(self.notices)
         settings, reached = self.regularizer.settings, self.regularizer.state.reached_step
         if settings.stop_at_target and reached is not None and step >= reached + settings.hold_steps:
             control.should_training_stop = True
             control.should_log = control.should_save = True
 
-    def _say_new_notices(self) -> None:
-        for text in self.notices[self._said :]:
-            if self.trainer.is_world_process_zero():
-                logger.warning(text)
-        self._said = len(self.notices)
+    def _write_config(self) -> None:
+        write_json(Path(self.trainer.args.output_dir) / CONFIG_FILE, self.regularizer.description())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

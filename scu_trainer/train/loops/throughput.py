@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
-import torch
 from transformers import Trainer
 
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.flops import COUNTED, Count, Peak, count_flops, find_peak, tokens_of
 from scu_trainer.train.step.batches.rows import rows_of
+from scu_trainer.train.step.costs import wait_for
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.second_try import second_try
 
@@ -80,7 +80,7 @@ class Throughput(Loop):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if control.should_log or control.should_evaluate or control.should_save or self._is_first:
-            _wait_for(args.device)  # work that is still under way belongs to the steps, not to what comes next
+            wait_for(args.device)  # work that is still under way belongs to the steps, not to what comes next
         if not self._is_first:
             self._now.seconds = self._now.slowest_s = time.perf_counter() - self._begun_s
             self._now.steps = 1
@@ -148,11 +148,6 @@ class Throughput(Loop):
             "tflops": None if tflops is None else tflops * ranks,
             "mfu": None if tflops is None or self.peak is None else tflops / self.peak.tflops,
         }
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def throughput_lines(figures: Optional[dict[str, Any]]) -> list[tuple[str, str]]:

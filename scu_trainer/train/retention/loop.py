@@ -31,9 +31,10 @@ from scu_trainer.settings import RetentionSettings
 from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.retention.passages import Passages, extra_bits, synchronized
+from scu_trainer.train.retention.passages import Passages, extra_bits
 from scu_trainer.train.retention.replay import Replay
 from scu_trainer.train.retention.verdict import Judged, verdict, verdict_lines
+from scu_trainer.train.step.costs import wait_for
 from scu_trainer.train.step.distributed.sharded import is_sharded
 
 logger = logging.getLogger("scu_trainer")
@@ -198,7 +199,7 @@ class Retention(Loop):
             regularizer = self.trainer.regularizer
             regularizer.state = replace(regularizer.state, lam=self.lam)
         if state.global_step + 1 == TIMED[0] and not self._every:
-            synchronized(args.device)
+            wait_for(args.device)
             self._timed_from, self._measuring_before = time.perf_counter(), self.seconds
 
     # -- measuring -----------------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class Retention(Loop):
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        synchronized(self.trainer.args.device)
+        wait_for(self.trainer.args.device)
         begun_s = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - begun_s
@@ -221,7 +222,7 @@ class Retention(Loop):
         """By the clock of the main process: every rank must measure at the same steps."""
         if self._every or math.isnan(self._timed_from):
             return
-        synchronized(self.trainer.args.device)
+        wait_for(self.trainer.args.device)
         steps = TIMED[1] - TIMED[0] + 1
         step_s = (time.perf_counter() - self._timed_from - (self.seconds - self._measuring_before)) / steps
         done, most_rows = self.trainer.state.global_step, len(self._measured)
@@ -283,10 +284,11 @@ class Retention(Loop):
     def _tell_lost(self, was: control.RetentionState, step: int, flow: Any) -> None:
         if not self.state.is_lost or was.is_lost:
             return
+        most = f"{self.share:.0%} of each batch replayed" if self.replays else f"lambda {self.lam:.3g}"
         text = (
             f"the budget of {self.law.budget_bits:g} bits per token on {self.anchor.name} could not be held from step "
-            f"{step} on: {self.state.level_bits:.3f} are lost with {self._all_there_is}. Lower learning_rate, give "
-            "more of that text, or a larger retain_budget_bits"
+            f"{step} on: {self.state.level_bits:.3f} are lost with {most}. Lower learning_rate, give more of that "
+            "text, or a larger retain_budget_bits"
         )
         if self.settings.retain_stop:
             flow.should_training_stop = flow.should_log = flow.should_save = True
@@ -295,10 +297,6 @@ class Retention(Loop):
             text += "; retain_stop: true would end the run here"
         self.notices.append(text)
         self._say(text)
-
-    @property
-    def _all_there_is(self) -> str:
-        return f"{self.share:.0%} of each batch replayed" if self.replays else f"lambda {self.lam:.3g}"
 
     def _say(self, text: str) -> None:
         if self.trainer.is_world_process_zero():

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy
-import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
@@ -99,9 +98,3 @@ class Passages:
 def extra_bits(before: DocumentScores, after: DocumentScores) -> tuple[Sequence[float], Sequence[float]]:
     """Of each document: what it costs more than before, in bits, and its tokens."""
     return ((after.nats - before.nats) / NATS_PER_BIT).tolist(), before.tokens.tolist()
-
-
-def synchronized(device: torch.device) -> None:
-    """What was started on ``device`` is done, so that a clock tells."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -87,6 +87,12 @@ def bytes_before_model(device: torch.device) -> Optional[int]:
     return resident_bytes(Path("/proc/self")) if device.type == "cpu" else None
 
 
+def wait_for(device: torch.device) -> None:
+    """What was started on ``device`` is done, so that a clock tells."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def cost_figures(
     device: torch.device, times: StepTimes, before_bytes: Optional[int], peaks: StepPeaks
 ) -> dict[str, Any]:
