@@ -59,6 +59,7 @@ from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
 from scu_trainer.train.step.recovery.memory import Gauge
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 
 class SCUTrainer(Trainer):
@@ -349,8 +350,9 @@ class SCUTrainer(Trainer):
         return batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        if not self._is_training:
-            return self._step_outside(model, inputs, num_items_in_batch)
+        if not self._is_training:  # there is no training whose loops could act: the stock step
+            with replaced(self, "_rests", True):
+                return super().training_step(model, inputs, num_items_in_batch)
         loops = self.loops
         if loops:
             self._events.scale_rates()
@@ -380,14 +382,6 @@ class SCUTrainer(Trainer):
         # A copy, because losses are kept while further batches run: a CUDA graph (torch_compile_mode: reduce-overhead)
         # writes the loss of each to the place of the one before.
         return loss.clone() if task_loss is None else torch.stack([loss, task_loss])
-
-    def _step_outside(self, model, inputs, num_items) -> torch.Tensor:
-        """There is no training whose loops could act: the stock step."""
-        self._rests = True
-        try:
-            return super().training_step(model, inputs, num_items)
-        finally:
-            self._rests = False
 
     def _loss_scale(self) -> float:
         scaler = self.accelerator.scaler

@@ -78,12 +78,9 @@ def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] =
         device=device,
         dtype=_multiplied_in(job, device, model),
         steps=job.planned_steps(1 if rows.lengths is None else len(rows.lengths)),
-        is_padded=job.memory.resolved_padding_free is False or (model is not None and _sees_padding(job, model)),
+        is_padded=job.memory.resolved_padding_free is False
+        or (model is not None and obstacle_to_padding_free(_planned(job, model)) is not None),
     )
-
-
-def _sees_padding(job: Job, model: nn.Module) -> bool:
-    return obstacle_to_padding_free(_planned(job, model)) is not None
 
 
 def _multiplied_in(job: Job, device: str, model: Optional[nn.Module]) -> torch.dtype:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import random
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,6 +128,12 @@ def has_drawn(model: nn.Module, before: list[torch.Tensor]) -> bool:
     return not all(map(torch.equal, before, rng_state(model)))
 
 
+def host_states() -> tuple:
+    """Of Python's and numpy's generators; equal where nothing was drawn."""
+    of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # somebody may have put in another kind of generator
+    return random.getstate(), of_numpy
+
+
 class WithoutNoise(TorchDispatchMode):
     """Every draw gives its mean, so dropout is the identity and no result depends on how many rows are drawn for.
 
@@ -178,10 +187,6 @@ def _bernoulli(func, args, kwargs):
     return args[0].clone() if chance is None else torch.full_like(args[0], chance)
 
 
-def _uniform_in_place(func, args, kwargs):
-    return args[0].fill_((_of("from", func, args, kwargs, 0.0) + _of("to", func, args, kwargs, 1.0)) / 2)
-
-
 def _permutation(func, args, kwargs):
     made = func(*args, **kwargs)
     return made.copy_(made.sort().values.roll(1))
@@ -190,7 +195,9 @@ def _permutation(func, args, kwargs):
 MEANS_OF_DRAWS = {
     aten.bernoulli_: _bernoulli_in_place,
     aten.bernoulli: _bernoulli,
-    aten.uniform_: _uniform_in_place,
+    aten.uniform_: lambda func, args, kwargs: args[0].fill_(
+        (_of("from", func, args, kwargs, 0.0) + _of("to", func, args, kwargs, 1.0)) / 2
+    ),
     aten.normal_: lambda func, args, kwargs: args[0].fill_(_of("mean", func, args, kwargs, 0.0)),
     aten.exponential_: lambda func, args, kwargs: args[0].fill_(1.0 / _of("lambd", func, args, kwargs, 1.0)),
     aten.rand: _filled(0.5),

@@ -4,18 +4,15 @@ left out) is noise of the model, and does not count."""
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules import module as of_torch
 
 from scu_trainer.data.random_states import own_generators, put_back, states
-from scu_trainer.train.loss.analysis.no_trace import WithoutNoise
+from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, host_states
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
 
 ONCE_PER_BATCH = "the model or its loss draws random numbers once per batch"
@@ -55,7 +52,7 @@ class _Drawn(WithoutNoise):
     def __init__(self, loss_of: Callable[[Any], torch.Tensor], inputs: Any) -> None:
         super().__init__()
         self.count, self._depth, self._outside = 0, 0, []
-        self.before = _of_host()
+        self.before = host_states()
         handles = [
             of_torch.register_module_forward_pre_hook(self._enter),
             of_torch.register_module_forward_hook(self._leave, always_call=True),
@@ -66,7 +63,7 @@ class _Drawn(WithoutNoise):
         finally:
             for handle in handles:
                 handle.remove()
-        self.after = _of_host()
+        self.after = host_states()
 
     @property
     def has_drawn(self) -> bool:
@@ -96,7 +93,3 @@ class _Drawn(WithoutNoise):
             self._depth -= 1
             if not self._depth:
                 put_back(self._outside)
-
-
-def _of_host() -> tuple:
-    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
-import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.frozen_weights import WRITES, WrittenWeights, frozen_weights
-from scu_trainer.train.loss.analysis.no_trace import rng_state
+from scu_trainer.train.loss.analysis.no_trace import host_states, rng_state
 from scu_trainer.train.loss.rows.model_loss import (
     PUBLIC,
     Measured,
@@ -236,8 +233,7 @@ def _seen(inputs: Any) -> Any:
 
 def _random_states(model: torch.nn.Module) -> tuple:
     """Those of torch, on every device, of numpy and of Python; equal where nothing was drawn."""
-    of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # somebody may have put in another kind of generator
-    return [state.tolist() for state in rng_state(model)], of_numpy, random.getstate()
+    return [state.tolist() for state in rng_state(model)], host_states()
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[str]:
