@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -119,11 +119,9 @@ def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_cho
     before, now = facts_of(checkpoint), {**facts_of_arguments(arguments), "data": {}}
     found = changes(before, now)
     if is_stream:
-        found += [
-            change
-            for change in _of_key(WORKERS, before.get("configuration", {}), now["configuration"], SHARED_STREAM)
-            if {change.before, change.now} != {0, 1}  # one worker reads the whole stream, as none does
-        ]
+        workers = (before.get("configuration", {}).get(WORKERS), now["configuration"].get(WORKERS))
+        if {*workers} != {0, 1}:  # one worker reads the whole stream, as none does
+            found += _of_fact(WORKERS, *workers, SHARED_STREAM)
     for change in found:
         if not (are_rows_chosen and change.name in (*ORDER, "world_size")):
             logger.warning("changed since %s: %s", checkpoint.name, change.line)
@@ -161,20 +159,20 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = 
         for name, values in changed_settings(before.get("configuration", {}), now["configuration"]).items()
     ]
     found += _of_split(before, now)
-    found += _of_key("world_size", before, now, "ranks get other rows than in the previous run")
-    known_data = {"fingerprint": before.get("data", {}).get("fingerprint")}
-    found += _of_key(
-        "fingerprint",
-        known_data,
-        {"fingerprint": now["data"].get("fingerprint")},
+    text = "ranks get other rows than in the previous run"
+    found += _of_fact("world_size", before.get("world_size"), now.get("world_size"), text)
+    text = (
         "the data differ from those of the previous run; the position in the epoch is kept by number, so rows may be "
-        "seen twice or not at all",
-        shown="data",
+        "seen twice or not at all"
     )
-    if before.get("versions") and now.get("versions"):
-        found += _of_versions(before["versions"], now["versions"])
-    found += _of_key("git_commit", before, now, "the code has changed; results may differ from those of a single run")
-    return found
+    found += _of_fact("data", before.get("data", {}).get("fingerprint"), now["data"].get("fingerprint"), text)
+    here = now.get("versions") or {}
+    for name, version in (before.get("versions") or {}).items():
+        if name in here and name != "platform" and version != here[name]:
+            text = "another version; results may differ, by rounding or more"
+            found.append(Change(name, version, here[name], text))
+    text = "the code has changed; results may differ from those of a single run"
+    return found + _of_fact("git_commit", before.get("git_commit"), now.get("git_commit"), text)
 
 
 def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
@@ -213,13 +211,9 @@ def _setting(name: str, before: Any, now: Any, has_data_seed: bool, has_plan: bo
     return Change(name, before, now, text, is_refused=name in OTHER_SHAPE)
 
 
-def _of_key(
-    key: str, before: Mapping[str, Any], now: Mapping[str, Any], consequence: str, shown: Optional[str] = None
-) -> list[Change]:
-    then, here = before.get(key), now.get(key)
-    if then is None or here is None or then == here:
-        return []
-    return [Change(shown or key, then, here, consequence)]
+def _of_fact(name: str, before: Any, now: Any, consequence: str) -> list[Change]:
+    """What one side does not know does not count."""
+    return [] if before is None or now is None or before == now else [Change(name, before, now, consequence)]
 
 
 def _of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -230,14 +224,6 @@ def _of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]
         return []
     text = f"other rows would be held out, and most of them were trained on; set data_seed: {was} to resume"
     return [Change("the seed of the split", was, here, text, is_refused=True)]
-
-
-def _of_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    return [
-        Change(name, before[name], now[name], "another version; results may differ, by rounding or more")
-        for name in before
-        if name in now and name != "platform" and before[name] != now[name]
-    ]
 
 
 def _short(value: Any) -> str:

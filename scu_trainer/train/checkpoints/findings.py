@@ -154,7 +154,8 @@ def _unreadable(checkpoint: Path) -> Optional[str]:
         if not isinstance(parts, dict):
             return f"{index.name} is damaged"
         missing = next((name for name in parts.values() if not (checkpoint / str(name)).is_file()), None)
-        if missing is not None and not _has_whole_weights(checkpoint):
+        is_whole = any((checkpoint / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
+        if missing is not None and not is_whole:
             return f"{missing} is missing, which {index.name} names"
     return None
 
@@ -175,10 +176,6 @@ def _is_torn_zip(path: Path) -> bool:
     with open(path, "rb") as file:
         begins = file.read(2)
     return not zipfile.is_zipfile(path) if begins == b"PK" else not begins
-
-
-def _has_whole_weights(checkpoint: Path) -> bool:
-    return any((checkpoint / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
 
 
 def _lost_weights(checkpoint: Path, found: list[Difference]) -> Optional[str]:

@@ -284,13 +284,13 @@ def _start_number(run: Path) -> int:
 
 
 def _runs_of(output_dir: Path) -> list[Path]:
-    runs = [run for run in names_in_use(output_dir) if run == output_dir or _took_place_of(run, output_dir)]
-    return [run for run in runs if (run / "run.json").is_file() and not holds_nothing(run)]
-
-
-def _took_place_of(run: Path, output_dir: Path) -> bool:
-    """output_dir-2 may as well be what another job was given."""
-    return _description(run).get(ASKED_FOR) == output_dir.name
+    return [
+        run
+        for run in names_in_use(output_dir)  # output_dir-2 may as well be what another job was given
+        if (run == output_dir or _description(run).get(ASKED_FOR) == output_dir.name)
+        and (run / "run.json").is_file()
+        and not holds_nothing(run)
+    ]
 
 
 def _status(run: Path) -> dict[str, Any]:
