@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 from collections.abc import Sequence
 from typing import Optional
@@ -106,8 +105,7 @@ def _train(job, log, modes: argparse.Namespace, flags: Sequence[str]) -> int:
 
     refuse_useless_push(job)
     if job.training.push_to_hub and not modes.test_run:  # which pushes nothing
-        ask = functools.partial(require_open_hub, job.training)
-        from_first_rank(ask, job.training.process_index, job.training.world_size)
+        from_first_rank(lambda: require_open_hub(job.training), job.training)
     succeeded = False
     try:
         if modes.preflight_only:

@@ -105,7 +105,7 @@ def test_ranks_that_were_started_otherwise_all_say_what_differs(tmp_path):
 
 def test_ranks_compare_what_none_of_them_may_have_alone(tmp_path, monkeypatch):
     compared = {}
-    monkeypatch.setattr(session, "require_alike", lambda found, *ranks: compared.update(found))
+    monkeypatch.setattr(session, "require_alike", lambda found, training: compared.update(found))
     words = ["--dataset", "python_docs", "--use_cpu", "true", "--output_dir", str(tmp_path), "--preflight", "off"]
     job, console = configuration.read_job(None, words), session.console_of_run()
     session._begin(job, console)

@@ -50,7 +50,7 @@ class RunDirectoryLock:
         request = Request(
             wanted, Path(training.output_dir), ranks, restarted_since_s(ranks), configuration, weights_only
         )
-        self.start: Start = from_first_rank(lambda: self._claimed(request), training.process_index, ranks)
+        self.start: Start = from_first_rank(lambda: self._claimed(request), training)
 
     def _claimed(self, request: Request) -> Start:
         start = decide(request)
@@ -107,10 +107,10 @@ def _checked(start: Start, request: Request) -> Start:
     return start
 
 
-def from_first_rank(decision: Callable[[], T], rank: int, world_size: int) -> T:
+def from_first_rank(decision: Callable[[], T], training: TrainingArguments) -> T:
     """``decision()``, taken by rank 0 and sent to all; a UserError of it is raised on all of them."""
-    outcome: list[Any] = [_result_or_error(decision) if rank == 0 else None]
-    if world_size > 1:
+    outcome: list[Any] = [_result_or_error(decision) if training.process_index == 0 else None]
+    if training.world_size > 1:
         from accelerate.utils import broadcast_object_list
 
         broadcast_object_list(outcome)
@@ -119,16 +119,17 @@ def from_first_rank(decision: Callable[[], T], rank: int, world_size: int) -> T:
     return outcome[0]
 
 
-def require_alike(found: dict[str, Any], rank: int, world_size: int) -> None:
+def require_alike(found: dict[str, Any], training: TrainingArguments) -> None:
     """Who starts a run on several machines types its command on each. Raises SettingsError on all ranks where one has
     ``found`` other settings or data than the first: it would train otherwise, or wait for the others at another step.
     """
-    if world_size == 1:
+    if training.world_size == 1:
         return
     from accelerate.utils import gather_object
 
     own = json.loads(json.dumps(found, default=str))
-    odd = changed_settings(from_first_rank(lambda: own, rank, world_size), own, OF_A_MACHINE)
+    odd = changed_settings(from_first_rank(lambda: own, training), own, OF_A_MACHINE)
+    rank = training.process_index
     said = gather_object(
         [f"{name}: {short(now)} on rank {rank}, {short(first)} on rank 0" for name, (first, now) in odd.items()]
     )

@@ -10,10 +10,10 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional
 
 from rich.console import Console
 from transformers import PrinterCallback, TrainingArguments
@@ -63,7 +63,6 @@ from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, t
 from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
-T = TypeVar("T")
 
 STOCK = ("transformers", "accelerate")
 
@@ -92,12 +91,6 @@ def console_of_run() -> Console:
     return _Screen(highlight=False, markup=False, quiet=not is_main_process())
 
 
-def _show_as_asked(job: Job, log: RunLog) -> None:
-    """``log_level`` is of the console, as for every script that trains with transformers; passive leaves it."""
-    if job.training.log_level != "passive":
-        log.show(job.training.get_process_log_level())
-
-
 def look_only(job: Job) -> None:
     """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
     console = console_of_run()
@@ -116,8 +109,9 @@ def _begin(job: Job, console: Console) -> list[Finding]:
     require_own_folder(job.training.output_dir)
     require_writable(job.training.output_dir)
     # First, because settings also say what ranks ask each other. A scaled fp16 gradient cannot be averaged with others.
-    _require_alike(job, {**job.as_dict(), "fp16 (mixed_precision: fp16 or no settles it)": job.training.fp16})
-    early = [] if job.safety.preflight == "off" else _by_first_rank(job, lambda: before_loading(job))
+    scaled = {"fp16 (mixed_precision: fp16 or no settles it)": job.training.fp16}
+    require_alike({**job.as_dict(), **scaled}, job.training)
+    early = [] if job.safety.preflight == "off" else from_first_rank(lambda: before_loading(job), job.training)
     if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":
         report(early, console, "stop")
     check_values(type(job.training), vars(job.training), {**ALLOWED, **LEFT_TO_PREFLIGHT})
@@ -129,7 +123,7 @@ def _loaded(job: Job, console: Console) -> TrainingComponents:
     """Data and model; how long the run is going to be also settles how often it saves, unless that was given."""
     parts, training = job.kind.load(job, console), job.training
     rows = {"training rows": parts.data.train, "held-out rows": parts.data.eval}
-    _require_alike(job, {name: len(data) if has_length(data) else None for name, data in rows.items()})
+    require_alike({name: len(data) if has_length(data) else None for name, data in rows.items()}, training)
     if job.saves_by_length:
         train = parts.data.train
         steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
@@ -142,22 +136,15 @@ def _look(
 ) -> list[Finding]:
     if job.safety.preflight == "off":
         return []
-    found = [*early, *_by_first_rank(job, lambda: before_training(job, parts, output_dir))]
+    found = [*early, *from_first_rank(lambda: before_training(job, parts, output_dir), job.training)]
     report(found, console, job.safety.preflight)
     return found
 
 
-def _by_first_rank(job: Job, look: Callable[[], T]) -> T:
-    return from_first_rank(look, job.training.process_index, job.training.world_size)
-
-
-def _require_alike(job: Job, found: dict[str, Any]) -> None:
-    require_alike(found, job.training.process_index, job.training.world_size)
-
-
 def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     end_with_launcher()
-    _show_as_asked(job, log)
+    if job.training.log_level != "passive":  # of the console, as for every script that trains with transformers
+        log.show(job.training.get_process_log_level())
     early = _begin(job, console)
     configuration = job.as_dict()  # as it was asked for: loading settles some of it
     own = configuration if job.safety.resume else None
@@ -196,7 +183,7 @@ def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], con
     is_own = checkpoint.resolve().parent == start.output_dir.resolve()
     refuse_pickle(checkpoint, allow=job.model.allow_pickle or is_own)
     has_plan = job.acting_curriculum is not None
-    found = _by_first_rank(job, lambda: check_compatibility(checkpoint, description, has_plan))
+    found = from_first_rank(lambda: check_compatibility(checkpoint, description, has_plan), job.training)
     check_checkpoint(checkpoint, job.training, job.safety.weights_only)
     # What the checkpoint carries is what the run has: its description must not say otherwise.
     description["configuration"] |= {change.name: change.before for change in found if change.is_carried}
@@ -422,7 +409,9 @@ def _train(
             figures |= loop.figures()
         write_json(output_dir / "scu_metrics.json", figures)
         if status is not None:
-            status.update(step=trainer.state.global_step, notices=_notices(trainer))
+            notices = [*trainer.checkpoints.notices, *trainer.pushes.notices]
+            notices += [notice for loop in trainer.loops for notice in loop.notices]
+            status.update(step=trainer.state.global_step, notices=notices)
         lines = [line for loop in trainer.loops for line in loop.lines(figures)]
         print_table(console, figures, output_dir, f"trained {trainer.state.global_step} steps", lines)
     return figures
@@ -482,8 +471,3 @@ def score(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> Optional[
 def _scores(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> DocumentScores:
     with training_precision(trainer):
         return job.kind.score(trainer.model, parts)
-
-
-def _notices(trainer: SCUTrainer) -> list[str]:
-    of_loops = [notice for loop in trainer.loops for notice in loop.notices]
-    return [*trainer.checkpoints.notices, *trainer.pushes.notices, *of_loops]

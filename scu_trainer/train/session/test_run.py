@@ -84,7 +84,9 @@ def try_out(job: Job, log: RunLog) -> Estimate:
         trainer = build_trainer(replace_training(job, scratch), parts, None, console)
         # The model will be DeepSpeed's or FSDP's, and both start once in a process.
         resumes = not (trainer.is_deepspeed_enabled or is_sharded(trainer))
-        start = _trained_weights(parts.model) if resumes else {}
+        start = {}
+        if resumes:
+            start = {name: p.detach().clone() for name, p in parts.model.named_parameters() if p.requires_grad}
         estimate = _estimate(job, parts, trainer, load_s)
         checkpoint = Path(scratch) / f"checkpoint-{SAVE_AT}"
         if resumes:
@@ -178,11 +180,6 @@ def _evaluation_seconds(job: Job, trainer, parts: TrainingComponents) -> float:
     begun_s = time.perf_counter()
     score(job, trainer, replace(parts, data=replace(parts.data, eval=_first(parts.data.eval, few))))
     return (time.perf_counter() - begun_s) * len(parts.data.eval) / few
-
-
-def _trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of what training will change."""
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _first(rows: Any, count: int) -> Any:
