@@ -109,7 +109,16 @@ def plan(
     ``permutation``: this epoch's random order of all samples, shape (samples,); what is selected keeps it. ``lengths``:
     tokens by sample number. Raises ValueError with a sentence if no row is left.
     """
-    chosen = _selected(law, snapshot, epoch, epochs, permutation, lengths, seed)
+    chosen = selection.without_quarantined(snapshot, np.asarray(permutation))
+    if "noise_guard" in law.methods:
+        rng = _stream(seed, epoch, GUARD)
+        chosen = _then(chosen, selection.noise_guard(snapshot, chosen.ids, law, epoch, rng))
+    if "infobatch" in law.methods:
+        rng = _stream(seed, epoch, CHOICE)
+        chosen = _then(chosen, selection.infobatch(snapshot, chosen.ids, law, epoch, epochs, rng))
+    if "acmds" in law.methods:
+        rng = _stream(seed, epoch, CHOICE)
+        chosen = _then(chosen, selection.acmds(snapshot, chosen.ids, law, epoch, epochs, rng, lengths))
     if not chosen.ids.size:
         raise ValueError(_nothing_left(chosen))
     cut = _cut(law, chosen.ids, lengths, _stream(seed, epoch, CUT))
@@ -201,28 +210,6 @@ def check_methods(methods: Iterable[str]) -> Optional[str]:
             "more for those that it drops, which is exact only if no other method drops easy ones; keep one of them"
         )
     return None
-
-
-def _selected(
-    law: CurriculumConfig,
-    snapshot: Snapshot,
-    epoch: int,
-    epochs: Optional[float],
-    permutation: np.ndarray,
-    lengths: np.ndarray,
-    seed: int,
-) -> Selection:
-    chosen = selection.without_quarantined(snapshot, np.asarray(permutation))
-    if "noise_guard" in law.methods:
-        rng = _stream(seed, epoch, GUARD)
-        chosen = _then(chosen, selection.noise_guard(snapshot, chosen.ids, law, epoch, rng))
-    if "infobatch" in law.methods:
-        rng = _stream(seed, epoch, CHOICE)
-        chosen = _then(chosen, selection.infobatch(snapshot, chosen.ids, law, epoch, epochs, rng))
-    if "acmds" in law.methods:
-        rng = _stream(seed, epoch, CHOICE)
-        chosen = _then(chosen, selection.acmds(snapshot, chosen.ids, law, epoch, epochs, rng, lengths))
-    return chosen
 
 
 def _still_in(readmitted: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from scu_trainer.data.text.mixture_plan import row_tokens
-from scu_trainer.data.text.plan import PreparedData
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.evaluation.scoring import DocumentScores
 
@@ -36,18 +35,14 @@ def metrics_by_source(compute_metrics: Callable[[Any], dict], data: Any) -> Call
     ``data`` is no mixture. Predictions: (rows, 2), nats and predicted tokens, as ``preprocess_logits`` gives them."""
     if not getattr(data, "sources", ()) or data.eval is None:
         return compute_metrics
-    return functools.partial(_metrics, compute_metrics, data.sources, *_of_rows(data))
-
-
-def _of_rows(data: PreparedData) -> tuple[np.ndarray, np.ndarray]:
-    """Source and predicted tokens of every held-out row, each of shape (rows,)."""
     sources = np.asarray(data.eval["document"]) % len(data.sources)
-    return sources, row_tokens(data.eval)[1]
+    return functools.partial(_metrics, compute_metrics, data.sources, sources, row_tokens(data.eval)[1])
 
 
 def _metrics(
     compute_metrics: Callable[[Any], dict], names: tuple[str, ...], sources: np.ndarray, tokens: np.ndarray, found: Any
 ) -> dict[str, float]:
+    """``sources``, ``tokens``: source and predicted tokens of every held-out row, each of shape (rows,)."""
     metrics = compute_metrics(found)
     rows = found.predictions.astype(np.float64)
     if not np.array_equal(rows[:, 1], tokens):  # another sampler, or columns that were taken for others

@@ -100,8 +100,9 @@ class Harness:
                     tasks = self._manager.load([name])["tasks"]
                 for found in tasks.values():
                     _require_runnable(found)
-                    rules = found.aggregation().items()
-                    self._aggregations |= {(found.task_name, metric): _name_of(rule) for metric, rule in rules}
+                    for metric, rule in found.aggregation().items():
+                        called = getattr(rule, "__name__", type(rule).__name__)
+                        self._aggregations[found.task_name, metric] = called
 
     def ask(self, model: nn.Module, tokenizer: Any, precision: str) -> Iterator[TaskFigure]:
         """Figures of ``model``. precision: no, bf16 or fp16 autocast."""
@@ -175,10 +176,6 @@ def _require_runnable(task: Any) -> None:
         raise SettingsError(f"task {task.task_name} runs code that the model writes; run it with lm_eval, in a sandbox")
     if getattr(task, "MULTIMODAL", False):
         raise SettingsError(f"task {task.task_name} shows images, and a language model reads text; drop it")
-
-
-def _name_of(aggregation: Any) -> str:
-    return getattr(aggregation, "__name__", type(aggregation).__name__)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import numpy
+from huggingface_hub import get_token
 from transformers import EvalPrediction
 
 from scu_trainer.data.store import default_cache_dir
@@ -120,14 +121,8 @@ def _services(job: Job) -> Iterator[Finding]:
             yield REPORT_TO.found(what, "report_to")
         elif name == "wandb" and (problem := missing_wandb_login()) is not None:
             yield WANDB_LOGIN.found(f"report_to: wandb, and {problem}", "report_to")
-    if job.training.push_to_hub and not _has_token(job):
+    if job.training.push_to_hub and not (job.training.hub_token or get_token()):
         yield HUB_TOKEN.found("push_to_hub: true, and no token is stored or set", "push_to_hub")
-
-
-def _has_token(job: Job) -> bool:
-    from huggingface_hub import get_token
-
-    return bool(job.training.hub_token or get_token())
 
 
 def _best_metric(job: Job) -> Iterator[Finding]:
@@ -135,7 +130,8 @@ def _best_metric(job: Job) -> Iterator[Finding]:
     if training.metric_for_best_model is None or training.eval_strategy == "no":
         return
     name = training.metric_for_best_model.removeprefix("eval_")
-    there = figures_of_evaluation(job)
+    smallest = EvalPrediction(predictions=numpy.ones((1, 2)), label_ids=numpy.zeros((1, 1)))
+    there = [*STOCK_FIGURES, *job.kind.compute_metrics(smallest)]  # without eval_; the task's own come last
     if name not in there:
         what = f"an evaluation gives {', '.join(there)}, and no {name}"
         other = next((name for name in LARGER_IS_BETTER if name in there), there[-1])
@@ -147,12 +143,6 @@ def _best_metric(job: Job) -> Iterator[Finding]:
         sense = "larger" if wanted else "smaller"
         what = f"{name} is better the {sense} it is, and greater_is_better is {training.greater_is_better}"
         yield BEST_DIRECTION.found(what, "greater_is_better", f"set greater_is_better: {str(wanted).lower()}")
-
-
-def figures_of_evaluation(job: Job) -> list[str]:
-    """Names without the prefix eval_; the task's own come last."""
-    smallest = EvalPrediction(predictions=numpy.ones((1, 2)), label_ids=numpy.zeros((1, 1)))
-    return [*STOCK_FIGURES, *job.kind.compute_metrics(smallest)]
 
 
 def _cores(job: Job) -> Iterator[Finding]:

@@ -59,13 +59,9 @@ class TokenFacts:
     examples: list[numpy.ndarray] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set, repr=False)
 
-    @property
-    def is_sample(self) -> bool:
-        return self.rows != self.all_rows
-
     def among(self) -> str:
         """Phrase: of how many rows this was found."""
-        if not self.is_sample:
+        if self.rows == self.all_rows:
             return f"of {self.rows:,} rows"
         return f"in a sample of {self.rows:,} rows" + ("" if self.all_rows is None else f" of {self.all_rows:,}")
 

@@ -79,9 +79,9 @@ class TextTask:
         if teacher is not None:
             vocabularies = load_tokenizer(teacher).get_vocab(), tokenizer.get_vocab()
             require_same(job.model.teacher, *vocabularies, "tokens")
-        settings = replace(
-            settings, attn_implementation=best_attention(settings.attn_implementation, device, _is_half(job, settings))
-        )
+        is_half = job.training.bf16 or job.training.fp16 or settings.dtype in ("bfloat16", "float16")
+        attention = best_attention(settings.attn_implementation, device, is_half)
+        settings = replace(settings, attn_implementation=attention)
         packing = Packing.expected(job.data, causal_config(settings))
         placement = plan_placement(settings, job.memory, free_memory(job.training), device=device)
         if placement is not None:
@@ -201,7 +201,3 @@ def _require_isolating(teacher: torch.nn.Module, rows: DataSettings, name: str, 
             f"the teacher {name} lets packed documents see each other, and the student keeps them apart; set packing: "
             "false"
         )
-
-
-def _is_half(job: Job, settings: ModelSettings) -> bool:
-    return job.training.bf16 or job.training.fp16 or settings.dtype in ("bfloat16", "float16")

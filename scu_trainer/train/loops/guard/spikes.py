@@ -61,7 +61,11 @@ class SpikeWatch:
             f"robust standard deviations above that, spike_threshold is {self._law.threshold:g}"
         )
         if verdict.is_shift:
-            self._say_shift()
+            self._tell(
+                f"step {self.trainer.state.global_step + 1}: {self.fault}. That is {control.MOST_IN_A_ROW + 1} steps "
+                "in a row, so this counts as a new level and not as a spike. The step is kept, and the next "
+                f"{control.FEWEST} are not checked"
+            )
         return verdict.is_spike
 
     def find(self, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
@@ -79,13 +83,6 @@ class SpikeWatch:
     @property
     def in_a_row(self) -> str:
         return f"{self._state.in_a_row} of at most {control.MOST_IN_A_ROW} in a row"
-
-    def _say_shift(self) -> None:
-        self._tell(
-            f"step {self.trainer.state.global_step + 1}: {self.fault}. That is {control.MOST_IN_A_ROW + 1} steps in "
-            "a row, so this counts as a new level and not as a spike. The step is kept, and the next "
-            f"{control.FEWEST} are not checked"
-        )
 
     def _tell(self, line: str) -> None:
         if self.trainer.is_world_process_zero():
