@@ -130,13 +130,15 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
     documents = np.asarray(rows["document"])
     nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
     if path.makes_logits:
-        batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // _vocabulary(path.model)))
+        words = getattr(getattr(path.model, "config", None), "vocab_size", None) or 1
+        batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // words))
     halving = Halving()
     for indices in _batches(rows["length"], batch_tokens):
 
         def score(part: range, indices=indices) -> np.ndarray:
             batch = collate([rows[int(i)] for i in indices[part.start : part.stop]])
-            return _batch_scores(path, batch, device)
+            inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
+            return path.scores(inputs, batch["labels"].to(device)).cpu().double().numpy()
 
         for part, scores in halving.run(len(indices), score):
             seen_documents = documents[indices[part.start : part.stop]]
@@ -145,16 +147,6 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
     say_nonfinite(nats, "document")
     seen = tokens > 0
     return DocumentScores(nats[seen], tokens[seen])
-
-
-def _batch_scores(path: EvaluationPath, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
-    inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
-    return path.scores(inputs, batch["labels"].to(device)).cpu().double().numpy()
-
-
-def _vocabulary(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
-    return getattr(config, "vocab_size", None) or 1
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:

@@ -228,7 +228,8 @@ class NonFiniteGuard(Loop):
             said, limit = f"step {step}: {self.spikes.fault}; {finding.text}", self.spikes.in_a_row
         else:
             self.in_a_row += 1
-            said, limit = f"step {step}: {SAID[fault]}; {finding.text}", self._limit
+            said = f"step {step}: {SAID[fault]}; {finding.text}"
+            limit = f"{self.in_a_row} of at most {self.settings.max_nonfinite_steps} in a row"
         if finding.is_weight:
             self._stop_without_weights(said)
         if self.trainer.is_deepspeed_enabled and not self._engine_skipped:
@@ -244,10 +245,6 @@ class NonFiniteGuard(Loop):
         if self.trainer.is_world_process_zero():
             advice = self._advice(fault)
             logger.warning("%s. The step is skipped, no weight has changed (%s). %s", said, limit, advice)
-
-    @property
-    def _limit(self) -> str:
-        return f"{self.in_a_row} of at most {self.settings.max_nonfinite_steps} in a row"
 
     @torch.no_grad()
     def _take_back(self) -> None:

@@ -80,7 +80,9 @@ class WrappedModule(nn.Module):
         """``loss``, ``logits`` (what the module returns) and ``losses`` of the rows, where logits and labels alone
         do not tell them; without ``labels`` only ``logits``."""
         outputs = self._outputs(inputs)
-        logits = _logits(outputs)
+        logits = tuple(outputs) if isinstance(outputs, list) else outputs
+        if isinstance(outputs, Mapping):
+            logits = outputs["logits"] if "logits" in outputs else tuple(outputs.values())
         if labels is None:
             if self.training:
                 raise DataError(
@@ -207,12 +209,6 @@ def _named_parameters(module: nn.Module) -> Optional[list[str]]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-
-
-def _logits(outputs: Any) -> Any:
-    if isinstance(outputs, Mapping):
-        return outputs["logits"] if "logits" in outputs else tuple(outputs.values())
-    return tuple(outputs) if isinstance(outputs, list) else outputs
 
 
 # -- the trainer's side ------------------------------------------------------------------------------------------------

@@ -177,7 +177,10 @@ class RowLoss(nn.Module):
             return  # weights of classes show only between classes
         self._found = _Found(kind, stated if kind == "targets" else None, stated is not None)
         self._note(wanted)
-        self._way = next(way for way in self._ways() if self._agrees(way, few, wanted, alone, rough))
+        ways = [self._mapped, self._looped]
+        if self._without_reduction() is not None:
+            ways.insert(0, self._unreduced)
+        self._way = next(way for way in ways if self._agrees(way, few, wanted, alone, rough))
         self._found.is_plain = kind != "targets" and _is_plain(few, wanted, alone, rough)
 
     def _likeliest(self, few: Any, wanted: torch.Tensor, stated: Optional[Targets], rough: float) -> Optional[str]:
@@ -255,10 +258,6 @@ class RowLoss(nn.Module):
         )[0]
 
     # -- ways to the losses of all rows, each the mean over what the row counts ----------------------------------------
-
-    def _ways(self) -> list[Callable[[Any, torch.Tensor], torch.Tensor]]:
-        unreduced = [self._unreduced] if self._without_reduction() is not None else []
-        return [*unreduced, self._mapped, self._looped]
 
     def _agrees(self, way: Callable, outputs: Any, targets: torch.Tensor, alone: torch.Tensor, rough: float) -> bool:
         if way == self._looped:

@@ -99,8 +99,9 @@ def print_table(
     table = Table(show_header=False, pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
+    best = _best_line(figures, figures.get("unit", "token")) if figures["held_out_documents"] else []
     off = [] if "regularization" in figures else [("SCU", "off")]
-    for name, value in [*_held_out_lines(figures), *off, *of_loops]:
+    for name, value in [*best, ("held out", scored_on(figures)), *off, *of_loops]:
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
     console.print(table)
@@ -125,11 +126,6 @@ def _print_changes(console: Console, figures: dict[str, Any], trained: str) -> N
     for row in rows:
         table.add_row(*row.short)
     console.print(table)
-
-
-def _held_out_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    best = _best_line(figures, figures.get("unit", "token")) if figures["held_out_documents"] else []
-    return [*best, ("held out", scored_on(figures))]
 
 
 def _best_line(figures: dict[str, Any], unit: str) -> list[tuple[str, str]]:

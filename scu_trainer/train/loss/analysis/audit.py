@@ -74,7 +74,8 @@ class Auditor:
             with CatchOutOfMemory():
                 return self._compared(window, _at_least_two(sample), num_items, own)
             free_memory()
-            before, most_tokens = sample, sum(_tokens(window, sample)) // 2
+            tokens = sum(window.batches[number].length(row) for group in sample for number, row in group)
+            before, most_tokens = sample, tokens // 2
         return None
 
     def _of_window(
@@ -157,10 +158,6 @@ def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:
         return groups
     (only,) = groups
     return [only[:1], only[1:]]
-
-
-def _tokens(window: AccumulationWindow, groups: Sequence[Sequence[Row]]) -> list[int]:
-    return [window.batches[number].length(row) for group in groups for number, row in group]
 
 
 def _sampled(window: AccumulationWindow, groups: list[list[Row]], most_tokens: int, seed: int) -> list[list[Row]]:

@@ -152,8 +152,10 @@ class _Trial:
             reduction = self._reduction_from(asked, known, follows)
         if reduction is None:
             return None
-        if reduction.is_exact and not self.is_public and self._draws_once(strongest):
-            reduction = replace(reduction, mixes=ONCE_PER_BATCH)
+        if reduction.is_exact and not self.is_public:
+            alone = [self._row(strongest, row) for row in range(len(self.rows))]
+            if draws_once(self.meter.as_it_is, strongest, alone, self.tolerance):
+                reduction = replace(reduction, mixes=ONCE_PER_BATCH)
         trims = self._trims(together, asked[0]) if trim else False
         reads_padding = "cutting it changes the loss" if trims is False else None
         left_out = left_out_by(calls, strongest, rows) if reduction.kind == "rows" else ()
@@ -191,10 +193,6 @@ class _Trial:
         if not math.isfinite(whole[0]) or not any((*values, float(whole[0]))) or not any(map(math.isfinite, values)):
             return None
         return Observation(inputs, len(self.rows), whole, parts)
-
-    def _draws_once(self, inputs: Any) -> bool:
-        alone = [self._row(inputs, row) for row in range(len(self.rows))]
-        return draws_once(self.meter.as_it_is, inputs, alone, self.tolerance)
 
     def _row(self, inputs: Any, row: int) -> Any:
         return pick(inputs, torch.tensor([row]), len(self.rows))

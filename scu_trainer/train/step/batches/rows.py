@@ -282,11 +282,8 @@ def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, t
     first = batches[next(iter(groups))]
     trim = trim and first.trimmable
     width = _needed_width(batches, groups, trim)
-    if (
-        len(groups) == 1
-        and _is_whole(first, *groups.values())
-        and (not trim or width == (first.width, first.decoder_width))
-    ):
+    is_whole = len(groups) == 1 and sorted(*groups.values()) == list(range(first.rows))
+    if is_whole and (not trim or width == (first.width, first.decoder_width)):
         return first.inputs
     select = _Selection(groups)
     made = {
@@ -354,10 +351,6 @@ def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
         return value
 
     return type(inputs)({name: of(value) for name, value in inputs.items()})
-
-
-def _is_whole(batch: Batch, rows: list[int]) -> bool:
-    return sorted(rows) == list(range(batch.rows))
 
 
 def _needed_width(batches: Sequence[Batch], groups: dict[int, list[int]], trim: bool) -> tuple[int, int]:
