@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -100,12 +99,14 @@ class CheckpointWriter:
 
     def _written(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> Optional[str]:
         """What went wrong, None if nothing did."""
-        return self._lack_of_room(final.parent) or self._write(staging, stock_save) or self._name(staging, final)
-
-    def _write(self, staging: Path, stock_save: Callable[[], None]) -> Optional[str]:
-        problem = self._problem(lambda: _rebuild(staging)) if self.trainer.args.should_save else None
+        problem, writes = self._lack_of_room(final.parent), self.trainer.args.should_save
+        if problem is None and writes:
+            problem = self._problem(lambda: _rebuild(staging))
         if problem is None:
             problem = self._problem(lambda: self._fill(staging, stock_save))
+            self._wait()
+        if problem is None:
+            problem = self._problem(lambda: self._seal(staging / final.name, final)) if writes else None
             self._wait()
         return problem
 
@@ -116,12 +117,6 @@ class CheckpointWriter:
             stock_save()
         finally:
             self.staging = None
-
-    def _name(self, staging: Path, final: Path) -> Optional[str]:
-        seal = partial(self._seal, staging / final.name, final)
-        problem = self._problem(seal) if self.trainer.args.should_save else None
-        self._wait()
-        return problem
 
     def _seal(self, staged: Path, final: Path) -> None:
         trainer = self.trainer

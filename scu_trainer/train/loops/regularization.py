@@ -122,8 +122,7 @@ class RegularizationLoop(Loop):
 
     def _items_over_ranks(self) -> Any:
         """Tokens of the window for the regularizer, whose mean over ranks must be the tokens of all ranks together."""
-        counts_are_local = not self.trainer.args.average_tokens_across_devices
-        if self._items is None or not counts_are_local:
+        if self._items is None or self.trainer.args.average_tokens_across_devices:
             return self._items
         return self._items * self.trainer.accelerator.num_processes
 

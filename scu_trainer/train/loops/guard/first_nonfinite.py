@@ -49,14 +49,10 @@ class NonFinitePlace:
     def text(self) -> str:
         if self.place is None:
             return f"the source was not found: {self.reason}"
-        return f"{self.place}{self._rows_text}"
-
-    @property
-    def _rows_text(self) -> str:
         if not self.rows:
-            return ""
+            return self.place
         more = f" and {len(self.rows) - MOST_NAMED} more" if len(self.rows) > MOST_NAMED else ""
-        return f", in {', '.join(self.rows[:MOST_NAMED])}{more}"
+        return f"{self.place}, in {', '.join(self.rows[:MOST_NAMED])}{more}"
 
 
 def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
