@@ -82,11 +82,12 @@ class EvaluationPath:
             yield seen
 
     def _end_to_end(self, batch: Mapping[str, Any]) -> Optional[EndToEnd]:
-        rows = end_to_end(batch, self._most_tokens, self._may_share_prefixes)
+        most_tokens = sliding_window_of(self.model)
+        rows = end_to_end(batch, most_tokens, input_device(self.model).type == "cpu")  # shared prefixes as in training
         if rows is None or not self._leaves_padding:
             return None
         if rows.prefixes is not None and not self._shares_prefixes:
-            rows = end_to_end(batch, self._most_tokens)
+            rows = end_to_end(batch, most_tokens)
         return None if rows is None else replace(rows, wants_few_sizes=self._wants_few_sizes)
 
     @property
@@ -110,10 +111,6 @@ class EvaluationPath:
         return self._agrees(self._kind, "padding is kept", padding_free=True)
 
     @functools.cached_property
-    def _may_share_prefixes(self) -> bool:
-        return input_device(self.model).type == "cpu"  # as in training
-
-    @functools.cached_property
     def _shares_prefixes(self) -> bool:
         instead = "prefixes that rows share are computed once per row"
         return self._agrees(self._kind, instead, padding_free=True, shares_prefixes=True)
@@ -127,10 +124,6 @@ class EvaluationPath:
     def _has_known_loss(self) -> bool:
         is_known = computes_causal_loss(self.model) and own_forward_of(self.model) is None
         return is_known and not has_sharded_weights(self.model)
-
-    @functools.cached_property
-    def _most_tokens(self) -> Optional[int]:
-        return sliding_window_of(self.model)
 
     def _agrees(self, kind: Callable, instead: str, padding_free: bool = False, shares_prefixes: bool = False) -> bool:
         """``kind``: ``opened`` or ``headless``. ``instead``: what is done where the answers differ."""

@@ -50,16 +50,11 @@ def shallow(kinds: Sequence[tuple]) -> list[int]:
     return sorted({0, len(kinds) - 1, *between.values()})
 
 
-def like(number: int, kinds: Sequence[tuple], layers: Sequence[int]) -> int:
-    """Which of ``layers``, those of a shallow model, layer ``number`` of the deep one is like."""
-    if number in layers:
-        return number
-    return next(layer for layer in layers if 0 < layer < len(kinds) - 1 and kinds[layer] == kinds[number])
-
-
 def as_all_layers(kinds: Sequence[tuple], layers: Sequence[int]) -> list[int]:
-    """For each layer of the deep model the place among ``layers`` of the one that it is like."""
-    return [layers.index(like(number, kinds, layers)) for number in range(len(kinds))]
+    """For each layer of the deep model the place among ``layers``, those of a shallow one, of the layer it is like."""
+    of_kind = {kinds[layer]: layer for layer in reversed(layers) if 0 < layer < len(kinds) - 1}
+    alike = (number if number in layers else of_kind[kind] for number, kind in enumerate(kinds))
+    return [layers.index(layer) for layer in alike]
 
 
 # -- the step of a shallow model, and that of the deep one -------------------------------------------------------------
