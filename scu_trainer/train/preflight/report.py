@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scu_trainer.errors import PreflightError
+from scu_trainer.figures import counted
 from scu_trainer.train.preflight.catalogue import LOOKED_FOR
 from scu_trainer.train.preflight.finding import Finding
 
@@ -22,17 +23,13 @@ def report(findings: Sequence[Finding], console: Console, policy: Literal["stop"
         return
     errors, warnings, notes = ([f for f in findings if f.level == level] for level in STYLES)
     if errors or warnings:
-        console.print(f"preflight: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
+        console.print(f"preflight: {counted(len(errors), 'error')}, {counted(len(warnings), 'warning')}")
     else:
         console.print(f"preflight: {LOOKED_FOR} checks, nothing found")
     if findings:
         console.print(_table([*errors, *warnings, *notes]))
     if errors and policy == "stop":
         raise PreflightError(_message(errors))
-
-
-def _count(findings: Sequence[Finding], word: str) -> str:
-    return f"{len(findings)} {word}" if len(findings) == 1 else f"{len(findings)} {word}s"
 
 
 def _table(findings: Sequence[Finding]) -> Table:
@@ -57,6 +54,6 @@ def _message(errors: Sequence[Finding]) -> str:
     first = errors[0]
     more = f" ({len(errors) - 1} more above)" if len(errors) > 1 else ""
     return (
-        f"preflight found {_count(errors, 'error')}: {first.check}: {first.what}; {first.fix}{more}; --preflight warn "
-        "trains anyway"
+        f"preflight found {counted(len(errors), 'error')}: {first.check}: {first.what}; {first.fix}{more}; "
+        "--preflight warn trains anyway"
     )

@@ -64,10 +64,6 @@ def _memory(job: Job, model: nn.Module) -> Iterator[Finding]:
         available = min(free.gpu_bytes)
     else:  # every rank needs its own, and the weights are there already
         available = free.main_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    yield from _compared(parts, available)
-
-
-def _compared(parts: dict[str, int], available: int) -> Iterator[Finding]:
     needed = sum(parts.values())
     in_words = ", ".join(f"{name} {readable(count)}" for name, count in parts.items())
     what = f"{in_words}: {readable(needed)} of {readable(available)} that are free"
