@@ -137,8 +137,7 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
 
         def score(part: range, indices=indices) -> np.ndarray:
             batch = collate([rows[int(i)] for i in indices[part.start : part.stop]])
-            inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
-            return path.scores(inputs, batch["labels"].to(device)).cpu().double().numpy()
+            return _batch_scores(path, batch, device)
 
         for part, scores in halving.run(len(indices), score):
             seen_documents = documents[indices[part.start : part.stop]]
@@ -147,6 +146,11 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
     say_nonfinite(nats, "document")
     seen = tokens > 0
     return DocumentScores(nats[seen], tokens[seen])
+
+
+def _batch_scores(path: EvaluationPath, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
+    inputs = {name: batch[name].to(device) for name in MODEL_INPUTS if name in batch}
+    return path.scores(inputs, batch["labels"].to(device)).cpu().double().numpy()
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:

@@ -42,11 +42,13 @@ class Replay:
         count = int(self.owed)
         if not count:
             return inputs
-        places = [(self.used + place) * self.world + self.rank for place in range(count)]
-        numbers = [int(self._pass(place // len(self.rows))[place % len(self.rows)]) for place in places]
-        joined = joined_rows(inputs, self.collate([self.rows[number] for number in numbers]))
+        joined = joined_rows(inputs, self.collate([self.rows[number] for number in self._next(count)]))
         self.owed, self.used = self.owed - count, self.used + count
         return joined
+
+    def _next(self, count: int) -> list[int]:
+        places = [(self.used + place) * self.world + self.rank for place in range(count)]
+        return [int(self._pass(place // len(self.rows))[place % len(self.rows)]) for place in places]
 
     def _pass(self, number: int) -> numpy.ndarray:
         if self._order[0] != number:
