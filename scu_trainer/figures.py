@@ -68,12 +68,13 @@ def before_and_after(metrics: Mapping[str, Any]) -> list[Change]:
 
 def scored_on(metrics: Mapping[str, Any]) -> str:
     """How much is held out: "6 documents, 68 tokens"; of classifiers "360 images"."""
-    if not metrics["held_out_documents"]:
-        return "nothing"
-    items = counted(metrics["held_out_documents"], metrics.get("item", "document"))
-    if "held_out_accuracy_after" in metrics:
+    documents, tokens = metrics.get("held_out_documents"), metrics.get("held_out_tokens")
+    if not documents:
+        return "nothing" if documents == 0 else "-"
+    items = counted(documents, metrics.get("item", "document"))
+    if tokens is None or "held_out_accuracy_after" in metrics:
         return items
-    return f"{items}, {counted(metrics['held_out_tokens'], metrics.get('unit', 'token'))}"
+    return f"{items}, {counted(tokens, metrics.get('unit', 'token'))}"
 
 
 def _row(what: str, metrics: Mapping[str, Any], key: str, style: str, changed: Callable[[Any], str]) -> Change:
@@ -88,13 +89,13 @@ def _points(found: Optional[Mapping[str, Any]]) -> str:
 
 
 def _interval(found: Optional[Mapping[str, Any]], style: str) -> str:
-    if not found:
+    if not found or "value" not in found:
         return "-"
-    if found["value"] is None or not math.isfinite(found["value"]):
+    value, low, high = (found.get(name) for name in ("value", "low", "high"))
+    if value is None or not math.isfinite(value):
         return "not finite"
-    low, high = found.get("low"), found.get("high")
     bounds = "" if low is None or high is None else f" ({low:{style}} to {high:{style}})"
-    return f"{found['value']:{style}}{bounds}"
+    return f"{value:{style}}{bounds}"
 
 
 def _difference(what: str, before: Mapping[str, Any], after: Mapping[str, Any], style: str) -> Change:
@@ -108,7 +109,7 @@ def _difference(what: str, before: Mapping[str, Any], after: Mapping[str, Any], 
 def _perplexity(metrics: Mapping[str, Any]) -> Change:
     """2 to the power of the bits. Bits that differ are perplexities with a ratio, so that is what has the interval."""
     found = [metrics.get(f"held_out_bpt_{when}") or {"value": None} for when in ("before", "after", "change")]
-    before, after = (_interval({"value": perplexity(interval["value"])}, ",.1f") for interval in found[:2])
+    before, after = (_interval({"value": perplexity(interval.get("value"))}, ",.1f") for interval in found[:2])
     ratios = {name: perplexity(found[2].get(name)) for name in ("value", "low", "high")}
     percent = {name: None if ratio is None else ratio - 1.0 for name, ratio in ratios.items()}
     return Change("held-out perplexity", before, after, _interval(percent, "+.1%"))

@@ -10,10 +10,10 @@ from typing import Any, Optional, TypeVar
 
 from scu_trainer.errors import StorageError
 from scu_trainer.figures import UNITS
+from scu_trainer.report.kinds import CONFIG, EPOCH, METRICS, Row, fitting
 from scu_trainer.run_files import read_json, read_rows, read_status
 
 T = TypeVar("T")
-Row = dict[str, Any]
 
 LOG_FILE = "log_history.json"
 STOCK_LOG_FILE = "trainer_state.json"
@@ -86,12 +86,12 @@ def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", 
         detail=detail,
         is_alive=is_alive,
         status=reader.mapping(STATUS_FILE, read_status),
-        config=reader.mapping(CONFIG_FILE),
-        metrics=reader.mapping(METRICS_FILE),
+        config=reader.fitting(CONFIG_FILE, reader.mapping(CONFIG_FILE), CONFIG),
+        metrics=reader.fitting(METRICS_FILE, reader.mapping(METRICS_FILE), METRICS),
         logs=reader.logs(),
         control=reader.rows(CONTROL_FILE),
         memory=reader.rows(MEMORY_FILE),
-        epochs=reader.rows(CURRICULUM_FILE),
+        epochs=[reader.fitting(CURRICULUM_FILE, row, EPOCH) for row in reader.rows(CURRICULUM_FILE)],
         samples=reader.rows(SAMPLES_FILE),
         suspects=reader.line_count(SUSPECTS_FILE),
         has_torn_logs=reader.has_torn_logs,
@@ -128,6 +128,9 @@ class _Reader:
             return content
         self.faults.append(f"{name} is not a JSON object")
         return {}
+
+    def fitting(self, name: str, found: Row, kinds: Row) -> Row:
+        return fitting(found, kinds, self.folder / name, self.faults)
 
     def rows(self, name: str) -> Sequence[Row]:
         return [row for row in self._read(name, read_rows, []) if isinstance(row, dict)]

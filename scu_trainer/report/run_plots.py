@@ -170,7 +170,7 @@ def _s_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     style, found = Style(runs), [run for run in runs if run.control]
     if not found:
         return []
-    targets = sorted({row["s_target"] for run in found for row in run.control[-1:] if row.get("s_target")})
+    targets = sorted({target for run in found for target in points(run.control[-1:], "s_target")[1] if target})
     levels = [Level(target, f"target {target:g}") for target in targets] if len(targets) <= 3 else []
     band = _target_band(found, targets)
     lines = _drawn(_s_lines(runs, style))
@@ -199,7 +199,7 @@ def _s_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
 def _target_band(runs: Sequence[RunFiles], targets: Sequence[float]) -> list[Band]:
     if len(targets) != 1:
         return []
-    steps = [row["step"] for run in runs for row in run.control]
+    steps = [step for run in runs for step in points(run.control, "step")[0]]
     span = [min(steps), max(steps)]
     return [Band("within 10 %", span, [0.9 * targets[0]] * 2, [1.1 * targets[0]] * 2, MUTED)]
 

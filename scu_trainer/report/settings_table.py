@@ -6,9 +6,10 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from scu_trainer.report.files import RunFiles
+from scu_trainer.report.run_plots import number
 from scu_trainer.run_files import readable
 
 PLACES = ("output_dir", "run_name", "logging_dir")
@@ -57,16 +58,16 @@ def hardware(run: RunFiles) -> list[tuple[str, str]]:
     found, versions = run.config.get("hardware") or {}, run.config.get("versions") or {}
     rows = []
     if found:
-        gpus = [f"{gpu['name']}, {readable(gpu['total_bytes'])}" for gpu in found.get("gpus") or []]
+        gpus = [f"{gpu.get('name')}, {_size(gpu.get('total_bytes'))}" for gpu in found.get("gpus") or []]
         rows = [
             ("trained on", str(found.get("device", MISSING))),
             ("GPUs", "; ".join(gpus) or "none"),
             (
                 "CPU",
-                f"{found.get('cpu')}, {found.get('cores'):g} cores usable, "
+                f"{found.get('cpu')}, {number(found.get('cores'))} cores usable, "
                 f"{found.get('threads')} thread{'' if found.get('threads') == 1 else 's'}",
             ),
-            ("main memory", readable(found["ram_bytes"])),
+            ("main memory", _size(found.get("ram_bytes"))),
         ]
     elif (run.metrics.get("costs") or {}).get("device"):
         rows = [("trained on", str(run.metrics["costs"]["device"]))]
@@ -75,6 +76,10 @@ def hardware(run: RunFiles) -> list[tuple[str, str]]:
     packages = [f"{name} {version}" for name, version in versions.items() if version and name != "platform"]
     rows += [("versions", ", ".join(packages))] if packages else []
     return rows + ([("git commit", run.config["git_commit"])] if run.config.get("git_commit") else [])
+
+
+def _size(size_bytes: Optional[float]) -> str:
+    return MISSING if size_bytes is None else readable(size_bytes)
 
 
 def repeat_yaml(run: RunFiles) -> str:

@@ -86,7 +86,7 @@ def flat(epochs: Sequence[Row]) -> list[Row]:
         {
             "epoch": row.get("epoch"),
             "rows": row.get("rows"),
-            "skipped": sum((row.get("skipped") or {}).values()),
+            "skipped": sum(filter(None, (row.get("skipped") or {}).values())),
             **{name: row.get(name) or 0 for name in ("repeated", "suspects", "quarantined")},
             **(row.get("difficulty") or {}),
             "padding": _ratio(row.get("padded_tokens"), row.get("real_tokens")),

@@ -72,7 +72,9 @@ def _held_out(run: RunFiles) -> list[tuple[str, str]]:
         return [(f"held-out bits per {run.unit}", said)]
     best = run.metrics.get("best_held_out")
     if best and best.get("bpt") is not None:
-        found.append(("best during training", f"{best['bpt']:.3f} bits per {run.unit} at step {best['step']}"))
+        found.append(
+            ("best during training", f"{best['bpt']:.3f} bits per {run.unit} at step {best.get('step', NONE)}")
+        )
     return found
 
 
@@ -115,7 +117,7 @@ def _data(run: RunFiles) -> str:
 
 def duration(seconds: Optional[float]) -> str:
     """ "42 s", "3 min 20 s", "2 h 05 min", "3 d 4 h"."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return NONE
     whole = round(seconds)
     if whole < 60:

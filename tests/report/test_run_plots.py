@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -15,7 +16,7 @@ import pytest
 from scu_trainer.report.ablation import Comparison, comparison_plots, read_comparison, result_rows
 from scu_trainer.report.drawing import DASHES, Line, Panel, Plot, thinned
 from scu_trainer.report.files import RunFiles, has_begun, is_run, read_run
-from scu_trainer.report.page import Drawing
+from scu_trainer.report.page import Drawing, Table
 from scu_trainer.report.pages import page_of
 from scu_trainer.report.render import (
     AS_IT_STANDS,
@@ -34,6 +35,7 @@ from scu_trainer.report.render import (
 from scu_trainer.report.run_plots import run_plots
 from scu_trainer.report.settings_table import changed, differences, hardware, repeat_command, repeat_yaml
 from scu_trainer.report.words import duration, key_figures, warnings
+from scu_trainer.run_files import read_json
 from tests.report.made_runs import make_comparison, make_run, make_two_and_a_study
 
 
@@ -211,6 +213,47 @@ def test_a_status_that_another_program_wrote_is_named_and_left_out(tmp_path):
     found = read_run(run, "run", "unreadable")
     assert dict(key_figures(found))["steps"] == "60"
     assert "run.json holds '30' as its step, which no run writes" in str(warnings(found))
+
+
+@pytest.mark.parametrize("name", ["training_config.json", "scu_metrics.json", "curriculum.json"])
+def test_a_value_that_somebody_has_edited_is_named_and_left_out(made, tmp_path, name):
+    """Every value in the file, one after the other, is gone or has become something else."""
+    run = Path(shutil.copytree(made / "one", tmp_path / "run"))
+    whole = read_json(run / name)
+    if name == "scu_metrics.json":
+        whole |= {"held_out_documents": 6, "held_out_tokens": 68}
+    for path in _paths(whole):
+        for other in ("GONE", "text", [1], None):
+            (run / name).write_text(json.dumps(_with(whole, path, other)))
+            found = read_run(run, "run", "finished")
+            page = page_of([found], [Drawing(plot) for plot in run_plots([found])], "now", [Path("it.yaml")])
+            tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
+            assert all(isinstance(cell, str) for table in tables for row in table.rows for cell in row), (path, other)
+    edited = {"scu_metrics.json": ("steps",), "training_config.json": ("hardware", "cores")}.get(
+        name, (1, "difficulty")
+    )
+    (run / name).write_text(json.dumps(_with(whole, edited, "text")))
+    said = [text for where, text in warnings(read_run(run, "run")) if where == "this report"]
+    path = ".".join(str(part) for part in edited if part != 1)
+    assert len(said) == 1 and f"{name} holds 'text' as its {path}, which no run writes; it is left out" in said[0]
+
+
+def _paths(value, path=()):
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in inside:
+        yield (*path, name)
+        yield from _paths(item, (*path, name))
+
+
+def _with(value, path, other):
+    value = copy.copy(value)
+    if len(path) > 1:
+        value[path[0]] = _with(value[path[0]], path[1:], other)
+    elif other == "GONE":
+        del value[path[0]]
+    else:
+        value[path[0]] = other
+    return value
 
 
 def test_rows_of_the_stock_trainer_stand_in_for_those_that_are_not_there(tmp_path):
