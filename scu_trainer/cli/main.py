@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
+from urllib.parse import urlsplit
 
 from scu_trainer import __version__
 from scu_trainer.errors import UserError, nearest
@@ -101,6 +102,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
             sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
         code = 0
         try:
+            _require_address(os.environ.get("HF_ENDPOINT"))
             code = command(list(sys.argv[1:] if argv is None else argv), *given, **named)
             _flush()
             return code
@@ -126,6 +128,17 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
             return UserError.exit_code
 
     return main
+
+
+def _require_address(endpoint: Optional[str]) -> None:
+    """Raises UserError for what is no address of a Hub; each library ends otherwise on it, most in a traceback."""
+    with contextlib.suppress(ValueError):  # of urlsplit
+        parts = urlsplit(endpoint or "")
+        if endpoint is None or (parts.scheme in ("http", "https") and parts.hostname and parts.port != 0):
+            return
+    raise UserError(
+        f"HF_ENDPOINT is {endpoint!r}, which is no address; give one such as https://huggingface.co, or unset it"
+    )
 
 
 def _flush() -> None:

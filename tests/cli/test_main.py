@@ -28,6 +28,19 @@ def test_an_option_is_known_with_hyphens_too(capsys):
     assert "nowhere is not a folder here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("endpoint", ["hf-mirror.com", "", "ftp://host", "http://[::1", "http://host:80a"])
+def test_an_address_of_a_hub_that_is_none_is_one_line(endpoint, monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert main(["recipes"]) == 2
+    assert f"error: HF_ENDPOINT is {endpoint!r}, which is no address" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("endpoint", ["https://hf-mirror.com", "http://127.0.0.1:80/hub/"])
+def test_another_hub_is_no_error(endpoint, monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert main(["recipes"]) == 0
+
+
 def test_a_program_may_be_started_without_its_input():
     """As some schedulers do."""
     program = [sys.executable, "-m", "scu_trainer.cli.main", "runs"]

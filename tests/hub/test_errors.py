@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import hf_xet
@@ -13,9 +14,10 @@ from scu_trainer.errors import HubError, ModelError
 from scu_trainer.models.loading.hub_errors import as_hub_error, hub_line, is_passing
 
 
-def answer(status: int, text: str = "no") -> Exception:
+def answer(status: int, text: str = "no", **more: str) -> Exception:
     error = OSError(f"{status} Client Error. (Request ID: Root=1-2;3) {text} for url: https://host/x?signature=abc")
     error.response = SimpleNamespace(status_code=status)
+    vars(error).update(more)
     return error
 
 
@@ -26,6 +28,7 @@ def answer(status: int, text: str = "no") -> Exception:
         (answer(401), "the Hub does not accept the token", False),
         (answer(402), "me would have to pay for me/x", False),
         (answer(403), "the token may not write to me/x", False),
+        (answer(403, server_message="Storage limit reached"), "to me/x (Storage limit reached); use one", False),
         (answer(404), "there is no me/x that this token may see, or no such revision", False),
         (answer(409), "another commit to the repository came first; run the same command again", True),
         (answer(412), "another commit to the repository came first; run the same command again", True),
@@ -36,6 +39,7 @@ def answer(status: int, text: str = "no") -> Exception:
         (ConnectionResetError(104, "reset by peer"), "broke ([Errno 104] reset by peer)", True),
         (OfflineModeIsEnabled("no"), "HF_HUB_OFFLINE is set", False),
         (HFValidationError("no such name"), "repo_id 'me/x' is not a valid Hub name: no such name", False),
+        (json.JSONDecodeError("Expecting value", "<html>", 0), "answered with something else than the Hub", False),
         (ValueError("Invalid metadata in README.md.\n- license"), "the Hub refuses the model card: Invalid", False),
         (hf_xet.XetAuthenticationError("401"), "the storage of the Hub does not accept the token", False),
     ],

@@ -237,9 +237,8 @@ def test_a_wrong_token_is_one_line_and_appears_nowhere(shared):
 
 def test_refusals_of_the_hub_are_one_line_each(shared):
     shared.hub.faults.create_status = 403
-    one_line(
-        push(shared, shared.merged, "--repo_id", REPO), "may not write to me/tiny; use one with write access to me"
-    )
+    refused = r"may not write to me/tiny \(You don't have the rights\); use one with write access to me"
+    one_line(push(shared, shared.merged, "--repo_id", REPO), refused)
     shared.hub.faults.create_status = None
     shared.hub.repos[REPO] = Repo(private=False)
     one_line(push(shared, shared.merged, "--repo_id", REPO, "--private"), "is there already and is public")

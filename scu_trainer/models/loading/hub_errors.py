@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, Optional
@@ -45,6 +46,11 @@ def hub_line(error: BaseException, repo_id: str) -> Optional[str]:
             return f"the storage of the Hub does not accept the token for {repo_id}; use one with write access"
         if is_broken_connection(cause):
             return f"the connection to {endpoint()} broke ({_short(cause) or type(cause).__name__}); {AGAIN}"
+        if isinstance(cause, json.JSONDecodeError):
+            return (
+                f"{endpoint()} answered with something else than the Hub does, such as the page of a login; check "
+                "HF_ENDPOINT, and what this network asks for"
+            )
         if isinstance(cause, ValueError) and "README.md" in str(cause):
             return f"the Hub refuses the model card: {_short(cause)}; fix README.md"
     return None
@@ -90,7 +96,8 @@ def _answer(error: BaseException, repo_id: str) -> str:
         401: f"the Hub does not accept the token; make one with write access at {endpoint()}/settings/tokens, then "
         "`hf auth login`, or set HF_TOKEN",
         402: f"{owner} would have to pay for {repo_id}; push to a public repository or to another owner",
-        403: f"the token may not write to {repo_id}; use one with write access to {owner}, or another --repo_id",
+        403: f"the token may not write to {repo_id}{_reason(error)}; use one with write access to {owner}, or another "
+        "--repo_id",
         404: f"there is no {repo_id} that this token may see, or no such revision; check --repo_id and --revision",
         409: f"another commit to the repository came first; {AGAIN}",
         412: f"another commit to the repository came first; {AGAIN}",
@@ -102,6 +109,11 @@ def _answer(error: BaseException, repo_id: str) -> str:
     if status >= 500:
         return f"the Hub failed ({status}); {AGAIN}"
     return f"the Hub refuses {repo_id} ({status}): {_short(error)}"
+
+
+def _reason(error: BaseException) -> str:
+    """In the words of the Hub: a token is not the only one, there is a limit of space too."""
+    return f" ({_short(error)})" if getattr(error, "server_message", None) else ""
 
 
 def _causes(error: Optional[BaseException]) -> Iterator[BaseException]:
