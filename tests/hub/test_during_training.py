@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx2
 import pytest
 from transformers.trainer_utils import HubStrategy
 
@@ -17,6 +19,7 @@ from scu_trainer.cli.publishing import sharing
 from scu_trainer.cli.train import main
 from scu_trainer.errors import HubError
 from scu_trainer.hub.push import CARD_KEPT
+from scu_trainer.models.loading.hub_errors import hub_line
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.pushing import Pushes
 from tests.hub.runs import documents, flags
@@ -159,6 +162,29 @@ def test_the_second_try_of_the_last_push_is_as_private_as_the_first(finished):
         sharing._push(finished.run, SimpleNamespace(**wanted))
     command = f"scu-trainer push {finished.run} --repo_id OWNER/model --revision 'of today' --private"
     assert str(failed.value).endswith(f"When that is fixed: {command}")
+
+
+@pytest.mark.parametrize("error", [httpx2.ReadTimeout("timed out"), SimpleNamespace(status_code=503)], ids=str)
+def test_a_push_that_fails_never_advises_to_train_again(finished, monkeypatch, error):
+    """``run the same command again``, which is the advice to who pushes."""
+    if not isinstance(error, Exception):
+        answered, error = error, OSError("Service Unavailable")
+        error.response = answered
+    line = hub_line(error, "me/model")
+    assert "run the same command again" in line
+
+    def fail(*arguments, **options):
+        raise HubError(line)
+
+    monkeypatch.setattr(sharing, "push", fail)
+    wanted = {"hub_model_id": "me/model", "hub_revision": None, "hub_private_repo": None, "hub_token": WRONG}
+    with pytest.raises(HubError, match=r"but not pushed: .*When that is fixed: scu-trainer push") as failed:
+        sharing._push(finished.run, SimpleNamespace(**wanted))
+    pushes, job = Pushes(SimpleNamespace(hub_model_id="me/model")), Future()
+    job.set_exception(error)
+    pushes._finished(job, finished.folder / "_pushing-checkpoint-1", "checkpoint-1")
+    assert "checkpoint-1 was not pushed to the Hub: the" in pushes.notices[0]
+    assert "same command" not in str(failed.value) + pushes.notices[0]
 
 
 def test_the_last_push_says_what_it_replaced_and_removed(monkeypatch, capsys):

@@ -13,6 +13,7 @@ from scu_trainer.hub.facts import facts_of
 from scu_trainer.hub.files import upload_of
 from scu_trainer.hub.local_paths import is_local
 from scu_trainer.hub.push import push, require_open, sent_notes, token_for
+from scu_trainer.models.loading.hub_errors import without_again
 from scu_trainer.models.loading.names import base_of, located
 from scu_trainer.run_files import read_json
 from scu_trainer.settings.tasks import TEXT
@@ -83,7 +84,8 @@ def _push(run: Path, training: TrainingArguments) -> None:
         )
     except HubError as error:
         again = f"scu-trainer push {shlex.quote(str(run))}{_where(repo_id, training)}"
-        raise HubError(f"trained and saved in {run}, but not pushed: {error}. When that is fixed: {again}") from error
+        why = without_again(str(error))
+        raise HubError(f"trained and saved in {run}, but not pushed: {why}. When that is fixed: {again}") from error
     print("\n".join([f"pushed: {sent['url']}", *sent_notes(sent)]))
 
 

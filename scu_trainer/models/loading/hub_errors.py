@@ -56,6 +56,11 @@ def hub_line(error: BaseException, repo_id: str) -> Optional[str]:
     return None
 
 
+def without_again(line: str) -> str:
+    """Of a push that belongs to a training: the same command would train again."""
+    return re.sub(f"(; |, then ){re.escape(AGAIN)}$", "", line)
+
+
 def end_stalls() -> None:
     """Give the connections of huggingface_hub in this process an end; it makes new ones after some errors."""
     from huggingface_hub import get_session

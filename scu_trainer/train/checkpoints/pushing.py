@@ -21,7 +21,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
 from scu_trainer.errors import StorageError
-from scu_trainer.models.loading.hub_errors import end_stalls, hub_line
+from scu_trainer.models.loading.hub_errors import end_stalls, hub_line, without_again
 from scu_trainer.models.published import ADAPTER, PROCESSOR, model_files, names_like
 from scu_trainer.safe_paths import remove_inside
 
@@ -99,7 +99,8 @@ class Pushes:
         if error is None:
             logger.info("%s is on the Hub: %s", name, self.trainer.hub_model_id)
         else:
-            self._tell(name, hub_line(error, self.trainer.hub_model_id) or " ".join(str(error).split())[:200])
+            line = hub_line(error, self.trainer.hub_model_id) or " ".join(str(error).split())[:200]
+            self._tell(name, without_again(line))
 
     def _tell(self, name: str, reason: str) -> None:
         self.notices.append(f"{name} was not pushed to the Hub: {reason}")
