@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -244,6 +245,12 @@ def test_a_model_without_documents_is_asked_its_tasks_only(evaluate, work):
     assert report["documents"] is None and report["model"] == {"name": str(work.model), "word": None}
     assert report["notes"] == ["first_or_second asked 4 questions: too few to trust an interval"]
     assert "limit 4: a part of the questions" in as_text(report)
+
+
+def test_questions_that_the_harness_cuts_are_named(evaluate, work):
+    words = ("--tasks", "first_or_second", "--include_path", work.tasks, "--limit", 4, "--max_length", 2)
+    notes = evaluate(work.model, *words)["notes"]
+    assert re.search("was asked at most 2 tokens at once: lm_eval cut off the beginning of the rest, [1-9]", notes[0])
 
 
 def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(evaluate, work, tmp_path):

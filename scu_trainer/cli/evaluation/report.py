@@ -212,11 +212,14 @@ def notes_of(
 
 def _notes_on_figures(subjects: list[Subject], answers: list[EvaluationResult]) -> Iterator[str]:
     for subject, result in zip(subjects, answers, strict=True):
+        who, (count, tokens) = subject.word or subject.name, result.cuts
+        if count:
+            times = counted(count, "time")
+            yield f"{who} was asked at most {tokens} tokens at once: lm_eval cut off the beginning of the rest, {times}"
         for figure in result.figures:
             if figure.questions is not None and figure.questions < FEW_QUESTIONS:
                 yield f"{figure.task} asked {counted(figure.questions, 'question')}: too few to trust an interval"
             if figure.stderr == 0.0:
-                who = subject.word or subject.name
                 yield f"{figure.task}: every question gave {who} the same {figure.metric}, so it has no interval"
 
 

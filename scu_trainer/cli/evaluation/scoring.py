@@ -26,11 +26,13 @@ CHECKED_ROWS, CHECKED_TOKENS = 4, 256
 
 @dataclass
 class EvaluationResult:
-    """What one model gave. ``merge``: of a merged one its type, and how far its logits are from the adapter's."""
+    """What one model gave. ``merge``: of a merged one its type, and how far its logits are from the adapter's.
+    ``cuts``: as in ``Harness``."""
 
     scores: Optional[DocumentScores] = None
     merge: Optional[dict[str, Any]] = None
     figures: tuple[TaskFigure, ...] = ()
+    cuts: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -63,6 +65,7 @@ class EvaluationRequest:
             result.scores = self.scores(subject, parts)
         if self.harness is not None:
             result.figures = tuple(self.harness.ask(model, tokenizer, self.precision))
+            result.cuts = self.harness.cuts
         return result
 
     def loaded(self, subject: Subject) -> tuple[nn.Module, Any, Optional[TrainingComponents]]:

@@ -76,7 +76,8 @@ def paired_difference(first: TaskFigure, second: TaskFigure, how: dict[str, Any]
 class Harness:
     """``names``: tasks, groups, tags, or patterns with ``*``. ``limit``, ``num_fewshot``, ``include_path``,
     ``apply_chat_template``: as the harness takes them. ``max_length``: tokens that it cuts questions to; None: the
-    positions of the model. ``resamples``: behind a standard error that it finds by bootstrap."""
+    positions of the model. ``resamples``: behind a standard error that it finds by bootstrap. ``cuts``: of the model
+    that was asked last, how often that was done, and the tokens that were left."""
 
     names: list[str]
     batch_size: int
@@ -86,6 +87,7 @@ class Harness:
     apply_chat_template: bool = False
     max_length: Optional[int] = None
     resamples: int = 2000
+    cuts: tuple[int, int] = (0, 0)
     _manager: Any = None
     _aggregations: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -109,7 +111,7 @@ class Harness:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
-        with _quiet(), _memory_reported(self.batch_size):
+        with _quiet() as heard, _memory_reported(self.batch_size):
             wrapped = HFLM(
                 pretrained=model,
                 tokenizer=tokenizer,
@@ -128,6 +130,7 @@ class Harness:
                 apply_chat_template=self.apply_chat_template,
                 task_manager=self._manager,
             )
+        self.cuts = (heard.cuts, wrapped.max_length)
         yield from _figures(results, self._aggregations)
 
     def require_template(self, tokenizer: Any, name: str) -> None:
@@ -203,18 +206,33 @@ def _memory_reported(batch_size: int) -> Iterator[None]:
         raise ModelError(f"out of GPU memory at batch_size {batch_size}; give a smaller --batch_size") from error
 
 
+class _Heard(logging.Handler):
+    """Counts questions that the harness cuts; what it calls an error goes on to where it would have gone."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.cuts = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.cuts += "runcat" in str(record.msg)  # Truncating, or Left truncation
+        if record.levelno >= logging.ERROR:
+            logging.getLogger().handle(record)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Iterator[_Heard]:
     """The harness warns of every model that it did not load itself, and resamples in forks of this process, which
     holds threads and maybe a GPU: in one process, please."""
-    logger, variable = logging.getLogger("lm_eval"), "DISABLE_MULTIPROC"
-    level, said = logger.level, os.environ.get(variable)
-    logger.setLevel(logging.ERROR)
+    logger, variable, heard = logging.getLogger("lm_eval"), "DISABLE_MULTIPROC", _Heard()
+    before, said = (logger.level, logger.handlers, logger.propagate), os.environ.get(variable)
+    logger.setLevel(logging.WARNING)
+    logger.handlers, logger.propagate = [heard], False
     os.environ[variable] = "1"
     try:
-        yield
+        yield heard
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before[0])
+        _, logger.handlers, logger.propagate = before
         del os.environ[variable]
         os.environ |= {} if said is None else {variable: said}
 
