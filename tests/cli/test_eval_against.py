@@ -286,6 +286,29 @@ def test_tasks_that_cannot_be_asked(refused, work, words, message, monkeypatch):
     assert message in refused(work.model, *words, *included)
 
 
+@pytest.mark.parametrize(
+    ("part", "other", "message"),
+    [
+        (
+            "{{{{text}}}}",
+            "{{{{gone}}}}",
+            "lm_eval cannot make a task of first_or_second: UndefinedError: 'gone' is undefined;",
+        ),
+        ("test_split: test", "test_split: gone", "lm_eval cannot make a task of first_or_second: KeyError: 'gone'; if"),
+        ("aggregation: mean", "aggregation: gone", "does not know the aggregation of acc in task first_or_second"),
+        (
+            "output_type: multiple_choice",
+            "output_type: generate_until",
+            "first_or_second generates up to 256 tokens, and the model takes 128 with the question; lower max_gen_toks",
+        ),
+    ],
+)
+def test_a_task_file_with_a_slip_is_no_traceback(refused, work, tmp_path, part, other, message):
+    assert part in TASK
+    (tmp_path / "task.yaml").write_text(TASK.replace(part, other).format(questions=work.questions))
+    assert message in refused(work.model, "--tasks", "first_or_second", "--include_path", tmp_path)
+
+
 def only_own_tasks(monkeypatch) -> None:
     """Reading the many thousand tasks that come with the package takes seconds."""
     from lm_eval import tasks

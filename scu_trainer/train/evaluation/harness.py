@@ -27,6 +27,9 @@ from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScor
 NEAREST = 3
 """Names of tasks that a message gives in the place of an unknown one."""
 
+GENERATED = ("max_gen_toks", "max_new_tokens", "max_tokens")
+"""Names by which a task says how many tokens it generates at most."""
+
 MEAN = "mean"
 """What the harness calls the aggregation whose result is the mean of one number per question."""
 
@@ -90,6 +93,7 @@ class Harness:
     cuts: tuple[int, int] = (0, 0)
     _manager: Any = None
     _aggregations: dict[tuple[str, str], str] = field(default_factory=dict)
+    _generated: dict[str, int] = field(default_factory=dict)
 
     def check(self) -> None:
         """Find the tasks and their data. Raises RequirementError without the package, SettingsError for an unknown
@@ -102,6 +106,8 @@ class Harness:
                     tasks = self._manager.load([name])["tasks"]
                 for found in tasks.values():
                     _require_runnable(found)
+                    _require_aggregations(found)
+                    self._generated |= _most_generated(found)
                     for metric, rule in found.aggregation().items():
                         called = getattr(rule, "__name__", type(rule).__name__)
                         self._aggregations[found.task_name, metric] = called
@@ -120,6 +126,7 @@ class Harness:
                 softmax_dtype="float32",
                 mixed_precision_dtype={"no": None, "bf16": "bfloat16", "fp16": "float16"}[precision],
             )
+            self._require_room(wrapped)
             limit = self.limit if self.limit is None or self.limit < 1 else int(self.limit)
             results = lm_eval.simple_evaluate(
                 wrapped,
@@ -132,6 +139,15 @@ class Harness:
             )
         self.cuts = (heard.cuts, wrapped.max_length)
         yield from _figures(results, self._aggregations)
+
+    def _require_room(self, wrapped: Any) -> None:
+        """What is generated leaves room for a question; else the harness ends in the middle."""
+        for task, tokens in self._generated.items():
+            if tokens >= wrapped.max_length:
+                raise SettingsError(
+                    f"task {task} generates up to {tokens} tokens, and the model takes {wrapped.max_length} with the "
+                    "question; lower max_gen_toks, in the generation_kwargs of the task"
+                )
 
     def require_template(self, tokenizer: Any, name: str) -> None:
         if self.apply_chat_template and not tokenizer.chat_template:
@@ -181,10 +197,26 @@ def _require_runnable(task: Any) -> None:
         raise SettingsError(f"task {task.task_name} shows images, and a language model reads text; drop it")
 
 
+def _require_aggregations(task: Any) -> None:
+    """The harness takes a name that it does not know for none, and ends when all questions have been asked."""
+    unknown = [metric for metric, rule in task.aggregation().items() if rule is None]
+    if unknown:
+        raise SettingsError(f"lm_eval does not know the aggregation of {unknown[0]} in task {task.task_name}; try mean")
+
+
+def _most_generated(task: Any) -> dict[str, int]:
+    """Name and tokens of a task that generates; the harness takes 256 where it names none."""
+    if task.OUTPUT_TYPE != "generate_until":
+        return {}
+    options = task.config.generation_kwargs or {}
+    return {task.task_name: int(next((options[name] for name in GENERATED if name in options), 256))}
+
+
 @contextlib.contextmanager
 def _data_errors(name: str) -> Iterator[None]:
-    """The libraries say in many ways that they cannot get hold of data."""
+    """The libraries say in many ways that they cannot get hold of data, or make nothing of the file of a task."""
     from datasets.exceptions import DatasetsError
+    from jinja2 import TemplateError
 
     try:
         yield
@@ -195,6 +227,12 @@ def _data_errors(name: str) -> Iterator[None]:
         raise DataError(
             f"the data of task {name} cannot be read: {first}; check the connection, or its dataset_path if it is your "
             "own task"
+        ) from error
+    except (LookupError, TypeError, AttributeError, TemplateError) as error:
+        reason = " ".join(str(error).split())
+        raise SettingsError(
+            f"lm_eval cannot make a task of {name}: {type(error).__name__}: {reason}; if it is your own task, correct "
+            "its YAML file"
         ) from error
 
 
