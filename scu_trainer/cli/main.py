@@ -131,13 +131,13 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _require_address(endpoint: Optional[str]) -> None:
-    """Raises UserError for what is no address of a Hub; each library ends otherwise on it, most in a traceback."""
+    """Raises UserError for what is not the address of a Hub; each library ends otherwise on it, most in a traceback."""
     with contextlib.suppress(ValueError):  # of urlsplit
         parts = urlsplit(endpoint or "")
         if endpoint is None or (parts.scheme in ("http", "https") and parts.hostname and parts.port != 0):
             return
     raise UserError(
-        f"HF_ENDPOINT is {endpoint!r}, which is no address; give one such as https://huggingface.co, or unset it"
+        f"HF_ENDPOINT is {endpoint!r}, which is not an address; give one such as https://huggingface.co, or unset it"
     )
 
 

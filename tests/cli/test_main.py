@@ -29,10 +29,10 @@ def test_an_option_is_known_with_hyphens_too(capsys):
 
 
 @pytest.mark.parametrize("endpoint", ["hf-mirror.com", "", "ftp://host", "http://[::1", "http://host:80a"])
-def test_an_address_of_a_hub_that_is_none_is_one_line(endpoint, monkeypatch, capsys):
+def test_an_endpoint_that_is_not_an_address_is_one_line(endpoint, monkeypatch, capsys):
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     assert main(["recipes"]) == 2
-    assert f"error: HF_ENDPOINT is {endpoint!r}, which is no address" in capsys.readouterr().err
+    assert f"error: HF_ENDPOINT is {endpoint!r}, which is not an address" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("endpoint", ["https://hf-mirror.com", "http://127.0.0.1:80/hub/"])
