@@ -185,6 +185,7 @@ ROWS: tuple[tuple[str, str, Rows, dict[str, Any], str, bool], ...] = (
         True,
     ),
     ("ratings", "ratings of the answers", _pair(rating=1), {}, "label-not-read", False),
+    ("weights-of-rows", "weights of the rows", _pair(weight=0.5), {}, "weight-not-read", False),
     (
         "labels-of-texts",
         "texts of a classification, with their labels",

@@ -49,6 +49,12 @@ LABEL_NOT_READ = Check(
     "a column that looks like a label or a rating is not read: bad rows are learned like good ones",
     "remove the rows that should not be learned, or train a reward model or a classifier with them",
 )
+WEIGHT_NOT_READ = Check(
+    "weight-not-read",
+    "warning",
+    "a column that looks like the weight of a row is not read: every row counts alike, also one of weight 0",
+    "remove the rows that should not be learned; a list of datasets has a weight for each (docs/data.md)",
+)
 PREFERENCE_NOT_READ = Check(
     "preference-not-read",
     "warning",
@@ -77,6 +83,7 @@ LOOKS_LIKE = (
         LABEL_NOT_READ,
         (*formats.LABELS, "labels", "score", "rating", "reward", "rank", "correct", "is_correct", "is_bad"),
     ),
+    (WEIGHT_NOT_READ, ("weight", "weights", "sample_weight", "loss_weight")),
     (PREFERENCE_NOT_READ, (*formats.PREFERENCES, "preferred", "dispreferred", "preference")),
     (MEDIA_NOT_READ, formats.IMAGES),
 )
