@@ -74,6 +74,13 @@ class Subject:
         return self.model.model_name_or_path
 
     @property
+    def averages(self) -> Optional[str]:
+        """The file of moving averages beside the weights of a checkpoint, which are read as they are."""
+        from scu_trainer.train.loops.weight_average import EMA_FILE
+
+        return EMA_FILE if (Path(self.source) / EMA_FILE).is_file() else None
+
+    @property
     def is_of_hub(self) -> bool:
         """Whether it was named by its Hub id. Nothing is written beside the cached download of an adapter."""
         return not Path(self.name).expanduser().exists()

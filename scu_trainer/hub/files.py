@@ -36,6 +36,7 @@ STAY = {
     "_*": "locks",
     "training_args.bin": "a pickle",
     "trainer_state.json": "state of the trainer",
+    "ema.safetensors": "moving averages; the weights themselves are sent",
     "samples.json": "held-out texts; the card shows the last answers",
     "*.bin": "pickles",
     "*.pt": "pickles",

@@ -38,6 +38,15 @@ def refused(capsys, *words) -> str:
     return told.err
 
 
+def test_averages_beside_a_checkpoint_are_named(folder, tmp_path, capsys):
+    checkpoint = shutil.copytree(folder / "lora/checkpoint-1", tmp_path / "lora-1")
+    shutil.copy(checkpoint / "adapter_model.safetensors", checkpoint / "ema.safetensors")
+    assert main(["merge", str(checkpoint)]) == 0
+    assert "its weights are taken, not their moving averages (ema.safetensors)" in capsys.readouterr().err
+    assert main(["merge", str(folder / "lora/checkpoint-1"), "--output", str(tmp_path / "other")]) == 0
+    assert "averages" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
 @pytest.mark.parametrize("run", ["lora", "qlora", "lora/checkpoint-1"])
 def test_merged_and_checked(folder, tmp_path, capsys, run, dtype):

@@ -42,6 +42,13 @@ def test_a_dry_run_names_every_file_and_what_stays_here(run, capsys):
     assert {path.name for path in run.iterdir()} <= named, "neither sent nor said to stay"
 
 
+def test_averages_that_stay_here_are_called_that(run, capsys):
+    shutil.copy(run / "checkpoint-1/adapter_model.safetensors", run / "checkpoint-1/ema.safetensors")
+    assert push.main([str(run / "checkpoint-1"), "--repo_id", "me/x", "--base_model", "me/base", "--dry_run"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "ema.safetensors (moving averages; the weights themselves are sent)" in told
+
+
 def test_json_holds_the_same(run, capsys):
     assert push.main([str(run), "--repo_id", "me/x", "--base_model", "me/base", "--dry_run", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

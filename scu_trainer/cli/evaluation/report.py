@@ -238,15 +238,10 @@ def _notes_on_data(data: Any, item: str) -> list[str]:
 
 
 def _notes_on_training(subjects: list[Subject], request: EvaluationRequest) -> list[str]:
-    from scu_trainer.train.loops.weight_average import (
-        EMA_FILE,  # beside the weights of a checkpoint whose run evaluated averages
-    )
-
     own = [subject for subject in subjects if subject.word is None]
     split = request.settings, request.seed, own_split(request.owner)
     suspects = [subject for subject in own if may_have_learned(subject, *split)]
-    averaged = [subject for subject in own if (Path(subject.source) / EMA_FILE).is_file()]
     return [
         *(f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects),
-        *(f"{s.name}: its weights are scored, not their moving averages ({EMA_FILE})" for s in averaged),
+        *(f"{s.name}: its weights are scored, not their moving averages ({s.averages})" for s in own if s.averages),
     ]

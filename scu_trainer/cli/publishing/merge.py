@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import logging
 import re
 import shlex
 import sys
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from scu_trainer.train.job.components import TrainingComponents
+
+logger = logging.getLogger("scu_trainer")
 
 BYTES = {"auto": None, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 DTYPES = tuple(BYTES)
@@ -231,6 +234,8 @@ class Conversion:
         """``about``: the first of its facts."""
         from scu_trainer.models.export import export_dtype
 
+        if subject.averages is not None:
+            logger.warning("%s: its weights are taken, not their moving averages (%s)", subject.name, subject.averages)
         parts, checked_on = loaded_with_rows(subject)
         dtype, inputs = export_dtype(parts.model, options.dtype), rows_to_check_on(parts)
         facts = {
