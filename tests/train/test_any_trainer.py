@@ -19,6 +19,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -166,6 +168,7 @@ ALSO_OFF = {
     "CPO": (CPOTrainer, CPOConfig, {"max_length": 32}, {**PROMPTS, **PAIRS}),
     "OnlineDPO": (OnlineDPOTrainer, OnlineDPOConfig, {"max_length": 32, "max_new_tokens": 6}, PROMPTS),
     "GKD": (GKDTrainer, GKDConfig, {"max_length": 32, "max_new_tokens": 6}, {"messages": TURNS}),
+    "Distillation": (DistillationTrainer, DistillationConfig, {"max_completion_length": 6}, PROMPTS),
 }
 """Trainers of which no more is claimed: class, configuration, its arguments, rows."""
 
@@ -174,7 +177,7 @@ def also_trained(name: str, folder: Path, looped: bool, **given: Any) -> Trainer
     kind, config, own, rows = ALSO_OFF[name]
     common = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "bf16": False, "logging_steps": 1}
     args = config(str(folder), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, **common, **own)
-    parts = {"GKD": lambda: {"teacher_model": tiny.llama(seed=3)}, "CPO": dict}
+    parts = dict.fromkeys(("GKD", "Distillation"), lambda: {"teacher_model": tiny.llama(seed=3)}) | {"CPO": dict}
     words = tokenizer()
     words.chat_template = "{% for turn in messages %}{{ turn['content'] }}</s>{% endfor %}"
     given |= parts.get(name, lambda: {"reward_funcs": reward})()
