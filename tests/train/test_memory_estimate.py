@@ -274,11 +274,14 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": mask + 3, "attention_mask": mask, "labels": torch.where(mask.bool(), 4, -100)}
 
 
+def window_of(*batches: tuple[int, ...]) -> AccumulationWindow:
+    return AccumulationWindow([read_layout(padded(*lengths)) for lengths in batches], Reduction("num_items"))
+
+
 def largest_piece(settings: MemorySettings, *batches: tuple[int, ...]) -> tuple[int, int]:
     """(rows, length) of the largest micro-batch that the memory loop plans."""
-    window = AccumulationWindow([read_layout(padded(*lengths)) for lengths in batches], Reduction("num_items"))
     loop = MicroBatchSizer(settings, None, CPU)
-    pieces = loop.begin(window, step=1)
+    pieces = loop.begin(window_of(*batches), step=1)
     best = max((part for piece in pieces for part in loop.fit(piece)), key=lambda piece: piece.tokens)
     return len(best.rows), best.length
 
@@ -312,6 +315,20 @@ def test_uneven_rows_are_cut_at_what_keeps_the_device_busy():
     assert plan_of(RowShapes(1024, 300.0, True)) == Step(1, 1024, 8)
     assert plan_of(RowShapes(1024, 1024.0, False)) == Step(8, 1024, 1)
     assert plan_of(RowShapes(1024, 300.0, True), batch_mode="logical", memory_control=True).rows == 8
+
+
+def test_rows_of_like_length_among_uneven_ones_are_cut_as_these_are():
+    """As planned: whole, such a window would be the highest peak of the training."""
+    loop, even, uneven = MicroBatchSizer(MemorySettings(), None, CPU), window_of((512,) * 8), window_of((512, 300) * 4)
+
+    def rows(window: AccumulationWindow) -> list[int]:
+        pieces = loop.begin(window, step=1)
+        loop.end([(piece, torch.zeros(())) for piece in pieces], all_reduce_max=list)
+        return [len(piece.rows) for piece in pieces]
+
+    assert rows(even) == [8], "nothing to gain"
+    assert max(rows(uneven)) == 2
+    assert rows(even) == [1] * 8 and plan_of(RowShapes(512, 406.0, True)) == Step(1, 512, 8)
 
 
 def test_fp16_on_a_cpu_is_planned_as_float32(model_dir, monkeypatch):

@@ -40,6 +40,9 @@ surprise. Otherwise one measurement per window keeps watch."""
 STEPS_BETWEEN_COLLECTIONS = 20
 """A collection takes 0.3 s; pressure that it did not end is not ended by the next one."""
 
+LEAST_PADDING = 1 / 16
+"""Share of the tokens of the stock loop, as it has been so far, from which on rows count as uneven."""
+
 AllReduceMax = Callable[[list[int]], list[int]]
 """Element-wise maximum over ranks; every rank calls it at the same place."""
 
@@ -161,7 +164,7 @@ class MicroBatchSizer:
         if self.logical is not None:  # the batch itself gives way, micro-batches follow it
             self._ceiling = self.logical.nominal_rows * window.longest_row
             return window.whole_batches()
-        sorts = window.can_pool and (isinstance(cap, int) or (cap == "auto" and window.is_uneven))
+        sorts = window.can_pool and (isinstance(cap, int) or (cap == "auto" and (window.is_uneven or self._was_uneven)))
         if not sorts:
             return window.whole_batches()
         if isinstance(cap, int):
@@ -171,6 +174,13 @@ class MicroBatchSizer:
         bounds = [bound for bound in (settings.max_batch_size, window.most_rows) if bound is not None]
         most = max(min(bounds), settings.min_batch_size) if bounds else None
         return window.pooled(self._cap, most, settings.min_batch_size)
+
+    @property
+    def _was_uneven(self) -> bool:
+        """Rows of like length that have come together by chance are cut as those before: whole, they would be the
+        highest peak of the training, which nobody planned for."""
+        padding = self.statistics.stock_tokens - self.statistics.real_tokens
+        return padding > LEAST_PADDING * self.statistics.stock_tokens
 
     @property
     def _cap(self) -> int:
