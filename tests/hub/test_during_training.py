@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from scu_trainer.hub.push import CARD_KEPT
 from scu_trainer.models.loading.hub_errors import hub_line
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.pushing import Pushes
+from tests import processes, tiny
 from tests.hub.runs import documents, flags
 from tests.hub.server import Repo, running
 
@@ -58,8 +57,6 @@ REFUSED = {
 def pushed(tmp_path_factory):
     """Full-tuning runs in one process, which has the address of the Hub from its start; one of them is refused what it
     sends first."""
-    from tests import tiny
-
     folder = tmp_path_factory.mktemp("pushed")
     tiny.saved_llama(folder / "model")
     documents(folder / "documents.jsonl")
@@ -69,8 +66,7 @@ def pushed(tmp_path_factory):
         hub.repos["me/public"] = Repo()
         hub.faults.refuse_repo = ("me/every", 1)
         environment = {**os.environ, **hub.environment(folder / "home")}
-        program = [sys.executable, "-c", TRAIN_ALL, json.dumps(calls)]
-        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+        done = processes.launch(["-c", TRAIN_ALL, json.dumps(calls)], environment=environment, timeout=120)
         assert done.returncode == 0, done.stderr
         yield SimpleNamespace(folder=folder, hub=hub, done=done)
 

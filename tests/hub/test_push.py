@@ -32,6 +32,16 @@ ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "README.md", *TOK
 MERGED = {"config.json", "generation_config.json", "merge.json", "README.md", "model.safetensors.index.json"}
 
 
+WITHOUT_WAITING = """
+import sys, time
+from scu_trainer.cli.publishing.push import main
+wait = time.sleep
+time.sleep = lambda seconds: wait(seconds / 50)
+sys.exit(main(sys.argv[1:]))
+"""
+"""The same, where a second before the next try takes a fiftieth of it."""
+
+
 @pytest.fixture(scope="module")
 def shared(finished):
     with running() as hub:
@@ -48,8 +58,9 @@ def fresh(shared):
     shared.hub.repos["me/base"] = Repo()
 
 
-def push(shared, *words, token=TOKEN, from_nothing=False, **environment):
-    command = [str(ROOT / "scripts" / "push_to_hf.py"), *map(str, words)]
+def push(shared, *words, token=TOKEN, from_nothing=False, waits=True, **environment):
+    program = [str(ROOT / "scripts" / "push_to_hf.py")] if waits else ["-c", WITHOUT_WAITING]
+    command = [*program, *map(str, words)]
     around = {**os.environ, **shared.hub.environment(shared.folder / "home", token), **environment}
     if from_nothing:
         return subprocess.run([sys.executable, *command], env=around, capture_output=True, text=True, timeout=60)
@@ -165,7 +176,7 @@ def test_an_adapter_on_the_hub_is_used_by_its_id(shared, tmp_path, capsys):
 
 def test_an_upload_cut_in_the_middle_is_sent_again(shared):
     shared.hub.faults.drop_put = (2,)
-    done = push(shared, shared.merged, "--repo_id", REPO)
+    done = push(shared, shared.merged, "--repo_id", REPO, waits=False)
     assert done.returncode == 0 and "Retrying in 1s" in done.stderr and "signature" not in done.stderr
     files = shared.hub.repos[REPO].files()
     assert all(files[name] == (shared.merged / name).read_bytes() for name in shards(shared.merged))
@@ -184,7 +195,7 @@ def test_an_upload_cut_in_the_middle_is_sent_again(shared):
 )
 def test_what_the_library_does_not_repeat_is_repeated_here(shared, faults, said):
     vars(shared.hub.faults).update(faults)
-    done = push(shared, shared.merged, "--repo_id", REPO)
+    done = push(shared, shared.merged, "--repo_id", REPO, waits=False)
     assert done.returncode == 0, done.stderr
     assert all(line in done.stderr for line in said) and len(done.stderr.splitlines()) == len(said)
     assert len(commits(shared)) == 1 and shards(shared.merged) <= shared.hub.repos[REPO].files().keys()
@@ -192,8 +203,7 @@ def test_what_the_library_does_not_repeat_is_repeated_here(shared, faults, said)
 
 def test_a_hub_that_says_nothing_is_given_up_on_and_asked_again(shared):
     shared.hub.faults.stall_s = [30.0]
-    code = "import sys; from scu_trainer.models.loading import hub_errors; "
-    code += "from scu_trainer.cli.publishing.push import main; hub_errors.STALL_S = 0.3; sys.exit(main(sys.argv[1:]))"
+    code = "from scu_trainer.models.loading import hub_errors; hub_errors.STALL_S = 0.3\n" + WITHOUT_WAITING
     around = {**os.environ, **shared.hub.environment(shared.folder / "home")}
     done = processes.launch(["-c", code, shared.merged, "--repo_id", REPO], environment=around, timeout=120)
     assert done.returncode == 0 and "timed out); again in 1 s" in done.stderr, done.stderr
