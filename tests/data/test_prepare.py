@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 
 import datasets
 import pytest
@@ -16,6 +14,7 @@ from scu_trainer.data.text import documents
 from scu_trainer.data.text.encode import EMPTY, NOTHING_TO_LEARN, UNREADABLE
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
+from tests import processes
 
 ROWS = [{"text": f"Cup number {number} is {'quite ' * (number % 7)}full."} for number in range(40)]
 
@@ -281,11 +280,12 @@ def test_a_failed_preparation_leaves_no_rows(prepared, jsonl, tmp_path):
 
 
 def test_two_processes_prepare_at_once(prepared, jsonl, tmp_path):
-    command = [sys.executable, "-c", PREPARE, str(jsonl(ROWS)), str(tmp_path / "cache")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert outputs[0] == outputs[1] == f"{prepared(jsonl(ROWS)).statistics.as_dict()}\n"
+    words = ["-c", PREPARE, str(jsonl(ROWS)), str(tmp_path / "cache")]
+    outputs = [tmp_path / f"{number}.out" for number in range(2)]
+    both = [processes.Started(words, output, os.environ) for output in outputs]
+    assert [process.wait(120) for process in both] == [0, 0]
+    said = f"{prepared(jsonl(ROWS)).statistics.as_dict()}\n"
+    assert [output.read_text() for output in outputs] == [said, said]
 
 
 def test_embedded_data_need_nothing_else(tokenizer, embedded_cache):

@@ -15,7 +15,7 @@ from tests import processes
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's switches")
 
 BLOCKS = """
-import resource, sys, torch
+import resource, sys
 from pathlib import Path
 from scu_trainer.hardware.heap import give_back_freed, keep_freed
 
@@ -57,7 +57,7 @@ def test_without_it_large_blocks_come_again():
 
 
 SMALL = """
-import resource, sys, torch
+import resource, sys
 from scu_trainer.hardware import heap
 
 if sys.argv[1] == "settle":
