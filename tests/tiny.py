@@ -217,12 +217,12 @@ def arguments(output_dir, **changes) -> TrainingArguments:
     return TrainingArguments(output_dir=str(output_dir), **{**defaults, **changes})
 
 
-def saved_llama(folder, seed: int = 0):
+def saved_llama(folder, seed: int = 0, layers: int = 2):
     """Folder with a tiny Llama for the embedded tokenizer, and that tokenizer."""
     from scu_trainer.data import default_cache_dir, embedded_tokenizer
 
     tokenizer = embedded_tokenizer(default_cache_dir(None))
-    model = llama(seed)
+    model = llama(seed, layers=layers)
     model.resize_token_embeddings(len(tokenizer))
     model.config.bos_token_id, model.config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -49,7 +49,7 @@ def make_site(folder: Path) -> Site:
     documents = folder / "documents.jsonl"
     rows = [{"text": f"{SENTENCES[i % 2]} Number {i}. " * (2 + i % 5)} for i in range(48)]
     documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model, whole, count = tiny.saved_llama(folder / "model"), folder / "whole", folder / "count"
+    model, whole, count = tiny.saved_llama(folder / "model", layers=1), folder / "whole", folder / "count"
     words = campaign.flags(model, documents, whole, folder / "cache")
 
     def act() -> int:

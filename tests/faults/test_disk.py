@@ -125,7 +125,7 @@ def used_bytes(folder: Path) -> int:
     return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize(("of_checkpoint", "there"), [(0.55, []), (1.3, [3]), (2.5, [3, 6])])
+@pytest.mark.parametrize(("of_checkpoint", "there"), [(0.8, []), (1.3, [3]), (2.5, [3, 6])])
 def test_a_save_that_does_not_fit(site, tmp_path, of_checkpoint, there):
     """The first checkpoint, the second, the third; nor does the trained model at the end."""
     disk_bytes = int(of_checkpoint * used_bytes(site.whole / "checkpoint-12"))
@@ -154,7 +154,7 @@ def test_without_room_a_run_still_ends_with_its_model(site, tmp_path):
         run, log = disk.folder / "run", tmp_path / "log"
 
         def leave_little() -> None:
-            little_bytes = int(0.8 * used_bytes(run / "checkpoint-3"))
+            little_bytes = int(0.85 * used_bytes(run / "checkpoint-3"))
             os.truncate(disk.fill(), LARGE_BYTES - used_bytes(run) - little_bytes)
 
         ended = started(site.flags(run), log, lambda: campaign.at_step(5, leave_little))

@@ -12,8 +12,9 @@ from scu_trainer.run_files import read_json
 from tests.faults import campaign
 
 STOPS_EARLY = {
-    "early_stopping_patience": 2, "eval_steps": 1, "save_steps": 1, "max_steps": 30, "learning_rate": 0.3,
+    "early_stopping_patience": 2, "eval_steps": 1, "save_steps": 1, "max_steps": 30, "learning_rate": 0.2,
     "lr_scheduler_type": "constant", "divergence": "off", "ema_decay": 0.3, "save_total_limit": 1,
+    "lora_r": 2, "lora_target_modules": ["all-linear"],
 }  # fmt: skip
 
 
@@ -57,15 +58,17 @@ def test_killed_after_the_checkpoint_at_which_it_stops_it_takes_no_step_more(sit
     def act() -> int:
         from scu_trainer.train.loops.curriculum import CurriculumLoop
 
-        CurriculumLoop.on_epoch_end = lambda loop, args, state, control, **_: _kill_if(control.should_training_stop)
+        stock = CurriculumLoop.on_epoch_end
+
+        def on_epoch_end(loop, args, state, control, **others) -> None:
+            if control.should_training_stop:
+                os.kill(os.getpid(), signal.SIGKILL)
+            stock(loop, args, state, control, **others)
+
+        CurriculumLoop.on_epoch_end = on_epoch_end
         return campaign.train(site.flags(run, **STOPS_EARLY))
 
     assert campaign.Child(act, tmp_path / "log").wait().code == -signal.SIGKILL
     ended = campaign.Child(lambda: campaign.train(site.flags(run, **STOPS_EARLY)), tmp_path / "log").wait()
     assert ended.code == 0 and "resuming from" in ended.said, ended.said
     _same_end(run, whole)
-
-
-def _kill_if(is_so: bool) -> None:
-    if is_so:
-        os.kill(os.getpid(), signal.SIGKILL)

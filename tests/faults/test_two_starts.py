@@ -118,7 +118,7 @@ def test_other_settings_go_beside_and_are_named(site, run, tmp_path):
     before = contents(run)
     said = begun(site.flags(run, lora_r=4, seed=1), tmp_path / "log", "documents:")
     line = next(line for line in said.splitlines() if str(run) in line)
-    assert "lora_r 2, now 4" in line and "seed 42, now 1" in line and f"this one goes to {tmp_path / 'run-2'}" in line
+    assert "lora_r 32, now 4" in line and "seed 42, now 1" in line and f"this one goes to {tmp_path / 'run-2'}" in line
     assert contents(run) == before
 
 
@@ -152,7 +152,7 @@ def test_another_shape_is_refused_and_nothing_is_touched(site, run, tmp_path, wa
     before = read_json(run / "training_config.json")
     wanted = wanted if wanted == "auto" else run / wanted
     ended = started(site.flags(run, lora_r=4, resume_from_checkpoint=wanted), tmp_path / "log")
-    assert ended.code == 2 and "lora_r was 2, now 4" in ended.said and "Traceback" not in ended.said, ended.said
+    assert ended.code == 2 and "lora_r was 32, now 4" in ended.said and "Traceback" not in ended.said, ended.said
     assert read_json(run / "training_config.json") == before
     assert (run / "checkpoint-6").is_dir()
 

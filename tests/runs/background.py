@@ -116,10 +116,7 @@ def in_session(number: int) -> list[int]:
 
 def configuration(model: Path, documents: Path, cache: Path, **more: object) -> str:
     """YAML of the run of tests/faults/campaign.py, without its place."""
-    words = campaign.flags(model, documents, Path("unused"), cache, **more)
-    entries = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    del entries["output_dir"]
-    return yaml.safe_dump(entries)
+    return yaml.safe_dump(campaign.settings(model, documents, cache, **more))
 
 
 def write_documents(path: Path) -> Path:

@@ -22,7 +22,7 @@ def config(tmp_path_factory) -> str:
 
     folder = tmp_path_factory.mktemp("site")
     documents = background.write_documents(folder / "documents.jsonl")
-    model = tiny.saved_llama(folder / "model")
+    model = tiny.saved_llama(folder / "model", layers=1)
     return background.configuration(model, documents, folder / "cache", eval_strategy="no", save_steps=2, max_steps=8)
 
 
