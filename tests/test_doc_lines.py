@@ -28,6 +28,7 @@ from scu_trainer.hardware.probe import accelerators
 from tests import processes, tiny
 from tests.hub.runs import documents
 from tests.hub.server import Repo, running
+from tests.report.made_runs import drawn_once
 from tests.test_doc_blocks import ROOT, blocks, commands
 from tests.test_doc_commands import TRAININGS
 
@@ -116,6 +117,13 @@ OTHERS = [line for line in PAGES_OF if line not in BACKGROUND]
 COMPARISON = as_run("compare --config my.yaml")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _drawn_once():
+    """Most lines about reports are about copies of one run."""
+    with drawn_once():
+        yield
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The reader's folder: for reading alone."""
@@ -126,6 +134,7 @@ def trained(tmp_path_factory):
         assert main(["train", "--config", "my.yaml"]) == 0
         assert main(["train", "--config", "my.yaml", "--tuning", "full", "--output_dir", "runs/full"]) == 0
         digits = "--task image-classification --image_size 32 --dataset_size 40 --max_steps 2 --save_strategy no"
+        digits += " --predict_memory false"
         words = ["train", *digits.split(), "--use_cpu", "true", "--report_to", "none", "--output_dir", "runs/digits"]
         assert main(words) == 0
         for name in ("scu_lora", "scu_lora-2", "other"):
@@ -137,7 +146,7 @@ def trained(tmp_path_factory):
 def write_files(folder: Path) -> None:
     for name in ("recipes", "ds_configs", "accelerate_configs"):
         (folder / name).symlink_to(ROOT / name)
-    config = tiny.saved_llama(folder / "my" / "model") / "config.json"
+    config = tiny.saved_llama(folder / "my" / "model", layers=1) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1024}))
     (folder / "model").symlink_to("my/model")
     (folder / "my" / "small").symlink_to("model")

@@ -20,32 +20,17 @@ from scu_trainer.board.acts import Acts
 from scu_trainer.board.app import Board
 from scu_trainer.cli.looking import board as command
 from scu_trainer.cli.talking.streaming import stream_answer
-from scu_trainer.report import page
-from scu_trainer.report.drawing import Plot
 from scu_trainer.runs.control import Hands
+from tests.report.made_runs import drawn_once
 
 TOKEN, HOST, COOKIE = "a-token-of-this-test", "127.0.0.1:7860", "scu_board_7860"
 ORIGIN = f"http://{HOST}"
 
 
-DRAWN: dict[tuple[str, float], str] = {}
-"""By all that a plot says, and its width."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _drawn_once():
-    """Most runs of these tests are the same one, whose drawings take two seconds. Those of the same plot are the same,
-    as the tests of the report say."""
-    stock = page.svg
-
-    def svg(plot: Plot, width_in: float) -> str:
-        key = (repr(plot), width_in)
-        if key not in DRAWN:
-            DRAWN[key] = stock(plot, width_in)
-        return DRAWN[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "svg", svg)
+    """Most runs of these tests are the same one."""
+    with drawn_once():
         yield
 
 

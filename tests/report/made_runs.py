@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from scu_trainer.report.drawing import Plot
 from scu_trainer.run_files import History, write_json
 
 GIB = 2**30
@@ -44,6 +48,29 @@ def make_run(folder: Path, steps: int = 60, status: str = "finished", best: floa
     if status == "finished":
         write_json(folder / "scu_metrics.json", _metrics(best, configuration["scu"]))
     return folder
+
+
+DRAWN: dict[tuple[str, str, Any], Any] = {}
+"""By what draws, all that a plot says, and its width or theme."""
+
+
+@contextlib.contextmanager
+def drawn_once() -> Iterator[None]:
+    """The drawings of a run take two seconds. Those of the same plot are the same, as the tests of the report say."""
+    from scu_trainer.cli.publishing import report
+    from scu_trainer.report import page
+
+    def kept(draw: Callable[[Plot, Any], Any]) -> Callable[[Plot, Any], Any]:
+        def drawn(plot: Plot, how: Any) -> Any:
+            key = (draw.__name__, repr(plot), how)
+            if key not in DRAWN:
+                DRAWN[key] = draw(plot, how)
+            return DRAWN[key]
+
+        return drawn
+
+    with patch.object(page, "svg", kept(page.svg)), patch.object(report, "png", kept(report.png)):
+        yield
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
