@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.fil
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"), layers=1)
 
 
 @pytest.fixture(scope="module")
