@@ -51,7 +51,7 @@ def test_the_page_is_written_from_the_table():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"), layers=1)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if not COMMANDS[name].startswith(TESTS)])
