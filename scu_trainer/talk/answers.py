@@ -14,7 +14,7 @@ from scu_trainer.errors import ModelError, OutOfMemory
 from scu_trainer.settings.base import require
 from scu_trainer.talk.model import Message, Talker
 from scu_trainer.train.evaluation.answers import ONE_ANSWER
-from scu_trainer.train.step.prediction import Halving
+from scu_trainer.train.step.recovery.halving import Halving
 
 LOWEST_TEMPERATURE = 1e-30
 """Logits divided by less can be more than a float32 holds."""

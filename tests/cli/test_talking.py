@@ -125,11 +125,15 @@ def program(*words: object) -> list[str]:
 
 
 def test_from_a_pipe_only_the_answers_are_printed(folder):
-    """By a program that starts from nothing, as a user's does; the others here are forks."""
-    words = [sys.executable, *program("chat", folder, "--max_new_tokens", "4", "--dtype", "float32")]
+    """By a program that starts from nothing, as a user's does; the others here are forks. It does not wait for the
+    Trainer, which is a third of the time: peft comes with it."""
+    words = program("chat", folder, "--max_new_tokens", "4", "--dtype", "float32")
+    words = [sys.executable, "-X", "importtime", *words]
     done = subprocess.run(words, input="hello\nhello\n", capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
     assert "greedy" not in done.stdout and "\033" not in done.stdout and done.stdout.endswith("\n")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "transformers.modeling_utils" in imported and "peft" not in imported
 
 
 def test_bytes_that_are_no_text_are_refused_by_their_line(folder, tmp_path):

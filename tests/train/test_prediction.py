@@ -15,7 +15,7 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.evaluation.scoring import score_documents
 from scu_trainer.train.step.batches.rows import rows_of
-from scu_trainer.train.step.prediction import Halving
+from scu_trainer.train.step.recovery.halving import Halving
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.faults import CPU_TEXT, FakeGauge, fail_above_tokens, fail_in_forward, oom

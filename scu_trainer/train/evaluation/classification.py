@@ -14,7 +14,7 @@ from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.evaluation.scoring import DocumentScores, say_nonfinite
-from scu_trainer.train.step.prediction import Halving
+from scu_trainer.train.step.recovery.halving import Halving
 
 ROWS_AT_ONCE = 128
 

@@ -16,7 +16,7 @@ from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
-from scu_trainer.train.step.prediction import Halving
+from scu_trainer.train.step.recovery.halving import Halving
 
 logger = logging.getLogger("scu_trainer")
 

@@ -18,16 +18,16 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
 from scu_trainer.data.random_states import put_back
-from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.measuring import training_loss
 from scu_trainer.train.loss.rows.model_loss import counting_owner, defined_between
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
+from scu_trainer.train.step.recovery.halving import Halving
 from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
-from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, second_try
+from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import generators, plain_attributes, put_back_attributes, replaced
 
 logger = logging.getLogger("scu_trainer")
@@ -38,53 +38,6 @@ FEWER_LOGITS = (
     "Lower per_device_eval_batch_size; in Python, prediction_loss_only=True or preprocess_logits_for_metrics also keep "
     "less of the logits"
 )
-
-
-class Halving:
-    """Runs rows in one go while that fits, in parts of half the size where it does not. ``largest_rows``: the size that
-    fitted after an out-of-memory, with which later calls begin; None before one."""
-
-    def __init__(self) -> None:
-        self.largest_rows: Optional[int] = None
-        self.out_of_memory = 0
-
-    def run(
-        self, count: int, attempt: Callable[[range], Result], obstacle: Callable[[], Optional[str]] = lambda: None
-    ) -> list[tuple[range, Result]]:
-        """``attempt`` gets consecutive ranges from 0 to ``count``. ``obstacle``: why rows may not be cut, asked where
-        they are to be. Raises OutOfMemory where one row, or what may not be cut, fails twice."""
-        results: list[tuple[range, Result]] = []
-        begin, is_second_try = 0, False
-        is_whole = count > (self.largest_rows or count) and obstacle() is not None  # an earlier call was cut
-        while begin < count:
-            part = range(begin, count if is_whole else min(count, begin + (self.largest_rows or count)))
-            with CatchOutOfMemory() as caught:
-                results.append((part, attempt(part)))
-            if caught.text is None:
-                begin, is_second_try = part.stop, False
-                continue
-            free_memory()
-            reason = obstacle() if len(part) > 1 else None
-            self._shrink(len(part), caught.text, is_second_try, reason)
-            is_second_try = len(part) == 1 or reason is not None
-        return results
-
-    def _shrink(self, rows: int, failed: str, is_second_try: bool, obstacle: Optional[str]) -> None:
-        self.out_of_memory += 1
-        what = "a single row" if rows == 1 else f"{rows} rows, which cannot be cut ({obstacle}),"
-        if is_second_try:
-            advice = "Shorten the held-out rows (block_size) or use a smaller model"
-            if rows > 1:
-                advice = f"Lower per_device_eval_batch_size. {advice}"
-            raise OutOfMemory(
-                f"evaluation of {what} does not fit in memory, even after memory was freed. {advice}. "
-                f"The failed allocation said: {failed}"
-            )
-        if rows == 1 or obstacle is not None:
-            logger.warning("evaluation ran out of memory with %s; retrying after freeing memory", what.rstrip(","))
-            return
-        self.largest_rows = rows // 2
-        logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
 
 
 class Prediction:
