@@ -337,3 +337,10 @@ def test_workers_give_the_same_in_the_same_order(encoder, monkeypatch):
     alone, together = (list(encoded(records, encoder(), processes)) for processes in (1, 2))
     assert [type(result) for result in together] == [type(result) for result in alone]
     assert [str(result) for result in together] == [str(result) for result in alone]
+
+
+def test_one_batch_waits_for_no_worker(encoder, monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_context", lambda kind: pytest.fail("workers were started"))
+    records = [Record(f"row {n}", {"text": f"Cup {n}."}) for n in range(20)]
+    alone, together = (list(encoded(records, encoder(), processes)) for processes in (1, 2))
+    assert len(together) == 20 and [str(result) for result in together] == [str(result) for result in alone]

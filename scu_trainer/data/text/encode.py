@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, Optional, TypeVar
 
 import numpy
@@ -222,11 +222,12 @@ def _tokenizer_state(tokenizer) -> list:
 def encoded(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> Iterator[Document | Dropped]:
     """Results in the order of the records; only a few batches are in memory."""
     batches = batched(records, lambda record: _characters(record.value), BATCH_RECORDS, BATCH_CHARACTERS)
-    if processes == 1:
-        for batch in batches:
-            yield from encoder.encode(batch)
+    begun = list(islice(batches, 2)) if processes > 1 else []
+    if len(begun) > 1:  # a single batch would wait for workers, a second or more, that could not share it
+        yield from _encoded_by_workers(chain(begun, batches), encoder, processes)
         return
-    yield from _encoded_by_workers(batches, encoder, processes)
+    for batch in chain(begun, batches):
+        yield from encoder.encode(batch)
 
 
 def _encoded_by_workers(batches: Iterator[list[Record]], encoder: Encoder, processes: int):
