@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GraniteMoeHybridConfig, LlamaConfig, LlamaForCausalLM
 
 from scu_trainer.cli.configuration import read_job
+from scu_trainer.control import splitting
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.embedded import base_config
 from scu_trainer.models.loading.load import load_model, prepare_for_tuning
@@ -308,7 +309,8 @@ def test_the_planned_chunk_is_the_largest_that_the_memory_loop_makes(settings, b
 
 def plan_of(rows: RowShapes, curriculum=None, batch_rows=8, accumulation=1, **settings) -> Step:
     memory = MemorySettings(**settings)
-    return planned_step(rows, memory, curriculum, batch_rows=batch_rows, accumulation=accumulation, device="cpu")
+    about = {"batch_rows": batch_rows, "accumulation": accumulation, "device": "cpu"}
+    return planned_step(rows, memory, curriculum, **about, is_padded=memory.resolved_padding_free is False)
 
 
 def test_uneven_rows_are_cut_at_what_keeps_the_device_busy():
@@ -328,21 +330,29 @@ def test_rows_of_like_length_among_uneven_ones_are_cut_as_these_are():
 
     assert rows(even) == [8], "nothing to gain"
     assert max(rows(uneven)) == 2
-    assert rows(even) == [1] * 8 and plan_of(RowShapes(512, 406.0, True)) == Step(1, 512, 8)
+    assert rows(even) == [1] * 8
+
+
+def test_rows_without_padding_fill_a_micro_batch_up():
+    lengths = np.array([512, 300, 200, 128] * 2)
+    planned = plan_of(RowShapes(512, 285.0, True, lengths))
+    largest = max(sum(lengths[list(cut.rows)]) for cut in splitting.cut_unpadded(lengths.tolist(), 768))
+    assert planned.tokens >= largest > 512
+    assert plan_of(RowShapes(512, 285.0, True), padding_free=False).tokens == 512
 
 
 def test_fp16_on_a_cpu_is_planned_as_float32(model_dir, monkeypatch):
     job = job_of(model_dir, "--per_device_train_batch_size", "32")
     monkeypatch.setattr(predict, "autocast_of", lambda job: torch.float16)
-    assert predict.step_of(job, RowShapes(100, 100, True), "cpu").rows == 7
+    assert predict.step_of(job, RowShapes(100, 100, True), "cpu").tokens == 768
 
 
-@pytest.mark.parametrize("words, rows", [((), 7), (("--dtype", "bfloat16", "--tuning", "lora"), 20)])
+@pytest.mark.parametrize("words, rows", [((), 8), (("--dtype", "bfloat16", "--tuning", "lora"), 21)])
 def test_half_precision_on_a_cpu_keeps_it_busy_with_more(model_dir, words, rows):
     job = job_of(model_dir, "--mixed_precision", "no", "--per_device_train_batch_size", "32", *words)
     assert predict.step_of(job, RowShapes(100, 100, True), "cpu").rows == rows
     model = tiny.llama().to(torch.bfloat16)
-    assert predict.step_of(job, RowShapes(100, 100, True), "cpu", model).rows == 20
+    assert predict.step_of(job, RowShapes(100, 100, True), "cpu", model).rows == 21
 
 
 def test_kernels_are_compiled_for_every_size_of_uneven_rows_in_half_precision():

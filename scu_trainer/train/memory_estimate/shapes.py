@@ -43,9 +43,9 @@ class RowShapes:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch. ``micro_batches``: at least so
-    many. ``sizes``: numbers of tokens that kernels are compiled for in the course of a training; 1 where batches stay
-    whole, however many theirs are."""
+    """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch; ``length`` is the mean of its rows
+    where they go without padding. ``micro_batches``: at least so many. ``sizes``: numbers of tokens that kernels are
+    compiled for in the course of a training; 1 where batches stay whole, however many theirs are."""
 
     rows: int
     length: int
@@ -89,8 +89,11 @@ def planned_step(
     total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
     most = min(total_rows, memory.max_batch_size or total_rows)
     fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)
+    length = rows.longest
+    if rows.is_uneven and not is_padded and fitting < most and fitting * length < cap:  # a shorter row fills it up
+        fitting, length = fitting + 1, cap // (fitting + 1)
     sizes = _sizes(rows, total_rows, cap, memory, is_padded, steps) if is_compiled and rows.is_uneven else 1
-    return Step(fitting, rows.longest, -(-total_rows // fitting), sizes)
+    return Step(fitting, length, -(-total_rows // fitting), sizes)
 
 
 def _sizes(rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettings, is_padded: bool, steps: int) -> int:
