@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as evaluation
-from scu_trainer.cli.evaluation import windows
 from scu_trainer.cli.planning import plan
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.errors import CheckpointError, ModelError
@@ -285,7 +284,7 @@ def test_code_of_a_model_is_announced_before_it_runs(own_code, tmp_path, caplog)
 @pytest.mark.parametrize(
     "read",
     [
-        lambda trusted: windows.positions_of(Subject("mine", trusted)),
+        lambda trusted: evaluation.positions_of(Subject("mine", trusted)),
         lambda trusted: plan._configuration(SimpleNamespace(model=trusted)),
     ],
     ids=["eval", "plan"],
