@@ -98,8 +98,9 @@ def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]
 
 
 class _Cut:
-    """Counts documents that do not fit into one row; and of these conversations, and others of which a part is not
-    learned, once each: in a further row the answer stands without its question."""
+    """Counts documents that do not fit into one row, and, once each, conversations and other documents of which a part
+    is not learned that go on in a further row, where the answer stands without its question. Where rows are packed,
+    short ones go on too."""
 
     def __init__(self, statistics: DataStatistics) -> None:
         self._statistics = statistics
