@@ -139,8 +139,8 @@ class Encoder:
             message["weight"] = 0
         ids, learned, text = encode_chat(self.tokenizer, template, content, part)
         missing = rendered_away(content, text, learns_prompt=all(learned))
-        roles = tuple(message["role"] for message in content.messages if message["role"] not in KNOWN_ROLES)
-        unknown = roles if part == "assistant" else ()
+        turns = content.messages if part == "assistant" else ()
+        unknown = tuple(turn["role"] for turn in turns if turn["role"] not in KNOWN_ROLES)
         unread = [f"{key} of messages" for key in keys_left_out(self.tokenizer, content, text)]
         read = read._replace(
             not_used=(*read.not_used, *unread),
