@@ -82,7 +82,8 @@ def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[s
         if options.list:
             screens.print_arms(console, arms)
             return 0
-        lasting = [word for word in argv if word not in ("--retry_failed", "--retry-failed")]  # not of this one start
+        # The recorded command is that of the comparison; retrying belongs to this start alone.
+        lasting = [word for word in argv if word not in ("--retry_failed", "--retry-failed")]
         plan = plan_of(options, flags, arms, "scu-trainer compare " + shlex.join(lasting))
     plan, devices = shared_out(plan, options.jobs)
     if options.dry_run:

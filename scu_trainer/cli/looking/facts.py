@@ -1,5 +1,5 @@
-"""What is seen of a source of data: a sample of its documents as stretches of text that are learned, and that are not;
-lengths, repetitions, rows that are unlike the others. Arithmetic only."""
+"""What is seen of a source of data: which parts of its documents are learned, and what a sample of them shows: lengths,
+repetitions, rows that are unlike the others. Prints nothing."""
 
 from __future__ import annotations
 

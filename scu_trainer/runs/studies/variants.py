@@ -105,7 +105,6 @@ def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> Outcome:
     lacks = missing(variant, has_gpu)
     if lacks is not None:
         return Outcome(variant.name, "missing", lacks)
-
     off = [word for loop in variant.refused for word in SWITCHES[loop]]
     outcome = _measured(variant, plan, off, has_gpu)
     if outcome.status != "ran":
