@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
+import signal
 
 import pytest
 
@@ -344,3 +346,16 @@ def test_one_batch_waits_for_no_worker(encoder, monkeypatch):
     records = [Record(f"row {n}", {"text": f"Cup {n}."}) for n in range(20)]
     alone, together = (list(encoded(records, encoder(), processes)) for processes in (1, 2))
     assert len(together) == 20 and [str(result) for result in together] == [str(result) for result in alone]
+
+
+class Killed:
+    def encode(self, batch):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_ends_the_reading(monkeypatch):
+    """multiprocessing's own pool would wait for its rows for ever."""
+    monkeypatch.setattr("scu_trainer.data.text.encode.BATCH_RECORDS", 7)
+    records = [Record(f"row {n}", {"text": f"Cup {n}."}) for n in range(20)]
+    with pytest.raises(DataError, match="one of the 2 processes of preprocessing_num_workers is gone: it was killed"):
+        list(encoded(records, Killed(), 2))

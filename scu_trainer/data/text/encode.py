@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -17,6 +19,7 @@ from scu_trainer.data.records import AS_PLAIN_TEXT, BadRow, Chat, Completion, Co
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat, keys_left_out
 from scu_trainer.data.text.rendering import rendered_away
+from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
 
 Item = TypeVar("Item")
@@ -231,20 +234,34 @@ def encoded(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> 
 
 
 def _encoded_by_workers(batches: Iterator[list[Record]], encoder: Encoder, processes: int):
-    """Batches go out in rounds: a pool's own ``imap`` would read the whole source ahead."""
+    """Batches go out in rounds: ``map`` would read the whole source ahead. Raises DataError where a worker is gone."""
     import multiprocessing
+    from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
     # Spawned, not forked: this process may hold threads of torch and tokenizers.
-    with multiprocessing.get_context("spawn").Pool(processes, _start_worker, (encoder,)) as pool:
-        while round_of_batches := list(islice(batches, 4 * processes)):
-            for results in pool.imap(_work, round_of_batches):
-                yield from results
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(processes, context, _start_worker, (encoder,)) as pool:
+            while round_of_batches := list(islice(batches, 4 * processes)):
+                for results in pool.map(_work, round_of_batches):
+                    yield from results
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of the {processes} processes of preprocessing_num_workers is gone: it was killed, usually because "
+            'memory ran out, or a script without `if __name__ == "__main__":` started over in it; set '
+            "preprocessing_num_workers: 1, or put what the script does behind that line"
+        ) from error
 
 
 def _start_worker(encoder: Encoder) -> None:
     """Sent once per process: a tokenizer of a large vocabulary is megabytes."""
+    import signal
+    from multiprocessing import parent_process
+
     global _worker_encoder
     _worker_encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the process that started this one ends it
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # also where killed
 
 
 def _work(batch: list[Record]) -> list[Document | Dropped]:

@@ -43,8 +43,8 @@ class RowShapes:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch; ``length`` is the mean of its rows
-    where they go without padding. ``micro_batches``: at least so many. ``sizes``: numbers of tokens that kernels are
+    """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch; ``length`` is the mean of rows
+    that go without padding. ``micro_batches``: at least so many. ``sizes``: numbers of tokens that kernels are
     compiled for in the course of a training; 1 where batches stay whole, however many theirs are."""
 
     rows: int
