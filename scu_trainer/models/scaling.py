@@ -14,9 +14,13 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ModelError
+from scu_trainer.settings.model import MUTATING
 
 Moved = tuple[torch.Tensor, Callable[[float], torch.Tensor]]
 """A weight, and its value by the share of the update."""
+
+SCALED = ("LORA", "ADALORA", "VERA")
+"""Kinds of peft's adapters that begin at 0 and are a product, of which one factor can be scaled."""
 
 REFUSED = {
     "lora_magnitude_vector": "DoRA, whose update is not a product that can be scaled",
@@ -28,7 +32,8 @@ class ScaledUpdate:
     """The weights of ``model`` at any share of its update. ``base``: what it was tuned from, in memory as well; None:
     ``model`` is an adapter of peft, which brings its base.
 
-    Raises ModelError for what cannot be scaled: DoRA, rows of new tokens, trained biases, a base of other shapes.
+    Raises ModelError for what cannot be scaled: DoRA, rows of new tokens, trained biases, adapters that do not begin at
+    0 (PiSSA, OLoRA), other kinds of adapters, a base of other shapes.
     """
 
     def __init__(self, model: nn.Module, base: nn.Module | None = None) -> None:
@@ -68,16 +73,30 @@ def _of_adapter(model: nn.Module) -> Iterator[Moved]:
         if part is not None:
             raise ModelError(f"{name} is of {REFUSED[part]}; merge the adapter, and give the merged model with --base")
     config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
-    if getattr(config, "bias", "none") != "none":
-        raise ModelError(f"biases were trained (bias: {config.bias}), and adapters keep no biases of the base")
+    _require_scalable(config)
     for module in model.modules():
         for side in ("lora_B", "lora_embedding_B", "vera_lambda_b"):
             for held in dict(getattr(module, side, {})).values():
-                yield _toward(getattr(held, "weight", held), None)
+                for weight in held.parameters() if isinstance(held, nn.Module) else [held]:  # of lora_bias as well
+                    yield _toward(weight, None)
         if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
             start = dict(module.original_module.named_parameters())
             for saved in module.modules_to_save.values():
                 yield from (_toward(weight, start[name]) for name, weight in saved.named_parameters())
+
+
+def _require_scalable(config: Any) -> None:
+    """``config``: of the adapter, None where the model has none."""
+    if getattr(config, "bias", "none") != "none":
+        raise ModelError(f"biases were trained (bias: {config.bias}), and adapters keep no biases of the base")
+    kind, initial = getattr(config, "peft_type", SCALED[0]), getattr(config, "init_lora_weights", True)
+    why = None
+    if kind not in SCALED:
+        why = f"is of peft_type {getattr(kind, 'value', kind)}, whose update is not a product that can be scaled"
+    elif str(initial).lower().startswith(MUTATING):
+        why = f"has init_lora_weights: {initial}, which takes its initial values out of the base weights"
+    if why is not None:
+        raise ModelError(f"the adapter {why}; merge it, and give the merged model with --base")
 
 
 def _of_weights(model: nn.Module, base: nn.Module) -> Iterator[Moved]:

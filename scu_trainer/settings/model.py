@@ -20,7 +20,7 @@ OF_ADAPTERS = (
     "layers_to_transform adapter_name_or_path".split()
 )
 PATTERNS = ("trainable_parameters", "frozen_parameters")
-MUTATING = ("olora", "pissa", "loftq")
+MUTATING = ("olora", "pissa", "loftq", "corda", "lora_ga")
 """They take what the adapter begins with out of the base weights, again at each load: it must come out the same."""
 
 ALLOWED = {

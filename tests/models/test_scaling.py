@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoHaConfig, LoraConfig, get_peft_model
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.scaling import ScaledUpdate
 from tests.tiny import llama, lora, same, weights_of
 
 IDS = torch.arange(3, 19)[None]
+
+
+def loha(model):
+    return get_peft_model(model, LoHaConfig(target_modules=["up_proj"], modules_to_save=["lm_head"]))
 
 
 def moved(model, seed: int = 5):
@@ -39,6 +44,13 @@ def test_an_adapter_ends_at_its_base_and_at_itself(changes):
     with update.at(0.5):
         middle = logits(model)
     assert not torch.allclose(middle, after) and not torch.allclose(middle, before)
+
+
+def test_the_bias_of_an_adapter_is_scaled_with_it():
+    base, adapter = llama(attention_bias=True).eval(), LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
+    model = moved(get_peft_model(llama(attention_bias=True), adapter))
+    with ScaledUpdate(model).at(0.0):
+        assert torch.equal(logits(model), logits(base))
 
 
 def test_half_of_a_lora_update_is_half_of_its_product():
@@ -72,6 +84,9 @@ def test_saved_is_what_was_scaled(tmp_path):
     [
         (lambda: (lora(llama(), use_dora=True),), "is of DoRA"),
         (lambda: (lora(llama(), bias="all"),), "biases were trained"),
+        (lambda: (lora(llama(), init_lora_weights="pissa"),), "init_lora_weights: pissa"),
+        (lambda: (lora(llama(), init_lora_weights="olora"),), "init_lora_weights: olora"),
+        (lambda: (loha(llama()),), "peft_type LOHA"),
         (lambda: (lora(llama(), trainable_token_indices={"embed_tokens": [3]}),), "rows of new tokens"),
         (lambda: (llama(),), "no update that could be scaled"),
         (lambda: (llama(), llama()), "no update that could be scaled"),
