@@ -156,6 +156,36 @@ def test_the_update_is_scaled_to_the_budget(base, tmp_path, tuning):
     assert ("own_text" in found) == (tuning == "lora")
 
 
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_adapter_that_goes_on_is_not_scaled_back_to_its_base(tmp_path, is_given):
+    """The anchor is what the adapter has learned before, so that without it more would be lost."""
+
+    def start():
+        return lora(llama(), r=8)
+
+    model = start()
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        model(input_ids=OLD_ROWS.tokens, labels=OLD_ROWS.tokens).loss.backward()
+        optimizer.step()
+    begun = {name: weight.clone() for name, weight in model.state_dict().items()}
+    loop = retention(None, {"retain_budget_bits": 0.05})
+    if is_given:
+        loop.base = lambda: (copy := start(), copy.load_state_dict(begun))[0]
+    after = learned(None, tmp_path, loop, model, learning_rate=2e-2).model
+    found = loop.figures()["retention"]
+    assert found["lost_bits_of_the_whole_update"]["value"] > 0.2
+    if is_given:
+        kept = [one["high"] for one in found["tried"] if one["share"] == found["scale"]]
+        assert 0 < found["scale"] < 1 and kept[0] <= 0.05 and found["lost_bits"]["value"] < 0.1
+    else:
+        assert found["scale"] == 1.0 and found["lost_bits"] == found["lost_bits_of_the_whole_update"]
+        assert any("the update is left whole: without it" in notice for notice in loop.notices)
+        assert _lost(loop, "unseen", 0.95).value == found["lost_bits"]["value"]
+    assert not same(weights_of(after), {name: begun[name] for name in weights_of(after)})
+
+
 def test_an_update_that_cannot_be_scaled_is_left_and_said(base, tmp_path):
     loop = retention(None, {"retain_budget_bits": 0.01, "retain_max_share": 0.1})
     learned(base, tmp_path, loop)

@@ -16,7 +16,7 @@ class TrainingComponents:
     ``processor``: tokenizer or image processor, which is saved beside the model; None where there is none. ``data``:
     ``PreparedData`` or ``PreparedSamples``. ``before_model_bytes``: see costs.py.
     ``anchor``: an ``Anchor``, where something must not be forgotten. ``load_base``: then, the
-    model that training began with, once more.
+    model that training began with, once more; None where that is the base of a new adapter, which is there already.
     ``teacher``: a model to learn from, frozen and in evaluation mode, on the device.
     ``batch_tokens``: padded tokens per forward pass when documents are scored.
     """

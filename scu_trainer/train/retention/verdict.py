@@ -76,6 +76,13 @@ def _scaled(loop: Any, judged: Judged) -> float:
         return found.high
 
     share = largest_share(cost, budget)
+    if share == 0.0 and cost(0.0) > budget:  # an adapter that went on, and whose beginning was not given
+        update.set(1.0)
+        judged.notices.append(
+            f"more than the budget is lost, and the update is left whole: without it {tried[-1]['bits']:.4f} bits per "
+            "token would be lost, since training did not begin with the base of its adapter"
+        )
+        return 1.0
     judged.figures |= _own_figures(loop, update, share, own_before)
     update.set(share)
     judged.notices.append(
@@ -91,14 +98,19 @@ def _update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
     try:
         if not is_adapter and loop.base is None:
             raise ModelError("the model that full tuning started from was not given")
-        load = (lambda: None) if is_adapter else loop.base
-        return second_try(lambda: ScaledUpdate(model, load()), "the base, beside which the update is scaled,")
+        return second_try(lambda: ScaledUpdate(model, _start(loop)), "the base, beside which the update is scaled,")
     except (ModelError, OutOfMemory) as error:
         judged.notices.append(
             f"more than the budget is lost, and the update cannot be scaled here: {error}; scu-trainer retain scales a "
             "finished run"
         )
         return None
+
+
+def _start(loop: Any) -> Any:
+    """What the update is an update of; None where the model is a new adapter, and brings that."""
+    start = None if loop.base is None else loop.base()
+    return start if hasattr(start, "peft_config") or not hasattr(loop.trainer.model, "peft_config") else None
 
 
 def _own_scores(loop: Any) -> Optional[DocumentScores]:
@@ -119,7 +131,7 @@ def _own_figures(loop: Any, update: ScaledUpdate, share: float, whole: Optional[
     kept = _own_scores(loop)
     gains = {name: bootstrap_difference(before, after, seed=loop.trainer.args.seed)
              for name, after in (("whole", whole), ("kept", kept))}  # fmt: skip
-    left = gains["kept"].value / gains["whole"].value if gains["whole"].value < 0 else None
+    left = gains["kept"].value / gains["whole"].value + 0.0 if gains["whole"].value < 0 else None
     return {"own_text": {name: asdict(gain) for name, gain in gains.items()}, "share_of_gain_kept": left}
 
 

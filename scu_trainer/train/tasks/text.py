@@ -122,7 +122,7 @@ class TextTask:
                 parts.model.to(device)
             anchor = _sampled_anchor(job, asked.applied(job.data), parts, of_anchor)
         parts.anchor = anchor
-        if anchor is not None:
+        if anchor is not None and (settings.tuning == "full" or is_adapter(Path(settings.model_name_or_path))):
             parts.load_base = functools.partial(load_for_evaluation, settings.model_name_or_path, settings)
         if teacher is not None:
             parts.teacher = load_for_evaluation(job.model.teacher, teacher)
