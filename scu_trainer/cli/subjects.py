@@ -145,12 +145,12 @@ def subject_of(name: str) -> Subject:
     run_folder = path if (path / STATUS_FILE).is_file() else run_of(path)
     if run_folder is None:
         _refuse_comparison(path)
-        check_source(name)
+        check_source(name, typed="")
         source = path if path.is_dir() else downloaded_adapter(name) or name
         return Subject(name, ModelSettings(model_name_or_path=str(source)))
     if path == run_folder:
         _require_finished(path)
-    check_source(str(path))
+    check_source(str(path), typed="")
     run = _description(run_folder)
     return Subject(name, replace(_settings_in(ModelSettings, run), model_name_or_path=str(path)), run)
 

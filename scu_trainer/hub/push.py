@@ -49,6 +49,13 @@ def require_repo_id(repo_id: str) -> None:
         raise HubError(f"repo_id {repo_id!r} names no owner; give OWNER/{repo_id}")
 
 
+def require_revision(name: Optional[str], typed: str) -> None:
+    """Raises HubError for what cannot be a branch: the Hub says so after the repository was made. ``typed``: the option
+    that gave it."""
+    if name is not None and not re.fullmatch(r"(?!.*(\.\.|//|@\{))[^\s~^:?*\[\\/.-][^\s~^:?*\[\\]*(?<![/.])", name):
+        raise HubError(f"{typed} {name!r} is no name of a branch; give one such as main, or drop it")
+
+
 def token_for(given: Optional[str]) -> str:
     """The token that was given, set or stored, from here on hidden wherever it is printed. Raises HubError."""
     from huggingface_hub import get_token

@@ -402,6 +402,10 @@ def test_one_line_says_what_to_do(refused, work, words, message):
     assert message.format(**places) in refused(*(word.format(**places) for word in words))
 
 
+def test_a_path_that_was_typed_is_not_called_by_a_setting(refused):
+    assert refused("./missing").startswith("'./missing' does not exist; give a folder")
+
+
 def test_missing_data_settings_are_spelled_out(refused, work):
     message = refused(work.model)
     assert "--dataset NAME_OR_PATH" in message and "--eval_dataset NAME_OR_PATH" in message

@@ -62,7 +62,7 @@ def test_a_teacher_of_other_tokens_is_refused(flags, teacher, capsys):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (["--teacher", "/nowhere/at/all"], "does not exist"),
+        (["--teacher", "/nowhere/at/all"], "teacher '/nowhere/at/all' does not exist"),
         (["--teacher_weight", "0.3"], "teacher_weight needs a teacher; add teacher: RUN"),
         (["--teacher", "TEACHER", "--teacher_weight", "1.5"], "it must be 1 or less"),
         (["--teacher", "TEACHER", "--teacher_temperature", "0"], "it must be above 0"),

@@ -100,6 +100,8 @@ def test_with_a_data_seed_another_seed_leaves_the_rows_as_they_are():
 def test_an_epoch_that_is_planned_loses_no_row_to_another_order():
     assert changes(before(seed=2), NOW)[0].consequence.endswith("so some are seen twice or not at all")
     assert changes(before(seed=2), NOW, has_plan=True)[0].consequence.startswith("this epoch ends with the rows that")
+    (change,) = changes({**NOW, "data": {"fingerprint": "other"}}, NOW, has_plan=True)
+    assert "if as many rows of the same lengths are left, the position" in change.consequence
 
 
 def test_a_run_of_the_old_default_does_not_stop_steering_in_silence():

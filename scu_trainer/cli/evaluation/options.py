@@ -79,8 +79,9 @@ class HarnessOptions:
 
     _argument_group_name = "tasks of lm-evaluation-harness"
 
-    tasks: Optional[str] = option(
-        None, "names of its tasks, groups or tags, separated by commas; needs pip install 'scu-trainer[lm-eval]'"
+    tasks: Optional[list[str]] = option(
+        None,
+        "names of its tasks, groups or tags, separated by commas or spaces; needs pip install 'scu-trainer[lm-eval]'",
     )
     num_fewshot: Optional[int] = option(None, "few-shot examples before each question; default: what the task says")
     limit: Optional[float] = option(
@@ -99,7 +100,7 @@ class HarnessOptions:
             f"{typed and typed[0]} is for tasks of lm-evaluation-harness; add --tasks NAME, or drop it"
             f"{ELSEWHERE.get(typed[0], '') if typed else ''}",
         )
-        require(self.tasks is None or bool(self.names), "tasks is empty; give names separated by commas")
+        require(self.tasks is None or bool(self.names), "tasks is empty; give names separated by commas or spaces")
         limit = self.limit
         require(
             limit is None or 0 < limit < 1 or (limit >= 1 and limit == int(limit)),
@@ -108,4 +109,4 @@ class HarnessOptions:
 
     @property
     def names(self) -> list[str]:
-        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+        return ",".join(self.tasks or []).replace(",", " ").split()

@@ -19,7 +19,7 @@ from scu_trainer.figures import counted
 from scu_trainer.hub.card import CARD, base_license
 from scu_trainer.hub.facts import Facts, facts_of
 from scu_trainer.hub.files import Upload, require_shared_base, upload_of
-from scu_trainer.hub.push import push, require_repo_id, sent_notes, token_for
+from scu_trainer.hub.push import push, require_repo_id, require_revision, sent_notes, token_for
 from scu_trainer.models.loading.names import near_folder
 from scu_trainer.run_files import readable
 from scu_trainer.secrets import remember
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
     if typed.repo_id is None:
         raise SettingsError("push needs --repo_id OWNER/NAME, the name on the Hub")
     require_repo_id(typed.repo_id)
+    require_revision(typed.revision, "--revision")
     token = None if typed.dry_run else token_for(typed.token)
     facts, upload, license = _upload(typed)
     if typed.dry_run:

@@ -12,7 +12,7 @@ from scu_trainer.hub.card import CARD, base_license, write_card
 from scu_trainer.hub.facts import facts_of
 from scu_trainer.hub.files import upload_of
 from scu_trainer.hub.local_paths import is_local
-from scu_trainer.hub.push import push, require_open, sent_notes, token_for
+from scu_trainer.hub.push import push, require_open, require_revision, sent_notes, token_for
 from scu_trainer.models.loading.hub_errors import without_again
 from scu_trainer.models.loading.names import base_of, located
 from scu_trainer.run_files import read_json
@@ -44,6 +44,7 @@ def require_open_hub(training: TrainingArguments) -> None:
     """Raise HubError, before anything is loaded, where the Hub would take none of the pushes of ``push_to_hub``."""
     repo_id = training.hub_model_id or Path(training.output_dir).absolute().name
     try:
+        require_revision(training.hub_revision, "hub_revision")
         require_open(repo_id, token_for(training.hub_token), bool(training.hub_private_repo))
     except HubError as error:
         raise HubError(f"push_to_hub is on, and nothing was trained: {error}") from error

@@ -39,7 +39,8 @@ def hub_line(error: BaseException, repo_id: str) -> Optional[str]:
         if isinstance(cause, OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set, so nothing can be sent to the Hub; unset it"
         if isinstance(cause, HFValidationError):
-            return f"repo_id {repo_id!r} is not a valid Hub name: {_short(cause)}"
+            more = "it has more than one slash; give OWNER/NAME" if repo_id.count("/") > 1 else _short(cause)
+            return f"repo_id {repo_id!r} is not a valid Hub name: {more}"
         if status_of(cause) is not None:
             return _answer(cause, repo_id)
         if isinstance(cause, PermissionError) and type(cause).__module__.startswith("hf_xet"):

@@ -21,19 +21,19 @@ from scu_trainer.run_files import found_above, read_regular
 from scu_trainer.settings import ModelSettings
 
 
-def check_source(name_or_path: str, what: str = "model") -> None:
-    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass. ``what`` is wanted of
-    it, for the message."""
+def check_source(name_or_path: str, what: str = "model", typed: str = "model_name_or_path ") -> None:
+    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass. For the message:
+    ``what`` is wanted of it, and ``typed`` is what one gave it by, such as a setting, with a space behind it."""
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith((".", "/", "~")) or path.exists() or name_or_path.count("/") > 1
     if not looks_local:
         return
     if not path.is_dir():
         found = "is a file" if path.exists() else f"does not exist{near_folder(name_or_path)}"
-        raise ModelError(f"model_name_or_path {name_or_path!r} {found}; give a folder with a config.json, or a Hub id")
+        raise ModelError(f"{typed}{name_or_path!r} {found}; give a folder with a config.json, or a Hub id")
     if not (path / "config.json").is_file() and not is_adapter(path):
         raise ModelError(
-            f"model_name_or_path {name_or_path!r} is a folder without config.json or adapter_config.json; give the "
+            f"{typed}{name_or_path!r} is a folder without config.json or adapter_config.json; give the "
             f"folder that save_pretrained wrote{_model_below(path)}"
         )
     if (path / "config.json").is_file():

@@ -161,9 +161,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = 
     found += _of_split(before, now)
     text = "ranks get other rows than in the previous run"
     found += _of_fact("world_size", before.get("world_size"), now.get("world_size"), text)
+    goes_on = "if as many rows of the same lengths are left, the" if has_plan else "the"
     text = (
-        "the data differ from those of the previous run; the position in the epoch is kept by number, so rows may be "
-        "seen twice or not at all"
+        f"the data differ from those of the previous run; {goes_on} position in the epoch is kept by number, so rows "
+        "may be seen twice or not at all"
     )
     found += _of_fact("data", before.get("data", {}).get("fingerprint"), now["data"].get("fingerprint"), text)
     here = now.get("versions") or {}

@@ -205,7 +205,7 @@ def check_teacher(
     """Of distillation, which takes the loss from the logits of both models."""
     if model.teacher is None:
         return
-    check_source(model.teacher, "teacher")
+    check_source(model.teacher, "teacher", typed="teacher ")
     contradictions = {
         "chunked_loss: always makes no logits": memory.chunked_loss == "always",
         "use_liger_kernel makes no logits": training.use_liger_kernel,
