@@ -271,6 +271,17 @@ def free_bytes(path: AnyPath) -> int:
     return shutil.disk_usage(nearest_existing(Path(path))).free
 
 
+def make_room() -> str:
+    """What to do where something could not be written. Libraries lose the number of the error, so a limit on the size
+    of a file is named wherever there is one."""
+    with contextlib.suppress(ImportError):  # of POSIX
+        import resource
+
+        if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+            return "raise the limit on the size of a file (ulimit -f), free some space"
+    return "free some space"
+
+
 def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") -> None:
     """Raise StorageError if the disk at ``path``, which ``setting`` names, has less than ``needed_bytes`` free."""
     free = free_bytes(path)

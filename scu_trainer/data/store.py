@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scu_trainer.errors import StorageError
+from scu_trainer.run_files import make_room
 
 if TYPE_CHECKING:
     import datasets
@@ -132,5 +133,5 @@ def _storage_errors(folder: Path):
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot write cached data to {folder}: {error}; free some space or set cache_dir to another folder"
+            f"cannot write cached data to {folder}: {error}; {make_room()} or set cache_dir to another folder"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -90,6 +91,16 @@ def test_a_full_disk_names_cache_dir(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=r"No space left on device.*free some space"):
         built_once(tmp_path / "folder", lambda new: (new / "file").touch())
     assert not (tmp_path / "folder").exists()
+
+
+def test_a_limit_on_the_size_of_a_file_is_named(tmp_path, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 100))
+    with pytest.raises(StorageError, match=r"too large.*; raise the limit on the size of a file \(ulimit -f\), free"):
+        built_once(tmp_path / "folder", lambda new: (new / "file").touch())
 
 
 def test_a_damaged_file_says_which_folder_to_delete(tmp_path):

@@ -22,7 +22,15 @@ from scu_trainer.cli.subjects import MERGE_FILE, MERGED, Subject, split_seed, su
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.loading.names import is_adapter, near_folder
-from scu_trainer.run_files import read_json, readable, require_room, require_writable, write_json, write_text
+from scu_trainer.run_files import (
+    make_room,
+    read_json,
+    readable,
+    require_room,
+    require_writable,
+    write_json,
+    write_text,
+)
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import TEXT
@@ -309,7 +317,7 @@ def disk_reported(folder: Path) -> Iterator[None]:
     except Exception as error:  # tokenizers raise nothing more narrow
         if not is_write_error(error):
             raise
-        raise StorageError(f"{folder.parent} cannot hold the model: {error}; free some space there") from error
+        raise StorageError(f"{folder.parent} cannot hold the model: {error}; {make_room()} there") from error
 
 
 # -- rows to check on --------------------------------------------------------------------------------------------------

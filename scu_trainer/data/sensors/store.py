@@ -21,6 +21,7 @@ import torch
 
 from scu_trainer.data.sensors.format import FORMS
 from scu_trainer.errors import StorageError
+from scu_trainer.run_files import make_room
 
 Sample = tuple[int, dict[str, numpy.ndarray]]
 """Label, and arrays by name as ``format.read_arrays`` gives them; those of missing branches are left out."""
@@ -55,7 +56,7 @@ def _written_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot write recordings to {folder}: {error}; free some space or set cache_dir elsewhere"
+            f"cannot write recordings to {folder}: {error}; {make_room()} or set cache_dir elsewhere"
         ) from error
 
 

@@ -17,7 +17,7 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from scu_trainer.errors import RUN_AGAIN, StorageError
-from scu_trainer.run_files import free_bytes, readable
+from scu_trainer.run_files import free_bytes, make_room, readable
 from scu_trainer.safe_paths import remove_inside
 from scu_trainer.train.checkpoints import format as files
 from scu_trainer.train.checkpoints.compatibility import facts_of_arguments
@@ -162,7 +162,8 @@ class CheckpointWriter:
         line = f"{final.name} could not be written: {problem}; {newest}"
         self._clear(staging)
         self.notices.append(line)
-        logger.warning("%s; the run continues without it. Free some space or set output_dir to another disk", line)
+        advice = make_room().capitalize()
+        logger.warning("%s; the run continues without it. %s or set output_dir to another disk", line, advice)
 
     def _clear(self, staging: Path) -> None:
         if self.trainer.args.should_save:
@@ -180,8 +181,9 @@ class CheckpointWriter:
             text = _in_short(error)
             if self.trainer.args.world_size > 1:
                 raise StorageError(
-                    f"a checkpoint could not be written: {text}; the one before it is complete. Free some space "
-                    f"or set output_dir to another disk, and start again: the run resumes from there"
+                    f"a checkpoint could not be written: {text}; the one before it is complete. "
+                    f"{make_room().capitalize()} or set output_dir to another disk, and start again: the run resumes "
+                    "from there"
                 ) from error
             return text
         return None
@@ -204,9 +206,7 @@ def written_or_refused(what: str) -> Iterator[None]:
     except Exception as error:  # tokenizers raise nothing more narrow
         if isinstance(error, StorageError) or not is_write_error(error):
             raise
-        raise StorageError(
-            f"{what} could not be written: {_in_short(error)}; free some space and {RUN_AGAIN}"
-        ) from error
+        raise StorageError(f"{what} could not be written: {_in_short(error)}; {make_room()} and {RUN_AGAIN}") from error
 
 
 def _in_short(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from scu_trainer.errors import StorageError
+from scu_trainer.run_files import make_room
 
 LOCK_FILE = "_run.lock"
 """The stock Trainer's uploads leave out ``_*``: reading the file, as an upload does, would give the lock back."""
@@ -49,7 +50,7 @@ class RunLock:
         except OSError as error:  # it has no name of a file in it
             self.release()
             raise StorageError(
-                f"{run / LOCK_FILE} cannot be written ({error.strerror}); free some space or set another output_dir"
+                f"{run / LOCK_FILE} cannot be written ({error.strerror}); {make_room()} or set another output_dir"
             ) from error
 
     def release(self) -> None:
