@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ModelError
-from scu_trainer.settings.model import MUTATING
+from scu_trainer.models.loading.adapters import takes_from_base
 
 Moved = tuple[torch.Tensor, Callable[[float], torch.Tensor]]
 """A weight, and its value by the share of the update."""
@@ -89,12 +89,11 @@ def _require_scalable(config: Any) -> None:
     """``config``: of the adapter, None where the model has none."""
     if getattr(config, "bias", "none") != "none":
         raise ModelError(f"biases were trained (bias: {config.bias}), and adapters keep no biases of the base")
-    kind, initial = getattr(config, "peft_type", SCALED[0]), getattr(config, "init_lora_weights", True)
-    why = None
+    kind, why = getattr(config, "peft_type", SCALED[0]), None
     if kind not in SCALED:
         why = f"is of peft_type {getattr(kind, 'value', kind)}, whose update is not a product that can be scaled"
-    elif str(initial).lower().startswith(MUTATING):
-        why = f"has init_lora_weights: {initial}, which takes its initial values out of the base weights"
+    elif takes_from_base(config):
+        why = f"has init_lora_weights: {config.init_lora_weights}, which takes what it begins with out of the base"
     if why is not None:
         raise ModelError(f"the adapter {why}; merge it, and give the merged model with --base")
 

@@ -62,6 +62,14 @@ def test_a_base_is_asked_as_what_was_tuned_from_it(talker, monkeypatch, is_base)
     assert second.answers_plain_text == is_base
 
 
+@pytest.mark.parametrize("changes", [{}, {"init_lora_weights": "pissa"}, {"bias": "all"}])
+def test_a_base_is_the_adapter_turned_off_where_that_is_the_base(talker, monkeypatch, changes):
+    adapter = replace(talker, model=tiny.lora(tiny.llama(), **changes))
+    monkeypatch.setattr("scu_trainer.cli.talking.chat.talker", lambda who: replace(talker))
+    second = _second(adapter, SimpleNamespace(word="base", name="other"), is_base=True)
+    assert (second.model is adapter.model) == (not changes)
+
+
 def chat(talkers, screen, system: str = "") -> Chat:
     return Chat(talkers, AnswerSettings(max_new_tokens=6), system, io.StringIO(), screen, is_terminal=True)
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional, TextIO
+from typing import TYPE_CHECKING, Any, Optional, TextIO
 
 from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.parsing import Parser
@@ -72,12 +72,20 @@ def main(argv: list[str]) -> int:
 def _second(first: Talker, other, is_base: bool) -> Talker:
     from scu_trainer.talk.model import base_beside
 
-    if is_base and hasattr(first.model, "disable_adapter"):
+    if is_base and _has_base_in_it(first.model):
         return base_beside(first, other.word or other.name)
     second = talker(other)
     if is_base:
         second.answers_plain_text = first.answers_plain_text  # both are asked the same
     return second
+
+
+def _has_base_in_it(model: Any) -> bool:
+    """Whether it is its base once its adapter is off."""
+    from scu_trainer.models.loading.adapters import takes_from_base
+
+    config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
+    return config is not None and not takes_from_base(config) and getattr(config, "bias", "none") == "none"
 
 
 class Chat:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError, nearest
 from scu_trainer.models.quantize import is_mamba
+from scu_trainer.settings.model import MUTATING
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from scu_trainer.settings import ModelSettings
 
 logger = logging.getLogger("scu_trainer")
+
+
+def takes_from_base(config: Any) -> bool:
+    """Whether an adapter of this configuration takes what it begins with out of the base weights, as PiSSA does: they
+    are not those of the base while it is off."""
+    return str(getattr(config, "init_lora_weights", True)).lower().startswith(MUTATING)
 
 
 def adapter_targets(model: nn.Module) -> list[str]:
