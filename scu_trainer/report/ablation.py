@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
-from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT
+from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT, misfit
 from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
@@ -59,6 +59,9 @@ def read_comparison(folder: Path) -> Comparison:
             f"{path} is of format {content.get('format')!r}, this version reads {FORMAT}; write it again with "
             "scu-trainer compare"
         )
+    wrong = misfit(content)
+    if wrong is not None:
+        raise StorageError(f"{path} was changed: {wrong}; write it again with scu-trainer compare")
     found = {}
     for run in content["runs"]:
         place = _folder_of(folder, run)

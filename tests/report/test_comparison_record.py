@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scu_trainer.report.comparison import text
-from scu_trainer.report.comparison.report import metrics_of, record
+from scu_trainer.report.comparison.report import metrics_of, misfit, record
 from scu_trainer.run_files import write_json
 
 S_VALUES = (0.02, 0.09, 0.11, 0.10)
@@ -67,6 +67,22 @@ def test_a_whole_comparison(folder):
     assert (model["settling_step"], model["settled"], model["overhead_fraction"]) == (2, 3, pytest.approx(0.004))
     assert "Found lower than none: model." in found["verdict"] and "Not complete" not in found["verdict"]
     assert "Tokens trained: 100 (seed 0), 100 (seed 1), 100 (seed 2), the same in all" in found["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda found: found.update(verdict=None), "verdict is None"),
+        (lambda found: found.pop("notes"), "notes is 'missing'"),
+        (lambda found: found["table"].append("x"), "arm of table is 'x'"),
+        (lambda found: found["runs"][0]["metrics"].update(held_out_bpt="9"), "a number of metrics is '9'"),
+    ],
+)
+def test_a_file_that_was_changed_by_hand_is_one_line(folder, change, found):
+    content = record(described(), ALL, folder)
+    assert misfit(content) is None
+    change(content)
+    assert misfit(content) == found
 
 
 def test_that_seeds_share_their_documents_is_said(folder):

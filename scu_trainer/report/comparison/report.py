@@ -18,6 +18,37 @@ SAME_BITS = 1e-4
 
 Run = dict[str, Any]
 
+NUMBER = (int, float, type(None))
+INTERVAL = (dict, type(None))
+SHAPE = {
+    "": {
+        "arms": list, "runs": list, "table": list, "seeds": list, "notes": list,
+        "budget": dict, "verdict": str, "reference": str, "confidence": (int, float),
+    },
+    "arms": {"name": str},
+    "runs": {"arm": str, "seed": int, "status": str, "metrics": dict},
+    "table": {"arm": str, "verdict": str, "held_out_bpt": INTERVAL, "difference": INTERVAL,
+              "best_held_out_bpt": NUMBER, "tracking_error": NUMBER, "overhead_fraction": NUMBER},
+}  # fmt: skip
+"""What comparison.json holds, for a file that somebody has edited: of itself, and of each row of its lists. What may
+be null may be missing."""
+
+
+def misfit(record: dict[str, Any]) -> Optional[str]:
+    """What in the content of comparison.json is not of its kind, in words; None where all is."""
+    for part, kinds in SHAPE.items():
+        for row in [record] if part == "" else record[part]:
+            for name, kind in kinds.items():
+                if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+                    found = row if not isinstance(row, dict) else row.get(name, "missing")
+                    return f"{name}{' of ' + part if part else ''} is {found!r:.60}"
+    numbers = [("metrics", value) for run in record["runs"] for name, value in run["metrics"].items() if "bpt" in name]
+    numbers += [(name, value) for row in record["table"] for name, interval in row.items()
+                if isinstance(interval, dict) for value in map(interval.get, ("value", "low", "high"))]  # fmt: skip
+    return next(
+        (f"a number of {name} is {value!r:.60}" for name, value in numbers if not isinstance(value, NUMBER)), None
+    )
+
 
 def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
     """Content of comparison.json, without its dates.
