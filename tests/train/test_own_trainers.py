@@ -640,6 +640,37 @@ def test_what_a_step_did_is_known_after_a_resume(tmp_path):
     assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(whole.model))
 
 
+class StepsInBackward(Trainer):
+    """PyTorch's tutorial on memory: the optimizer steps as soon as a gradient is there, which is freed at once."""
+
+    def create_optimizer(self, *args, **kwargs):
+        def step(weight):
+            weight.data.sub_(0.1 * weight.grad)
+            weight.grad = None
+
+        for weight in self.model.parameters():
+            weight.register_post_accumulate_grad_hook(step)
+        return super().create_optimizer(*args, **kwargs)
+
+
+def test_hooks_that_act_in_backward_get_whole_batches(tmp_path, caplog):
+    expected = run(StepsInBackward, tmp_path / "stock")
+    found = run(with_loops(StepsInBackward), tmp_path / "ours", memory=CUT)
+    assert apart(found, expected) < 1e-6 and chunks(found) == STEPS * ACCUMULATION
+    assert "a hook on model.embed_tokens.weight acts within each backward pass. Batches run whole" in caplog.text
+    with pytest.raises(OutOfMemory, match="is not run again, because a hook on"):
+        run(with_loops(StepsInBackward), tmp_path / "full", memory=CUT, callbacks=[FailsOnce()])
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_hook_on_a_weight_is_named_where_batches_may_be_cut(tmp_path, caplog, is_told):
+    model = tiny.llama() if is_told else tiny.conv_net()
+    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    rows = None if is_told else {"train_dataset": tiny.images(32)}
+    run(SCUTrainer, tmp_path, model, rows, memory=CUT)
+    assert ("gets the gradient of each micro-batch" in caplog.text) == is_told
+
+
 def test_a_step_that_does_more_is_not_run_again(tmp_path):
     message = "step 2 ran out of memory and is not run again, because training_step of Own runs compute_loss 1 ×"
     with pytest.raises(OutOfMemory, match=message):

@@ -23,7 +23,7 @@ from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.figures import counted
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
-from scu_trainer.train.loss.analysis.own_step import CallCounters
+from scu_trainer.train.loss.analysis.own_step import CallCounters, name_of
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
 from scu_trainer.train.loss.rows.model_loss import counting, learns_prompts, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
@@ -126,6 +126,7 @@ class MicroBatchStep:
     def _follow_parameters(self) -> None:
         """What is trained may change on the way: gradual unfreezing."""
         parameters = self._trained()
+        self.analysis.own_step.look_for_hooks(parameters)
         known = self._place.parameters
         if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
             return
@@ -311,6 +312,8 @@ class MicroBatchStep:
     def _window(self, raw: Sequence[Any], num_items: Any) -> AccumulationWindow:
         batches = retry_unchanged(lambda: [self._layout(inputs) for inputs in raw])
         said = self.analysis.read(batches, num_items, self._pad_token_id)
+        if self.analysis.own_step.hooked is not None:
+            self._obstacles.add(self.analysis.own_step.hooked)
         is_new = self._said_obstacles != self._obstacles
         if self.analysis.own_step.is_seen and ((said and self.reduction is not None) or is_new):
             self._say_limits(batches, num_items)
@@ -392,6 +395,14 @@ class MicroBatchStep:
         elif self.reduction.reads_padding:
             self._warn_once(
                 "padding is kept, because this model's loss depends on it (%s)", self.reduction.reads_padding
+            )
+        hooked = next((p for p in self.parameters if p._backward_hooks), None)
+        if hooked is not None and self.reduction.is_exact:
+            self._warn_once(
+                "a hook on %s gets the gradient of each micro-batch, where the stock loop gives it that of a batch: "
+                "one that is not linear, such as a clamp, changes what is trained; on_pre_optimizer_step of a callback "
+                "finds the gradient of the whole step",
+                name_of(hooked, self.trainer.model),
             )
         if self.adds_means(num_items):
             self._warn_once(

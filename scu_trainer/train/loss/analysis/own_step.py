@@ -39,13 +39,14 @@ Counts = dict[tuple[str, str], int]
 class OwnStep:
     """``owner``: the class that defines it, None for transformers' and TRL's. ``is_seen``: it has been watched.
     ``deviation``: from the stock step, as the rest of a sentence. ``exchange``: as of ``exchange_in``. ``per_batch``:
-    why batches run whole in TRL's step, which is known."""
+    why batches run whole in TRL's step, which is known. ``hooked``: which weight has a hook that acts in backward."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.owner = own_between(trainer, "training_step")
         self.is_seen = self.owner is None
         self.deviation: Optional[str] = None
+        self.hooked: Optional[str] = None
         self.exchange = exchange_in(trainer)
         of_trl = step_of_batches(trainer)
         self.per_batch = of_trl and f"training_step of {of_trl} draws or generates what it trains on once per batch"
@@ -55,7 +56,7 @@ class OwnStep:
     @property
     def is_stock(self) -> bool:
         """As far as gradients go, and as far as that is known."""
-        return self.is_seen and self.deviation is None and self.exchange is None
+        return self.is_seen and self.deviation is None and self.exchange is None and self.hooked is None
 
     @property
     def mixes(self) -> Optional[str]:
@@ -64,7 +65,17 @@ class OwnStep:
             return None
         if self.exchange is not None:
             return self.exchange
+        if self.hooked is not None:
+            return self.hooked
         return f"training_step of {self.owner} {self.deviation or 'is observed during its first step'}"
+
+    def look_for_hooks(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Such a hook may step an optimizer and clear the gradient: that of a micro-batch is not that of the batch, and
+        what it has changed when memory runs out is not known. Launchers have such hooks themselves."""
+        trainer, self.hooked = self._trainer, None
+        hooked = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
+        if hooked and not (trainer.is_deepspeed_enabled or has_sharded_weights(trainer.model)):
+            self.hooked = f"a hook on {name_of(hooked[0], trainer.model)} acts within each backward pass"
 
     @contextlib.contextmanager
     def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
@@ -219,6 +230,10 @@ class CallCounters:
 def _own_name(one: Any) -> str:
     """Of the class that is somebody's own; empty where there is none."""
     return next((kind.__name__ for kind in type(one).__mro__ if not comes_from(kind, *PUBLIC)), "")
+
+
+def name_of(weight: torch.nn.Parameter, model: torch.nn.Module) -> str:
+    return next((name for name, other in model.named_parameters() if other is weight), "a weight")
 
 
 def _seen(inputs: Any) -> Any:
