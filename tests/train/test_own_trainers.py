@@ -14,7 +14,7 @@ from torch.utils.data import WeightedRandomSampler
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError, OutOfMemory, UserError
-from scu_trainer.settings import CurriculumSettings, MemorySettings
+from scu_trainer.settings import CurriculumSettings, MemorySettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.loss.analysis import own_step
 from scu_trainer.train.loss.analysis.frozen_weights import WrittenWeights, frozen_weights
@@ -278,6 +278,39 @@ def test_what_a_loss_counts_does_not_count_what_ran_out_of_memory(tmp_path, memo
         found.evaluate()
         counted.append([found.model.rows, in_training, found.tokens])
     assert counted[0] == counted[1] and found.prediction.halving.out_of_memory == 1
+
+
+class LogsTerms(Trainer):
+    bad_step, losses = -1, ()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.state.global_step == self.bad_step:
+            loss = loss * torch.nan
+        self.losses = [*self.losses, loss.item()]
+        self.log({"term": loss.item()})
+        return loss
+
+
+class LogsNan(LogsTerms):
+    bad_step = 1
+
+
+@pytest.mark.parametrize(
+    "kind, loops",
+    [
+        (LogsTerms, {"memory": MemorySettings()}),
+        (LogsTerms, {"memory": CUT}),
+        (LogsTerms, {"efficiency": EfficiencySettings(throughput=True)}),
+        (LogsNan, {"safety": SafetySettings()}),
+    ],
+    ids=["asked", "cut", "counted", "searched"],
+)
+def test_a_loss_that_logs_logs_what_was_trained(tmp_path, kind, loops):
+    trainer = run(with_loops(kind), tmp_path, **loops)
+    terms = [row["term"] for row in trainer.state.log_history if "term" in row]
+    assert len(terms) == (chunks(trainer) if "memory" in loops else STEPS * ACCUMULATION)
+    assert kind is LogsNan or trainer.losses == terms
 
 
 class Queued(Trainer):

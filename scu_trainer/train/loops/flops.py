@@ -119,7 +119,7 @@ def _flops(trainer: Trainer, inputs: Any, num_items: Any) -> float:
     weights = [p for p in model.parameters() if p.requires_grad]
     inputs = trainer._prepare_inputs(type(inputs)(inputs))
     counter = FlopCounterMode(display=False)
-    with untouched(model), torch.enable_grad(), _no_fused_kernels(), counter:
+    with untouched(model, trainer), torch.enable_grad(), _no_fused_kernels(), counter:
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         torch.autograd.grad(loss, weights, allow_unused=True)

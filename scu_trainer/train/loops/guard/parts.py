@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.train.loss.analysis import mixing_modules
+from scu_trainer.train.loss.analysis.no_trace import unlogged
 from scu_trainer.train.loss.loss_path import without_index
 from scu_trainer.train.loss.rows.model_loss import counting
 from scu_trainer.train.step.batches.rows import pick, rows_of
@@ -77,12 +78,13 @@ def why_it_failed(error: Exception) -> str:
 
 @contextlib.contextmanager
 def unchanged(trainer: Trainer) -> Iterator[None]:
-    """Random state, changing buffers and what a loss counts afterwards are those of before."""
+    """Random state, changing buffers, what a loss counts and the log afterwards are those of before."""
     model = trainer.model
     devices = list({trainer.args.device, *(p.device for p in model.parameters())})
     snapshot = WindowSnapshot(devices, ChangingBuffers(model), (), counting(trainer))
     try:
-        yield
+        with unlogged(trainer):
+            yield
     finally:
         snapshot.restore_surroundings()
 

@@ -27,6 +27,7 @@ from scu_trainer.train.step.recovery.snapshot import (
     of_devices,
     put_back_attributes,
     refill,
+    replaced,
 )
 
 aten = torch.ops.aten
@@ -40,7 +41,8 @@ would do so once more if the note alone were gone afterwards."""
 def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[Optional[WrittenWeights]]:
     """Afterwards ``model``, its ``owner`` and the losses that either holds are as before (modes, buffers, hooks,
     attributes, what is in them, frozen weights), and so are random numbers. Gives what knows whether frozen weights are
-    written to, if they may be. Inside, modules are in evaluation mode; with ``training`` in the mode that they have."""
+    written to, if they may be. Inside, modules are in evaluation mode, with ``training`` in the mode that they have.
+    Nothing is logged by ``owner``, a trainer: no step has computed it."""
     holders = _holders(model, owner)
     modules = [holder for holder in holders if isinstance(holder, nn.Module)]
     modes = [(module, module.training) for module in modules]
@@ -55,7 +57,7 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
     if not training:
         model.eval()
     try:
-        with written or contextlib.nullcontext():
+        with written or contextlib.nullcontext(), unlogged(owner):
             yield written
     finally:
         if written is not None:
@@ -69,6 +71,11 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
                 held.update(before)
         put_back_attributes(attributes)
         put_back(random_states)
+
+
+def unlogged(trainer: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside, a loss that logs its terms does so in vain. None: there is no trainer."""
+    return contextlib.nullcontext() if trainer is None else replaced(trainer, "log", lambda *_, **__: None)
 
 
 def _holders(model: nn.Module, owner: Any) -> list[Any]:
