@@ -59,8 +59,8 @@ class Retention(Loop):
     """Keeps what ``anchor`` says within ``settings.retain_budget_bits`` of the model that training begins with:
     ``SCUTrainer(..., callbacks=[Retention(anchor, settings, collate)])``.
 
-    collate: rows of ``anchor`` to a batch of what the model takes. base: loads the model that full tuning, or continuing
-    an adapter, began with, for the scale at the end; new adapters need none. own_rows: held-out rows of what is
+    collate: rows of ``anchor`` to a batch of what the model takes. base: loads the model that full tuning began with,
+    or continuing an adapter, for the scale at the end; new adapters need none. own_rows: held-out rows of what is
     learned, for what the scale costs.
 
     Raises ControlError where weights are sharded, or where lambda is the actuator and there is no loop to act through.
