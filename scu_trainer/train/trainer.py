@@ -566,6 +566,8 @@ def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
         raise TypeError(f"with_loops takes a subclass of transformers.Trainer, not {trainer_class!r}")
     if issubclass(trainer_class, SCUTrainer):
         return trainer_class
+    if issubclass(SCUTrainer, trainer_class):  # Trainer itself
+        return SCUTrainer
     require_own_names(trainer_class, SCUTrainer)
     return type(f"SCU{trainer_class.__name__}", (SCUTrainer, trainer_class), {})
 
