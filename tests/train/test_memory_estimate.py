@@ -338,6 +338,7 @@ def test_rows_without_padding_fill_a_micro_batch_up():
     planned = plan_of(RowShapes(512, 285.0, True, lengths))
     largest = max(sum(lengths[list(cut.rows)]) for cut in splitting.cut_unpadded(lengths.tolist(), 768))
     assert planned.tokens >= largest > 512
+    assert planned.with_rows(1).tokens == 512, "where memory is short, the longest row still has to fit"
     assert plan_of(RowShapes(512, 285.0, True), padding_free=False).tokens == 512
 
 

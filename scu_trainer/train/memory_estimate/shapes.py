@@ -44,22 +44,25 @@ class RowShapes:
 @dataclass(frozen=True)
 class Step:
     """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch; ``length`` is the mean of rows
-    that go without padding. ``micro_batches``: at least so many. ``sizes``: numbers of tokens that kernels are
-    compiled for in the course of a training; 1 where batches stay whole, however many theirs are."""
+    that go without padding, of which the ``longest`` is longer. ``micro_batches``: at least so many. ``sizes``:
+    numbers of tokens that kernels are compiled for in the course of a training; 1 where batches stay whole, however
+    many theirs are."""
 
     rows: int
     length: int
     micro_batches: int
     sizes: int = 1
+    longest: int = field(default=0, compare=False)
 
     @property
     def tokens(self) -> int:
         return self.rows * self.length
 
     def with_rows(self, rows: int) -> Step:
-        """The same rows in micro-batches of ``rows``."""
+        """The same rows in micro-batches of ``rows``, which are fewer: they may all be of the longest."""
         needed = -(-self.rows * self.micro_batches // rows)
-        return replace(self, rows=rows, micro_batches=max(self.micro_batches, needed))
+        length = max(self.length, self.longest)
+        return replace(self, rows=rows, length=length, micro_batches=max(self.micro_batches, needed))
 
 
 def planned_step(
@@ -93,7 +96,7 @@ def planned_step(
     if rows.is_uneven and not is_padded and fitting < most and fitting * length < cap:  # a shorter row fills it up
         fitting, length = fitting + 1, cap // (fitting + 1)
     sizes = _sizes(rows, total_rows, cap, memory, is_padded, steps) if is_compiled and rows.is_uneven else 1
-    return Step(fitting, length, -(-total_rows // fitting), sizes)
+    return Step(fitting, length, -(-total_rows // fitting), sizes, rows.longest)
 
 
 def _sizes(rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettings, is_padded: bool, steps: int) -> int:
