@@ -342,6 +342,15 @@ def test_rows_without_padding_fill_a_micro_batch_up():
     assert plan_of(RowShapes(512, 285.0, True), padding_free=False).tokens == 512
 
 
+def test_layers_that_see_padding_are_planned_with_it_before_their_weights_are_there(model_dir):
+    job = job_of(model_dir, "--packing", "false", "--block_size", "512", "--mixed_precision", "no")
+    lengths = [
+        plan.FromConfiguration(job, config, "cpu").step(plan.choice_of(job)).length
+        for config in (hybrid(2), LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=32))
+    ]
+    assert lengths == [512, 384]
+
+
 def test_fp16_on_a_cpu_is_planned_as_float32(model_dir, monkeypatch):
     job = job_of(model_dir, "--per_device_train_batch_size", "32")
     monkeypatch.setattr(predict, "autocast_of", lambda job: torch.float16)

@@ -87,8 +87,9 @@ class FromConfiguration:
     def step(self, choice: SettingChoice) -> Step:
         """Rows are taken to be as long as they may be: their lengths are not known before they are read."""
         length = choice.block_size
-        is_uneven = not self._is_packed
-        return step_of(self.job, RowShapes(length, length, is_uneven), self.device)
+        rows = RowShapes(length, length, is_uneven=not self._is_packed)
+        model = self._subject(choice, shallow(self._kinds)).model if rows.is_uneven else None  # may need padding
+        return step_of(self.job, rows, self.device, model)
 
     def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
         held = replace(held_by(self.job), optim="" if choice.offload else choice.optim)
