@@ -23,7 +23,7 @@ from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.publishing import merge
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.evaluation.harness import TaskFigure, paired_difference
+from scu_trainer.train.evaluation.harness import TaskFigure, _most_generated, paired_difference
 from tests import tiny
 from tests.cli.test_eval import write_documents
 
@@ -308,6 +308,18 @@ def test_a_task_file_with_a_slip_is_no_traceback(refused, work, tmp_path, part, 
     assert part in TASK
     (tmp_path / "task.yaml").write_text(TASK.replace(part, other).format(questions=work.questions))
     assert message in refused(work.model, "--tasks", "first_or_second", "--include_path", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 256), ({"max_completion_tokens": 64}, 64), ({"max_gen_toks": None, "max_new_tokens": 9, "max_tokens": 5}, 9)],
+)
+def test_tokens_that_a_task_generates_are_read_as_the_harness_reads_them(options, most):
+    utils = pytest.importorskip("lm_eval.models.utils")
+    assert utils.normalize_gen_kwargs(options)["max_gen_toks"] == most
+    config = SimpleNamespace(generation_kwargs=options)
+    task = SimpleNamespace(OUTPUT_TYPE="generate_until", task_name="told", config=config)
+    assert _most_generated(task) == {"told": most}
 
 
 def only_own_tasks(monkeypatch) -> None:

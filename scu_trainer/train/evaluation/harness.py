@@ -27,8 +27,8 @@ from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScor
 NEAREST = 3
 """Names of tasks that a message gives in the place of an unknown one."""
 
-GENERATED = ("max_gen_toks", "max_new_tokens", "max_tokens")
-"""Names by which a task says how many tokens it generates at most."""
+GENERATED = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names by which a task says how many tokens it generates at most; the first that has a value counts."""
 
 MEAN = "mean"
 """What the harness calls the aggregation whose result is the mean of one number per question."""
@@ -209,7 +209,8 @@ def _most_generated(task: Any) -> dict[str, int]:
     if task.OUTPUT_TYPE != "generate_until":
         return {}
     options = task.config.generation_kwargs or {}
-    return {task.task_name: int(next((options[name] for name in GENERATED if name in options), 256))}
+    given = (options.get(name) for name in GENERATED)
+    return {task.task_name: int(next((most for most in given if most is not None), 256))}
 
 
 @contextlib.contextmanager
@@ -245,7 +246,8 @@ def _memory_reported(batch_size: int) -> Iterator[None]:
 
 
 class _Heard(logging.Handler):
-    """Counts questions that the harness cuts; what it calls an error goes on to where it would have gone."""
+    """Counts how often the harness cuts a question, or a batch of them; what it calls an error goes on to where it
+    would have gone."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
