@@ -94,7 +94,7 @@ def planned_step(
     fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)
     length = rows.longest
     if rows.is_uneven and not is_padded and fitting < most and fitting * length < cap:  # a shorter row fills it up
-        fitting, length = fitting + 1, cap // (fitting + 1)
+        fitting, length = fitting + 1, -(-cap // (fitting + 1))
     sizes = _sizes(rows, total_rows, cap, memory, is_padded, steps) if is_compiled and rows.is_uneven else 1
     return Step(fitting, length, -(-total_rows // fitting), sizes, rows.longest)
 
