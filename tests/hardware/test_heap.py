@@ -20,7 +20,7 @@ from pathlib import Path
 from scu_trainer.hardware.heap import give_back_freed, keep_freed
 
 def resident_mib():  # not of files: their pages come and go with other programs
-    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) >> 10
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) / 1024
 
 kept = keep_freed() if sys.argv[1] == "keep" else None
 sizes = (1, 5, 20, 33, 50)
@@ -33,7 +33,7 @@ for _ in range(3):
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
 held_mib = resident_mib() - before_mib
 give_back_freed()
-print(kept, faults[-1], held_mib, resident_mib() - before_mib)
+print(kept, faults[-1], round(held_mib), round(resident_mib() - before_mib))
 """
 
 
