@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from scu_trainer import __version__
 from scu_trainer.errors import UserError, nearest
-from scu_trainer.run_files import make_room
 from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 if TYPE_CHECKING:
@@ -239,6 +238,8 @@ def _in_words(error: OSError) -> Optional[str]:
         what = shown or "a file, or shared memory (/dev/shm),"  # which has no name, and of which semaphores are made
         return f"the disk is full: {what} cannot be written; free some space, and run the command again"
     if error.errno == errno.EFBIG and error.strerror == os.strerror(errno.EFBIG):
+        from scu_trainer.run_files import make_room
+
         return f"{shown or 'a file'} cannot be written ({error.strerror}); {make_room()}, and run the command again"
     if error.errno in OF_THE_PATH and name:
         return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
