@@ -212,8 +212,8 @@ def _run_of(folder: Path, arm: str, seed: int) -> dict[str, Any]:
 
 def _table_row(arm: str, asked: int) -> dict[str, Any]:
     mean = ARMS[arm]
-    row = {"arm": arm, "finished": 0, "asked": asked, "held_out_bpt": None, "difference": None, "tracking_error": None,
-           "settling_step": None, "overhead_fraction": None, "verdict": "no run finished"}  # fmt: skip
+    nothing = "held_out_bpt best_held_out_bpt difference tracking_error settling_step settled overhead_fraction".split()
+    row = {"arm": arm, "finished": 0, "asked": asked, **dict.fromkeys(nothing), "verdict": "no run finished"}
     if mean is None:
         return row
     change = None if arm == "none" else interval(mean - 6.86, 0.02)

@@ -73,9 +73,13 @@ def test_a_whole_comparison(folder):
     ("change", "found"),
     [
         (lambda found: found.update(verdict=None), "verdict is None"),
-        (lambda found: found.pop("notes"), "notes is 'missing'"),
-        (lambda found: found["table"].append("x"), "arm of table is 'x'"),
-        (lambda found: found["runs"][0]["metrics"].update(held_out_bpt="9"), "a number of metrics is '9'"),
+        (lambda found: found.pop("notes"), "notes is missing"),
+        (lambda found: found["budget"].update(steps="9"), "budget.steps is '9'"),
+        (lambda found: found["arms"][1].pop("what"), "arms[1].what is missing"),
+        (lambda found: found["table"].append("x"), "table[2] is 'x'"),
+        (lambda found: found["table"][0].pop("finished"), "table[0].finished is missing"),
+        (lambda found: found["table"][0]["held_out_bpt"].update(value=None), "table[0].held_out_bpt.value is None"),
+        (lambda found: found["runs"][0]["metrics"].update(held_out_bpt="9"), "runs[0].metrics.held_out_bpt is '9'"),
     ],
 )
 def test_a_file_that_was_changed_by_hand_is_one_line(folder, change, found):

@@ -19,35 +19,34 @@ SAME_BITS = 1e-4
 Run = dict[str, Any]
 
 NUMBER = (int, float, type(None))
-INTERVAL = (dict, type(None))
+TEXT = (str, type(None))
+INTERVAL = {"value": (int, float), "low": NUMBER, "high": NUMBER}
+METRICS = {"held_out_bpt": NUMBER}
 SHAPE = {
-    "": {
-        "arms": list, "runs": list, "table": list, "seeds": list, "notes": list,
-        "budget": dict, "verdict": str, "reference": str, "confidence": (int, float),
-    },
-    "arms": {"name": str},
-    "runs": {"arm": str, "seed": int, "status": str, "metrics": dict},
-    "table": {"arm": str, "verdict": str, "held_out_bpt": INTERVAL, "difference": INTERVAL,
-              "best_held_out_bpt": NUMBER, "tracking_error": NUMBER, "overhead_fraction": NUMBER},
+    "command": str, "seeds": [int], "reference": str, "confidence": (int, float), "verdict": str, "notes": [str],
+    "budget": {"steps": NUMBER, "tokens": NUMBER},
+    "arms": [{"name": str, "what": str, "settings": dict}],
+    "runs": [{"arm": str, "seed": int, "status": str, "folder": TEXT, "error": TEXT, "metrics": METRICS}],
+    "table": [{"arm": str, "verdict": str, "finished": int, "asked": int, "held_out_bpt": INTERVAL,
+               "difference": INTERVAL, "best_held_out_bpt": NUMBER, "tracking_error": NUMBER,
+               "settling_step": NUMBER, "settled": NUMBER, "overhead_fraction": NUMBER}],
 }  # fmt: skip
-"""What comparison.json holds, for a file that somebody has edited: of itself, and of each row of its lists. What may
-be null may be missing."""
+"""What is read of comparison.json, for a file that somebody has edited."""
 
 
-def misfit(record: dict[str, Any]) -> Optional[str]:
+def misfit(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE) -> Optional[str]:
     """What in the content of comparison.json is not of its kind, in words; None where all is."""
-    for part, kinds in SHAPE.items():
-        for row in [record] if part == "" else record[part]:
-            for name, kind in kinds.items():
-                if not isinstance(row, dict) or not isinstance(row.get(name), kind):
-                    found = row if not isinstance(row, dict) else row.get(name, "missing")
-                    return f"{name}{' of ' + part if part else ''} is {found!r:.60}"
-    numbers = [("metrics", value) for run in record["runs"] for name, value in run["metrics"].items() if "bpt" in name]
-    numbers += [(name, value) for row in record["table"] for name, interval in row.items()
-                if isinstance(interval, dict) for value in map(interval.get, ("value", "low", "high"))]  # fmt: skip
-    return next(
-        (f"a number of {name} is {value!r:.60}" for name, value in numbers if not isinstance(value, NUMBER)), None
-    )
+    if (shape is INTERVAL and value is None) or (shape is METRICS and value == {}):
+        return None
+    if not isinstance(value, type(shape) if isinstance(shape, (dict, list)) else shape):
+        return f"{name} is {value!r:.60}"
+    if isinstance(shape, list):
+        return next(filter(None, (misfit(item, shape[0], f"{name}[{i}]") for i, item in enumerate(value))), None)
+    if not isinstance(shape, dict):
+        return None
+    inside = {key: key if shape is SHAPE else f"{name}.{key}" for key in shape}
+    missing = next((f"{inside[key]} is missing" for key in shape if key not in value), None)
+    return missing or next(filter(None, (misfit(value[key], shape[key], inside[key]) for key in shape)), None)
 
 
 def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
 def _settled(row: Mapping[str, Any]) -> str:
     if row["settled"] is None:
         return NOTHING
-    if not row["settled"]:
+    if row["settling_step"] is None:
         return "never"
     share = "" if row["settled"] == row["finished"] else f" ({row['settled']}/{row['finished']})"
     return f"{row['settling_step']:.0f}{share}"
