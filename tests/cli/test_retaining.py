@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from scu_trainer.cli import train
 from scu_trainer.cli.configuration import read_values
@@ -78,6 +79,18 @@ def test_the_recipe_replays_and_judges(model_dir, files, tmp_path, capsys):
     assert read_json(tmp_path / "run" / "run.json")["notices"] == found["notices"]
     assert {"retain_state.json", BASE_FILE} <= {path.name for path in (tmp_path / "run" / "checkpoint-8").iterdir()}
     assert "lost on old" in said
+
+
+def test_an_adapter_below_home_goes_on_with_its_beginning_at_hand(model_dir, files, tmp_path, capsys, monkeypatch):
+    """Without it, the update would be scaled toward the base of the adapter."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    base = LlamaForCausalLM.from_pretrained(model_dir)
+    tiny.lora(base).save_pretrained(tmp_path / "adapter")
+    attach, begins = Retention.attach, []
+    monkeypatch.setattr(Retention, "attach", lambda self, trainer: begins.append(self.base) or attach(self, trainer))
+    code, said = begun(capsys, "~/adapter", files, tmp_path, max_steps=1)
+    assert code == 0, said
+    assert hasattr(begins[0](), "peft_config")
 
 
 def test_lambda_where_there_is_too_little_to_train_on(model_dir, files, tmp_path, capsys):

@@ -28,7 +28,7 @@ from scu_trainer.models.loading.load import (
     load_tokenizer,
     plan_placement,
 )
-from scu_trainer.models.loading.names import is_adapter, rows_of_adapter, with_adapter_as_model
+from scu_trainer.models.loading.names import is_adapter, located, rows_of_adapter, with_adapter_as_model
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.regularization import SAMPLED
@@ -74,7 +74,8 @@ class TextTask:
         cache_dir, device = default_cache_dir(job.data.cache_dir), job.training.device
         require_quantization(job.model, device)
         settings, tokenizer = _with_base(with_adapter_as_model(job.model), cache_dir, console)
-        new_rows = () if is_adapter(Path(settings.model_name_or_path)) else add_tokens(tokenizer, settings)
+        start = Path(located(settings.model_name_or_path))
+        new_rows = () if is_adapter(start) else add_tokens(tokenizer, settings)
         teacher = teacher_of(job)
         if teacher is not None:
             vocabularies = load_tokenizer(teacher).get_vocab(), tokenizer.get_vocab()
@@ -96,8 +97,8 @@ class TextTask:
         say_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
-        if new_rows or is_adapter(Path(settings.model_name_or_path)):
-            grow_embeddings(model, new_rows[-1] + 1 if new_rows else rows_of_adapter(Path(settings.model_name_or_path)))
+        if new_rows or is_adapter(start):
+            grow_embeddings(model, new_rows[-1] + 1 if new_rows else rows_of_adapter(start))
         require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
         asked = packing.asked_of(model, len(tokenizer))
         if asked.applied(job.data) != packing.applied(job.data):
@@ -122,7 +123,7 @@ class TextTask:
                 parts.model.to(device)
             anchor = _sampled_anchor(job, asked.applied(job.data), parts, of_anchor)
         parts.anchor = anchor
-        if anchor is not None and (settings.tuning == "full" or is_adapter(Path(settings.model_name_or_path))):
+        if anchor is not None and (settings.tuning == "full" or is_adapter(start)):
             parts.load_base = functools.partial(load_for_evaluation, settings.model_name_or_path, settings)
         if teacher is not None:
             parts.teacher = load_for_evaluation(job.model.teacher, teacher)
