@@ -106,7 +106,8 @@ def _of_weights(model: nn.Module, base: nn.Module) -> Iterator[Moved]:
             raise ModelError(
                 f"{name} has shape {tuple(weight.shape)} and the base {found}; it is not the base of this model"
             )
-        if not torch.equal(weight.to(start[name].device), start[name]):
+        is_offloaded = weight.is_meta  # only frozen weights are
+        if not is_offloaded and not torch.equal(weight.to(start[name].device), start[name]):
             yield _toward(weight, start[name])
 
 

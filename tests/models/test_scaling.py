@@ -53,6 +53,14 @@ def test_the_bias_of_an_adapter_is_scaled_with_it():
         assert torch.equal(logits(model), logits(base))
 
 
+def test_weights_that_lie_on_disk_were_not_trained():
+    model, start = moved(lora(llama())), lora(llama())
+    embedding = model.get_input_embeddings()
+    embedding.weight = torch.nn.Parameter(embedding.weight.to("meta"), requires_grad=False)
+    factors = [weight for weight in model.parameters() if weight.requires_grad]
+    assert ScaledUpdate(model, start).size_bytes == sum(weight.nbytes for weight in factors)
+
+
 def test_half_of_a_lora_update_is_half_of_its_product():
     model = moved(lora(llama(layers=1)))
     layer = model.base_model.model.model.layers[0].mlp.up_proj
