@@ -371,7 +371,6 @@ def test_help_needs_no_torch():
         ),
         (["{full}", "--against", "merged"], "{full} is not an adapter, so there is nothing to merge"),
         (["--against", "base", "{lora}"], "required: RUN_OR_MODEL; give it before --against"),
-        (["--tasks", "arc_easy", "{lora}"], "give it before --against and --tasks, which take all names that follow"),
         (["{lora}", "--against", "bsae"], "--against bsae is not a folder here; did you mean the keyword base?"),
         (["{lora}", "--against", "merged", "--merge_dtype", "bf16"], "did you mean 'bfloat16'?"),
         (["{lora}", "--merge_dtype", "float16"], "merge_dtype is for --against merged"),

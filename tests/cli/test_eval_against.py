@@ -267,7 +267,7 @@ def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(ev
     ("words", "message"),
     [
         (["--tasks", "first_or_secund"], "is called 'first_or_secund'; did you mean first_or_second"),
-        (["--tasks", "first_or_second", "first_or_secund"], "is called 'first_or_secund'; did you mean"),
+        (["--tasks", "first_or_second first_or_secund"], "is called 'first_or_secund'; did you mean"),
         (["--tasks", "without_data"], "the data of task without_data cannot be read: "),
         (["--tasks", ","], "tasks is empty"),
         (["--limit", "3"], "limit is for tasks of lm-evaluation-harness; add --tasks NAME"),

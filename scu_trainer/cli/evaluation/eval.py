@@ -75,8 +75,7 @@ def _parser() -> HfArgumentParser:
 
     class Parser(HfArgumentParser):
         def error(self, message: str):
-            lists = "--against and --tasks, which take all names that follow"
-            where = f"; give it before {lists}" if "RUN_OR_MODEL" in message else ""
+            where = "; give it before --against, which takes all names that follow" if "RUN_OR_MODEL" in message else ""
             raise SettingsError(plain_words(message) + where)
 
     class DataFlags(DataSettings):

@@ -79,9 +79,8 @@ class HarnessOptions:
 
     _argument_group_name = "tasks of lm-evaluation-harness"
 
-    tasks: Optional[list[str]] = option(
-        None,
-        "names of its tasks, groups or tags, separated by commas or spaces; needs pip install 'scu-trainer[lm-eval]'",
+    tasks: Optional[str] = option(
+        None, "names of its tasks, groups or tags, separated by commas; needs pip install 'scu-trainer[lm-eval]'"
     )
     num_fewshot: Optional[int] = option(None, "few-shot examples before each question; default: what the task says")
     limit: Optional[float] = option(
@@ -100,7 +99,7 @@ class HarnessOptions:
             f"{typed and typed[0]} is for tasks of lm-evaluation-harness; add --tasks NAME, or drop it"
             f"{ELSEWHERE.get(typed[0], '') if typed else ''}",
         )
-        require(self.tasks is None or bool(self.names), "tasks is empty; give names separated by commas or spaces")
+        require(self.tasks is None or bool(self.names), "tasks is empty; give names separated by commas")
         limit = self.limit
         require(
             limit is None or 0 < limit < 1 or (limit >= 1 and limit == int(limit)),
@@ -109,4 +108,4 @@ class HarnessOptions:
 
     @property
     def names(self) -> list[str]:
-        return ",".join(self.tasks or []).replace(",", " ").split()
+        return (self.tasks or "").replace(",", " ").split()
