@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import OSFConfig, get_peft_model
 from torch.nn import functional
 from torch.utils.data import WeightedRandomSampler
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
@@ -25,6 +26,7 @@ from tests import processes, tiny
 from tests.train.stepwise import FailsOnce, apart
 
 CUT = MemorySettings(token_cap=24)
+PARTS = "gets the gradient of each micro-batch"
 STEPS, ACCUMULATION = 6, 2
 
 
@@ -690,7 +692,8 @@ def test_hooks_that_act_in_backward_get_whole_batches(tmp_path, caplog):
     expected = run(StepsInBackward, tmp_path / "stock")
     found = run(with_loops(StepsInBackward), tmp_path / "ours", memory=CUT)
     assert apart(found, expected) < 1e-6 and chunks(found) == STEPS * ACCUMULATION
-    assert "a hook on model.embed_tokens.weight acts within each backward pass. Batches run whole" in caplog.text
+    assert "a hook on model.embed_tokens.weight acts within each backward pass. Batches run whole, how" in caplog.text
+    assert "min_batch_size" not in caplog.text  # no memory is so short that they would be cut
     with pytest.raises(OutOfMemory, match="is not run again, because a hook on"):
         run(with_loops(StepsInBackward), tmp_path / "full", memory=CUT, callbacks=[FailsOnce()])
 
@@ -701,7 +704,20 @@ def test_a_hook_on_a_weight_is_named_where_batches_may_be_cut(tmp_path, caplog, 
     next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
     rows = None if is_told else {"train_dataset": tiny.images(32)}
     run(SCUTrainer, tmp_path, model, rows, memory=CUT)
-    assert ("gets the gradient of each micro-batch" in caplog.text) == is_told
+    assert (PARTS in caplog.text) == is_told
+
+
+def test_hooks_of_an_adapter_are_linear_and_not_named(tmp_path, caplog):
+    model = get_peft_model(tiny.llama(), OSFConfig(target_modules=["q_proj"]))
+    assert any(p._backward_hooks for p in model.parameters())
+    found = run(SCUTrainer, tmp_path, model, memory=CUT)
+    assert found.micro_batches.reduction.is_exact and PARTS not in caplog.text
+
+
+def test_a_hook_that_acts_in_backward_is_named_where_weights_are_sharded(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(own_step, "has_sharded_weights", lambda model: True)
+    run(with_loops(StepsInBackward), tmp_path, memory=CUT)
+    assert f"a hook on model.embed_tokens.weight {PARTS}" in caplog.text
 
 
 def test_a_step_that_does_more_is_not_run_again(tmp_path):

@@ -23,7 +23,7 @@ from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.figures import counted
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
-from scu_trainer.train.loss.analysis.own_step import CallCounters, name_of
+from scu_trainer.train.loss.analysis.own_step import CallCounters, has_own_hook, name_of
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
 from scu_trainer.train.loss.rows.model_loss import counting, learns_prompts, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
@@ -385,18 +385,18 @@ class MicroBatchStep:
                 )
             return
         if not self.reduction.is_exact:
+            bound = f"; min_batch_size (now {self.settings.min_batch_size}) bounds how small they may become"
             self._warn_once(
-                "a split batch would not give the gradient of the whole: %s. Batches run whole while memory allows "
-                "(max_batch_size and token_cap do not cut them); min_batch_size (now %d) bounds how small they may "
-                "become",
+                "a split batch would not give the gradient of the whole: %s. Batches run whole%s "
+                "(max_batch_size and token_cap do not cut them)%s",
                 self.reduction.mixes,
-                self.settings.min_batch_size,
+                *((" while memory allows", bound) if self.reduction.may_be_cut else (", however short memory is", "")),
             )
         elif self.reduction.reads_padding:
             self._warn_once(
                 "padding is kept, because this model's loss depends on it (%s)", self.reduction.reads_padding
             )
-        hooked = next((p for p in self.parameters if p._backward_hooks), None)
+        hooked = next(filter(has_own_hook, self.parameters), None)
         if hooked is not None and self.reduction.is_exact:
             self._warn_once(
                 "a hook on %s gets the gradient of each micro-batch, where the stock loop gives it that of a batch: "

@@ -73,7 +73,7 @@ class OwnStep:
         """Such a hook may step an optimizer and clear the gradient: that of a micro-batch is not that of the batch, and
         what it has changed when memory runs out is not known. Launchers have such hooks themselves."""
         trainer, self.hooked = self._trainer, None
-        hooked = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
+        hooked = [p for p in parameters if p._post_accumulate_grad_hooks]
         if hooked and not (trainer.is_deepspeed_enabled or has_sharded_weights(trainer.model)):
             self.hooked = f"a hook on {name_of(hooked[0], trainer.model)} acts within each backward pass"
 
@@ -230,6 +230,13 @@ class CallCounters:
 def _own_name(one: Any) -> str:
     """Of the class that is somebody's own; empty where there is none."""
     return next((kind.__name__ for kind in type(one).__mro__ if not comes_from(kind, *PUBLIC)), "")
+
+
+def has_own_hook(weight: torch.nn.Parameter) -> bool:
+    """Whether a hook on it is code of somebody's own. Those of public packages (projections of adapters, exchanges of
+    launchers) are linear."""
+    hooks = {**(weight._backward_hooks or {}), **(weight._post_accumulate_grad_hooks or {})}
+    return any(not comes_from(getattr(hook, "func", hook), *PUBLIC) for hook in hooks.values())  # of a partial
 
 
 def name_of(weight: torch.nn.Parameter, model: torch.nn.Module) -> str:
