@@ -24,6 +24,7 @@ from scu_trainer.train.step.distributed.ranks import ShardedRanks
 from scu_trainer.train.trainer import SCUTrainer, with_loops
 from tests import processes, tiny
 from tests.train.stepwise import FailsOnce, apart
+from tests.train.test_curriculum_faults import NormalizedNet
 
 CUT = MemorySettings(token_cap=24)
 PARTS = "gets the gradient of each micro-batch"
@@ -286,16 +287,20 @@ class LogsTerms(Trainer):
     bad_step, losses = -1, ()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.state.global_step == self.bad_step:
             loss = loss * torch.nan
         self.losses = [*self.losses, loss.item()]
         self.log({"term": loss.item()})
-        return loss
+        return (loss, outputs) if return_outputs else loss
 
 
 class LogsNan(LogsTerms):
     bad_step = 1
+
+
+def terms_of(trainer: Trainer) -> list[float]:
+    return [row["term"] for row in trainer.state.log_history if "term" in row]
 
 
 @pytest.mark.parametrize(
@@ -310,9 +315,18 @@ class LogsNan(LogsTerms):
 )
 def test_a_loss_that_logs_logs_what_was_trained(tmp_path, kind, loops):
     trainer = run(with_loops(kind), tmp_path, **loops)
-    terms = [row["term"] for row in trainer.state.log_history if "term" in row]
+    terms = terms_of(trainer)
     assert len(terms) == (chunks(trainer) if "memory" in loops else STEPS * ACCUMULATION)
     assert kind is LogsNan or trainer.losses == terms
+
+
+def test_the_search_for_rows_that_are_set_aside_logs_nothing(tmp_path):
+    images = tiny.images(32)
+    images.rows[7]["pixel_values"][0, 0, 0] = torch.nan
+    net, curriculum = NormalizedNet(), CurriculumSettings("none")
+    trainer = run(with_loops(LogsTerms), tmp_path, net, {"train_dataset": images}, curriculum=curriculum)
+    assert trainer.difficulty.quarantined.nonzero()[0].tolist() == [7]
+    assert len(terms_of(trainer)) == len(trainer.losses) == STEPS * ACCUMULATION + 1  # once more without the row
 
 
 class Queued(Trainer):

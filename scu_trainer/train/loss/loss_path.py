@@ -328,7 +328,7 @@ class LossPath:
     def _bad_alone(self, model, inputs, num_items, stock, bad: torch.Tensor) -> torch.Tensor:
         """Where rows act on each other one of them spoils all: which it is shows without batch statistics."""
         labels = inputs.get("labels")
-        with untouched(model), torch.no_grad():
+        with untouched(model, self.trainer), torch.no_grad():
             _, outputs = stock(model, type(inputs)(inputs), True, num_items)
             alone = ~torch.isfinite(self.reading.rows(outputs, labels).sums)
         return alone if bool(alone.any()) else bad
