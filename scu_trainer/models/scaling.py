@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.loading.adapters import takes_from_base
+from scu_trainer.models.loading.adapters import active_config, takes_from_base
 
 Moved = tuple[torch.Tensor, Callable[[float], torch.Tensor]]
 """A weight, and its value by the share of the update."""
@@ -72,8 +72,7 @@ def _of_adapter(model: nn.Module) -> Iterator[Moved]:
         part = next((part for part in REFUSED if f".{part}." in f".{name}."), None)
         if part is not None:
             raise ModelError(f"{name} is of {REFUSED[part]}; merge the adapter, and give the merged model with --base")
-    config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
-    _require_scalable(config)
+    _require_scalable(active_config(model))
     for module in model.modules():
         for side in ("lora_B", "lora_embedding_B", "vera_lambda_b"):
             for held in dict(getattr(module, side, {})).values():

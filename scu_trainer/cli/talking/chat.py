@@ -82,9 +82,9 @@ def _second(first: Talker, other, is_base: bool) -> Talker:
 
 def _has_base_in_it(model: Any) -> bool:
     """Whether it is its base once its adapter is off."""
-    from scu_trainer.models.loading.adapters import takes_from_base
+    from scu_trainer.models.loading.adapters import active_config, takes_from_base
 
-    config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
+    config = active_config(model)
     return config is not None and not takes_from_base(config) and getattr(config, "bias", "none") == "none"
 
 

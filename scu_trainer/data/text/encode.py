@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -255,7 +256,6 @@ def _encoded_by_workers(batches: Iterator[list[Record]], encoder: Encoder, proce
 
 def _start_worker(encoder: Encoder) -> None:
     """Sent once per process: a tokenizer of a large vocabulary is megabytes."""
-    import signal
     from multiprocessing import parent_process
 
     global _worker_encoder

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scu_trainer")
 
 
+def active_config(model: nn.Module) -> Optional[PeftConfig]:
+    """Of the adapter that acts; None where the model has none."""
+    return getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
+
+
 def takes_from_base(config: Any) -> bool:
     """Whether an adapter of this configuration takes what it begins with out of the base weights, as PiSSA does: they
     are not those of the base while it is off."""

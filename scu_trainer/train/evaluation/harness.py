@@ -23,6 +23,7 @@ from torch import nn
 
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError
 from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores, bootstrap_accuracy_difference
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 NEAREST = 3
 """Names of tasks that a message gives in the place of an unknown one."""
@@ -264,15 +265,14 @@ def _quiet() -> Iterator[_Heard]:
     """The harness warns of every model that it did not load itself, and resamples in forks of this process, which
     holds threads and maybe a GPU: in one process, please."""
     logger, variable, heard = logging.getLogger("lm_eval"), "DISABLE_MULTIPROC", _Heard()
-    before, said = (logger.level, logger.handlers, logger.propagate), os.environ.get(variable)
+    level, said = logger.level, os.environ.get(variable)
     logger.setLevel(logging.WARNING)
-    logger.handlers, logger.propagate = [heard], False
     os.environ[variable] = "1"
     try:
-        yield heard
+        with replaced(logger, "handlers", [heard]), replaced(logger, "propagate", False):
+            yield heard
     finally:
-        logger.setLevel(before[0])
-        _, logger.handlers, logger.propagate = before
+        logger.setLevel(level)
         del os.environ[variable]
         os.environ |= {} if said is None else {variable: said}
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from scu_trainer.hardware.optimizers import keeps_small_steps
+from scu_trainer.models.loading.adapters import active_config
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
@@ -181,7 +182,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 def _own_configuration(job: Job, model: Any) -> Iterator[Finding]:
     if not is_adapter(Path(job.model.model_name_or_path or "").expanduser()):
         return
-    own = model.peft_config[model.active_adapter]
+    own = active_config(model)
     if (own.r, own.lora_alpha) != (job.model.lora_r, job.model.lora_alpha):
         what = f"the adapter has lora_r {own.r} and lora_alpha {own.lora_alpha:g}, which count"
         yield OWN_CONFIGURATION.found(what, "model_name_or_path, lora_r, lora_alpha")

@@ -11,7 +11,7 @@ from transformers import set_seed
 
 from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.loading.adapters import CAUSAL, AdapterPlan
+from scu_trainer.models.loading.adapters import CAUSAL, AdapterPlan, active_config
 from scu_trainer.models.loading.load import prepare_for_tuning
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.models.quantize import quantized_line
@@ -97,7 +97,7 @@ def _tunable(
     stored = quantized_line(model) if settings.tuning == "qlora" else None
     model = prepare_for_tuning(model, settings, adapters)
     if is_adapter(Path(settings.model_name_or_path or "").expanduser()):
-        own = model.peft_config[model.active_adapter]
+        own = active_config(model)
         kind = f"rank {own.r}" if own.peft_type in ("LORA", "VERA") else own.peft_type.value  # IA3 has no rank
         from_where = f"{settings.model_name_or_path}: {kind}, of {own.base_model_name_or_path}"
         console.print(f"continues training the adapter {from_where}", soft_wrap=True)
