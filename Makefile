@@ -22,7 +22,7 @@ PROCESSES ?=
 WORKERS ?= 2
 
 # What tests write lies in memory where that has 8 GiB for it: every save waits for the disk otherwise.
-test test-fast test-cpu coverage: export TMPDIR ?= $(shell grep -qs ' /dev/shm .*noexec' /proc/mounts || \
+test test-fast test-cpu test-gpu coverage: export TMPDIR ?= $(shell grep -qs ' /dev/shm .*noexec' /proc/mounts || \
 	df -k /dev/shm 2>/dev/null | awk '$$6 == "/dev/shm" && $$4 > 8388608 { print $$6 }')
 
 # One training by the command per task.
@@ -54,7 +54,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors train-sensors-deepspeed train-sensors-device-map train-sensors-qlora compare regressions test test-fast test-cpu test-smoke coverage docs lint
+.PHONY: help deps verify-install plan background check-gpu monitor-memory train train-cpu train-accelerate train-deepspeed train-qlora train-device-map train-resnet train-efficientnet train-gru train-sensors train-sensors-deepspeed train-sensors-device-map train-sensors-qlora compare regressions test test-fast test-cpu test-gpu test-smoke coverage docs lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-25s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,6 +129,9 @@ test-fast: $(STAMP) $(BROWSER) ## less than a minute: rooms that train nothing, 
 
 test-cpu: $(STAMP) ## about a minute: a few steps of every task on the CPU, also where there is a GPU
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SMOKE) $(ARGS)
+
+test-gpu: $(STAMP) ## on a CUDA card, one alone (CUDA_VISIBLE_DEVICES=1 chooses another): what only a card shows
+	CUDA_VISIBLE_DEVICES=$(or $(CUDA_VISIBLE_DEVICES),0) $(BIN)/python -m pytest tests/gpu $(ARGS)
 
 test-smoke: $(STAMP) ## every memory-efficient path for a few real steps: peak memory, step time, loss (about 10 minutes)
 	$(BIN)/scu-trainer variants $(ARGS)

@@ -1,4 +1,4 @@
-"""The environment of every test: offline, private caches, one thread. Set before anything heavy is imported."""
+"""The environment of every test: offline, private caches, one thread, no card; set before anything is imported."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = str(PRIVATE / "huggingface")
 os.environ["SCU_TRAINER_CACHE"] = str(PRIVATE / "scu_trainer")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Results are held against those of a CPU to the last digit, and children are forked, which a card in use forbids.
+# tests/gpu, which needs one, says so itself: make test-gpu.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # Tiny models are fastest on one thread, and sums come out the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -193,7 +193,7 @@ def options(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument(
         "--full_dtype", choices=("float32", "bfloat16"), default="float32", help="weights of tuning full"
     )
-    parser.add_argument("--flash", help="attn_implementation of contenders that lay rows end to end, sdpa among them")
+    parser.add_argument("--flash", help="attn_implementation of the others that lay rows end to end")
     parser.add_argument("--peak_tflops", type=float, help="of the card in bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, and cpu for --quick")
     parser.add_argument("--quick", action="store_true", help="a test run of all paths on tiny models")

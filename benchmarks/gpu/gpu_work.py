@@ -23,11 +23,13 @@ from typing import Any, Optional
 
 import torch
 
+from benchmarks.gpu import varlen_attention
 from benchmarks.gpu.gpu_shapes import SHAPES, CardShape, model_flops
 from benchmarks.gpu.gpu_window import EXTRA_STEPS, WARM_UP_STEPS, Window
 from benchmarks.lib.memory_work import DISTRIBUTIONS, Lengths
 from benchmarks.lib.text_job import LOOPS, SHIFT, Job, Trained, held_out_bits, ours, stock, trl
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.models.kernels import best_attention
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.step.recovery.memory import free_memory, is_out_of_memory
@@ -59,7 +61,7 @@ class Point:
     """``contender`` trains ``shape`` by ``tuning``. ``steps``: the measured ones.
 
     ``flash``: attention of the contenders that lay rows end to end; None: flash attention where it is installed, else
-    sdpa.
+    torch's own kernel for such rows, and sdpa where a card has none.
     """
 
     shape: str
@@ -185,8 +187,8 @@ def attention_of(point: Point) -> Optional[str]:
     if point.device == "cpu" or not (contender.wants_flash or contender.is_ours):
         return None
     chosen = best_attention(None, point.device, half_precision=True)
-    if chosen is None and contender.wants_flash and importlib.util.find_spec("kernels") is not None:
-        return "kernels-community/flash-attn2"
+    if chosen is None and contender.wants_flash and torch.cuda.get_device_capability(point.device) >= AMPERE:
+        return varlen_attention.NAME
     return chosen
 
 

@@ -92,12 +92,11 @@ class Contest:
     """One output layer for all contenders."""
 
     def __init__(self, tokens: int, words: int, size: int, is_trained: bool, device: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(tokens, size, generator=generator)
-        weight = torch.randn(words, size, generator=generator) / size**0.5
-        self.hidden = hidden.to(device, torch.bfloat16).requires_grad_()
-        self.weight = weight.to(device, torch.bfloat16).requires_grad_(is_trained)
-        self.targets = torch.randint(0, words, (tokens,), generator=generator).to(device)
+        torch.manual_seed(0)
+        with torch.device(device):  # a slow host would take longer for these numbers than the card for all the rest
+            self.hidden = torch.randn(tokens, size).bfloat16().requires_grad_()
+            self.weight = (torch.randn(words, size) / size**0.5).bfloat16().requires_grad_(is_trained)
+            self.targets = torch.randint(0, words, (tokens,))
         self.times_ms: dict[str, list[float]] = {}
         self.rows: dict[str, tuple[str, str]] = {}
         self.why_not: dict[str, str] = {}
@@ -181,6 +180,7 @@ def main() -> None:
             for name in CONTENDERS:
                 cells = contest.cells(name) or [contest.why_not.get(name, ""), "", "", ""]
                 rows.append([name, f"{size:,}", layer, *cells])
+                print(" | ".join(rows[-1]), flush=True)
             if {STOCK, OURS} <= contest.times_ms.keys():
                 figures[f"stock's time over ours, hidden {size}, {layer}"] = Figure(contest.ratio(OURS), "higher")
             times_ms[f"{size}, {layer}"] = contest.times_ms

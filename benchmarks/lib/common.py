@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -118,7 +119,7 @@ def command_line() -> str:
     """How this program was called, as it is called from the root of the repository."""
     script = Path(sys.argv[0]).resolve()
     named = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    return " ".join(["python", str(named), *sys.argv[1:]])
+    return shlex.join(["python", str(named), *sys.argv[1:]])
 
 
 def shown(value: Optional[float], digits: int = 3) -> str:

@@ -31,7 +31,8 @@ from scu_trainer.cli.names.known import PREFIX, known_names, stock_fields, stock
 from scu_trainer.cli.names.tools import as_word, hint
 from scu_trainer.cli.names.translation import as_flags, flags_of, translated
 from scu_trainer.cli.presets import fitted
-from scu_trainer.errors import SettingsError
+from scu_trainer.errors import RequirementError, SettingsError
+from scu_trainer.figures import counted
 from scu_trainer.hardware.probe import usable_cores
 from scu_trainer.secrets import redact, redact_data
 from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings, RetentionSettings
@@ -344,10 +345,24 @@ def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optiona
     if wanted == "auto" and said_no and not (typed.bf16 or typed.fp16):
         wanted = "no"
     here = device_facts(typed.use_cpu)
+    _require_a_card_for_each_process(here)
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     choice = choose_precision(wanted, bool(typed.bf16), bool(typed.fp16), launcher, planned_for or here)
     parser.set_defaults(bf16=choice.name == "bf16", fp16=choice.name == "fp16", tf32=tf32_default(here, typed.tf32))
     return choice
+
+
+def _require_a_card_for_each_process(here: DeviceFacts) -> None:
+    """Before the launcher's process group is made, whose own error names a device ordinal."""
+    import torch
+
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cards = torch.cuda.device_count() if here.kind == "cuda" else processes
+    if processes > cards:
+        raise RequirementError(
+            f"{processes} processes were started on this machine, and it shows {counted(cards, 'GPU')}; start "
+            f"{cards} (--nproc_per_node, --num_processes or --num_gpus {cards}), or add --use_cpu true"
+        )
 
 
 def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Union
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.asking import evaluating
+from scu_trainer.models.asking import evaluating, exact_products
 from scu_trainer.models.quantize import stored_bits
 
 if TYPE_CHECKING:
@@ -248,5 +248,5 @@ def relative_difference(expected: torch.Tensor, found: torch.Tensor, inputs: Map
 def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """float32 on the CPU, in evaluation mode."""
     device = next(model.parameters()).device
-    with evaluating(model):
+    with evaluating(model), exact_products():
         return model(**{name: value.to(device) for name, value in inputs.items()}).logits.float().cpu()

@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from transformers import TrainingArguments
 
 from scu_trainer.cli import configuration, configuration_file, train
 from scu_trainer.cli import main as cli
 from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.hardware import precision
 from scu_trainer.report.files import read_run
 from scu_trainer.report.words import key_figures
 from scu_trainer.run_files import read_rows
@@ -371,6 +373,15 @@ def test_test_run_does_everything_and_leaves_nothing(capsys, flags, tmp_path):
     printed = capsys.readouterr().out
     assert "test run passed" in printed and "1,000 steps" in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_more_processes_than_cards(capsys, monkeypatch, flags):
+    """Said before the process group is made, which would fail with "invalid device ordinal"."""
+    monkeypatch.setattr(precision, "device_facts", lambda use_cpu: precision.DeviceFacts("cuda", True, (9, 0)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert train.main(flags) == 2
+    assert "2 processes were started on this machine, and it shows 1 GPU; start 1 (--nproc" in capsys.readouterr().err
 
 
 def test_check_requirements(capsys, flags):

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-# Of several cards one process would take all, by DataParallel, which the loops refuse. Torch reads this when it first
-# looks for cards.
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,9 @@ def run(model, output_dir, **changes):
 def test_each_loop_trains_the_same_weights(folder, tmp_path, loop, main):
     here = run(with_adapters(folder, 4.0), tmp_path / "here", **LOOPS[loop])
     away = run(with_adapters(folder, 0.6, main), tmp_path / "away", **LOOPS[loop])
-    assert set(away.model.hf_device_map.values()) == {0, "cpu"} | ({"disk"} if main < 1 else set())
+    places = set(away.model.hf_device_map.values())
+    # Of four layers main memory may hold none beside the room in which one from the disk is computed.
+    assert places == {0, "cpu"} if main >= 1 else {0, "disk"} <= places
     assert all(weight.is_cuda for weight in weights_of(away.model).values())
     assert input_device(away.model).type == "cuda"
     assert same(weights_of(here.model), weights_of(away.model))

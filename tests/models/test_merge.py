@@ -193,6 +193,19 @@ def test_padding_is_not_compared_and_nonfinite_passes(tmp_path):
         require_same_logits(model, merged, {"input_ids": IDS, "attention_mask": mask}, torch.float32)
 
 
+@pytest.mark.parametrize(("process", "later"), [("tf32", "ieee"), ("ieee", "tf32")])
+def test_both_models_compute_in_float32_and_the_process_as_before(tmp_path, monkeypatch, process, later):
+    """A training on a card has left TF32 behind; only a card computes with it."""
+    monkeypatch.setattr(torch.backends, "fp32_precision", process)
+    matmul, seen = torch.backends.cuda.matmul, []
+    model = FAMILIES["llama"]()
+    model.register_forward_pre_hook(lambda *_: seen.append(matmul.fp32_precision))
+    check_merge(model, model, IDS)
+    assert seen == ["ieee", "ieee"] and matmul.fp32_precision == process
+    monkeypatch.setattr(torch.backends, "fp32_precision", later)
+    assert matmul.fp32_precision == later, "it follows the process again"
+
+
 @pytest.mark.parametrize("tuning", ["lora", "qlora"])
 def test_auto_is_the_type_of_the_base(tmp_path, tuning):
     FAMILIES["llama"]().bfloat16().save_pretrained(tmp_path)

@@ -307,6 +307,15 @@ def test_the_planned_chunk_is_the_largest_that_the_memory_loop_makes(settings, b
     assert (step.rows, step.length) == largest_piece(settings, *batches)
 
 
+def test_on_a_card_the_planned_micro_batch_may_hold_all_rows_of_a_step():
+    about = {"batch_rows": 2, "accumulation": 8}
+    steps = [
+        planned_step(RowShapes(100, 50.0, True), MemorySettings(), None, **about, device=device)
+        for device in ("cpu", "cuda")
+    ]
+    assert [step.rows * step.length for step in steps] == [200, 1600]
+
+
 def plan_of(rows: RowShapes, curriculum=None, batch_rows=8, accumulation=1, **settings) -> Step:
     memory = MemorySettings(**settings)
     about = {"batch_rows": batch_rows, "accumulation": accumulation, "device": "cpu"}

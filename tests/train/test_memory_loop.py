@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.checkpoints.format import MANIFEST
+from scu_trainer.train.step import micro_batch_sizer
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
 from tests import tiny
@@ -126,6 +127,34 @@ def test_the_squeezed_run_is_the_stock_run(tmp_path):
     found, _, _ = train_on(Device(8, neighbour=squeezed), tmp_path, max_steps=12)
     expected, _ = compared(tiny.llama(hidden=8, layers=1), tmp_path, **WINDOW, max_steps=12)
     assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """The CPU counts as a device with memory of its own."""
+    monkeypatch.delitem(micro_batch_sizer.BUSY_TOKENS, "cpu")
+
+
+@pytest.mark.parametrize(("per_token", "most"), [(0.5, 10_000), (6, 136)], ids=["roomy", "small"])
+def test_on_a_card_micro_batches_grow_beyond_the_batch_while_they_fit(tmp_path, card, per_token, most):
+    """Of eight batches of 4 x 16 tokens each; 136 tokens of 6 bytes leave the headroom free."""
+    how = {"gradient_accumulation_steps": 8, "max_steps": 6}
+    settings = MemorySettings(padding_free=False)  # the simulated device counts padding
+    trainer, found, sizes = train_on(Device(per_token), tmp_path / "ours", UnevenRows(256), settings, **how)
+    assert sizes[0] <= 64 < sizes[1] <= 128, "twice as much each step"
+    assert max(sizes) <= most and (most < 10_000 or sizes[-1] > 256), "all rows of a step at once where there is room"
+    assert trainer.micro_batches.loop.statistics.out_of_memory == 0
+    how["logging_steps"] = 10_000
+    _, expected = compared(tiny.llama(hidden=8, layers=1), tmp_path / "stock", None, UnevenRows(256), **how)
+    assert all(error_of(*pair) <= 1e-6 for pair in zip(found.gradients, expected.gradients, strict=True))
+
+
+def test_on_a_card_a_resumed_run_grows_on(tmp_path, card):
+    how = {"gradient_accumulation_steps": 8, "max_steps": 4}
+    whole, _, sizes = train_on(Device(0.5), tmp_path / "whole", UnevenRows(256), **how)
+    _, _, first = train_on(Device(0.5), tmp_path / "parts", UnevenRows(256), **how, callbacks=[StopAt(1)])
+    rest, _, others = train_on(Device(0.5), tmp_path / "parts", UnevenRows(256), **how, resume=True)
+    assert first + others == sizes and same(weights_of(rest.model), weights_of(whole.model))
 
 
 @pytest.mark.parametrize("rows", [Rows, UnevenRows])

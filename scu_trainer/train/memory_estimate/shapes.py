@@ -12,7 +12,7 @@ from scu_trainer.control import splitting
 from scu_trainer.data import numbered
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.rows.products import compiles_shapes
-from scu_trainer.train.step.micro_batch_sizer import busy_tokens
+from scu_trainer.train.step.micro_batch_sizer import busy_tokens, has_own_memory
 
 MOST_WINDOWS_DRAWN = 64
 """Accumulation windows of random rows, to see how many sizes their micro-batches have."""
@@ -88,7 +88,8 @@ def planned_step(
     if memory.batch_mode == "logical" or cap is None or (cap == "auto" and not rows.is_uneven):
         return whole
     if cap == "auto":
-        cap = splitting.auto_cap(rows.longest, busy_tokens(device, is_compiled), batch_tokens)
+        asked_tokens = batch_tokens * (accumulation if has_own_memory(device) else 1)
+        cap = splitting.auto_cap(rows.longest, busy_tokens(device, is_compiled), asked_tokens)
     total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
     most = min(total_rows, memory.max_batch_size or total_rows)
     fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)

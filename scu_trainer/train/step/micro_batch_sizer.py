@@ -30,8 +30,10 @@ logger = logging.getLogger("scu_trainer")
 WITHOUT_ROWS = "a batch that cannot be cut by rows"
 
 BUSY_TOKENS = {"cpu": 768, "mps": 2048}
-BUSY_TOKENS_OF_COMPILED, BUSY_TOKENS_ELSEWHERE = 2048, 8192
+BUSY_TOKENS_OF_COMPILED, BUSY_TOKENS_ELSEWHERE = 2048, 16_384
 """Tokens per micro-batch above which a device gains nothing from larger ones: matrices are large enough to fill it."""
+
+MOST_DOUBLINGS = 16
 
 LEARNING_WINDOWS = 3
 """Windows in which every micro-batch is measured: the first ones, and those after an out-of-memory, which was a
@@ -45,6 +47,12 @@ LEAST_PADDING = 1 / 16
 
 AllReduceMax = Callable[[list[int]], list[int]]
 """Element-wise maximum over ranks; every rank calls it at the same place."""
+
+
+def has_own_memory(device: str) -> bool:
+    """Whether room on ``device`` is nobody else's, and every micro-batch costs launches beside its arithmetic: then
+    micro-batches may become larger than the batch that was asked for."""
+    return device not in BUSY_TOKENS
 
 
 def busy_tokens(device: str, is_compiled: bool = False) -> int:
@@ -96,6 +104,7 @@ class MicroBatchSizer:
         self.has_length = True
         self._ceiling = 1
         self.busy_tokens = busy_tokens(device.type)
+        self._doubles = has_own_memory(device.type)
         self._retried: set[MicroBatch] = set()
         self._saw: dict[tuple[Row, ...], int] = {}
         self._before: Optional[MemoryReading] = None
@@ -170,10 +179,19 @@ class MicroBatchSizer:
         if isinstance(cap, int):
             self._ceiling = cap
         else:
-            self._ceiling = splitting.auto_cap(window.longest_row, self.busy_tokens, window.largest_batch_tokens)
+            asked_tokens = window.largest_batch_tokens
+            self._ceiling = splitting.auto_cap(window.longest_row, self.busy_tokens, asked_tokens * self._growth)
+            if self._ceiling > max(asked_tokens, window.longest_row):
+                room = self._fitting_tokens(window.longest_row, is_calm=False)
+                self._ceiling = max(asked_tokens, window.longest_row, min(self._ceiling, room or 0))
         bounds = [bound for bound in (settings.max_batch_size, window.most_rows) if bound is not None]
         most = max(min(bounds), settings.min_batch_size) if bounds else None
         return window.pooled(self._cap, most, settings.min_batch_size)
+
+    @property
+    def _growth(self) -> int:
+        """Twice the batch that was asked for, then four times: by each step memory has been seen under the half."""
+        return 2 ** min(self.statistics.windows, MOST_DOUBLINGS) if self._doubles else 1
 
     @property
     def _was_uneven(self) -> bool:
@@ -294,15 +312,18 @@ class MicroBatchSizer:
             self._note(reason, self._before, self.state.pressure, tokens=limit)
 
     def _predicted_limit(self, micro_batch: MicroBatch) -> Optional[int]:
-        """Tokens of rows as long as these that are predicted to fit now; None where the model cannot say."""
+        # Calm is decided at the end of a step; until then only what would come near the limit itself is cut.
+        return self._fitting_tokens(micro_batch.length, is_calm=self.state.cap_tokens is None)
+
+    def _fitting_tokens(self, length: int, is_calm: bool) -> Optional[int]:
+        """Tokens of rows of ``length`` that are predicted to fit now; None where the model cannot say. ``is_calm``:
+        they may use the headroom."""
         if self.gauge is None or self._before is None:
             return None
         limit = self._before.limit_bytes
-        # Calm is decided at the end of a step; until then only what would come near the limit itself is cut.
-        is_calm = self.state.cap_tokens is None
         keep_free = self.law.gc_threshold_of(limit) if is_calm else self.law.free_bytes_wanted(limit)
         room = limit - keep_free - self._base_bytes - self._growth_bytes
-        return control.fitting_tokens(self.law, self.state, room, micro_batch.length)
+        return control.fitting_tokens(self.law, self.state, room, length)
 
     def before(self) -> None:
         self._attempts += 1

@@ -198,7 +198,7 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     rows.attended.append(True)
     prefixes, given = rows.prefixes, query.size(2)
     tokens = len(rows.places if prefixes is None else prefixes.kept)
-    query, key, value = _in_one_type(query, key, value)
+    query, key, value = in_one_type(query, key, value)
     if given > tokens:
         query, key, value = (each[:, :, :tokens] for each in (query, key, value))
     if prefixes is not None:
@@ -212,7 +212,7 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     return made, None
 
 
-def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, rotary positions in float32 make queries and keys float32, which stock attention casts, too."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
@@ -223,7 +223,7 @@ def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 def has_kernel(query: Tensor) -> bool:
     """Whether torch has a kernel for rows of unequal length of these queries."""
-    return has_flash(query) and _varlen() is not None
+    return has_flash(query) and varlen_kernel() is not None
 
 
 def has_flash(query: Tensor) -> bool:
@@ -241,7 +241,7 @@ def takes_groups(query: Tensor) -> bool:
 
 
 @functools.cache
-def _varlen() -> Any:
+def varlen_kernel() -> Any:
     """The kernel, causal; None where this torch has none, or one that takes no scale and no window."""
     try:
         from torch.nn.attention import varlen
@@ -258,7 +258,7 @@ def _varlen() -> Any:
 def _by_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     borders, longest = rows.borders.to(query.device), max(rows.lengths)
-    return _varlen()(query, key, value, borders, borders, longest, longest, scale=scaling).unsqueeze(0)
+    return varlen_kernel()(query, key, value, borders, borders, longest, longest, scale=scaling).unsqueeze(0)
 
 
 def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
