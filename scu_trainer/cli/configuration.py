@@ -345,23 +345,22 @@ def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optiona
     if wanted == "auto" and said_no and not (typed.bf16 or typed.fp16):
         wanted = "no"
     here = device_facts(typed.use_cpu)
-    _require_a_card_for_each_process(here)
+    _require_own_card(here)
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     choice = choose_precision(wanted, bool(typed.bf16), bool(typed.fp16), launcher, planned_for or here)
     parser.set_defaults(bf16=choice.name == "bf16", fp16=choice.name == "fp16", tf32=tf32_default(here, typed.tf32))
     return choice
 
 
-def _require_a_card_for_each_process(here: DeviceFacts) -> None:
+def _require_own_card(here: DeviceFacts) -> None:
     """Before the launcher's process group is made, whose own error names a device ordinal."""
     import torch
 
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cards = torch.cuda.device_count() if here.kind == "cuda" else processes
-    if processes > cards:
+    rank, cards = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if here.kind == "cuda" and rank >= cards:
         raise RequirementError(
-            f"{processes} processes were started on this machine, and it shows {counted(cards, 'GPU')}; start "
-            f"{cards} (--nproc_per_node, --num_processes or --num_gpus {cards}), or add --use_cpu true"
+            f"this is process {rank + 1} on this machine, and it sees {counted(cards, 'GPU')}; start {cards} "
+            f"(--nproc_per_node, --num_processes or --num_gpus {cards}), or add --use_cpu true"
         )
 
 

@@ -379,9 +379,9 @@ def test_more_processes_than_cards(capsys, monkeypatch, flags):
     """Said before the process group is made, which would fail with "invalid device ordinal"."""
     monkeypatch.setattr(precision, "device_facts", lambda use_cpu: precision.DeviceFacts("cuda", True, (9, 0)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert train.main(flags) == 2
-    assert "2 processes were started on this machine, and it shows 1 GPU; start 1 (--nproc" in capsys.readouterr().err
+    assert "this is process 2 on this machine, and it sees 1 GPU; start 1 (--nproc" in capsys.readouterr().err
 
 
 def test_check_requirements(capsys, flags):
