@@ -85,7 +85,7 @@ def points_of(given: argparse.Namespace) -> list[Point]:
 def measured(points: Sequence[Point], seconds: float, in_this_process: bool = False) -> Iterator[dict[str, Any]]:
     """The result of each point; "not run" for those that ``seconds`` do not reach.
 
-    ``in_this_process``: all but the first, and those that change libraries; it saves a test run the imports.
+    ``in_this_process``: all but the first, and those that change libraries; it saves the imports.
     """
     ends_s = time.monotonic() + seconds
     for number, point in enumerate(points):
@@ -130,7 +130,7 @@ def _environment() -> dict[str, str]:
 def run(given: argparse.Namespace) -> int:
     points = points_of(given)
     results: list[dict[str, Any]] = []
-    for number, result in enumerate(measured(points, given.minutes * 60, given.quick), start=1):
+    for number, result in enumerate(measured(points, given.minutes * 60, given.one_process), start=1):
         results.append(result)
         print(f"{number}/{len(points)} {gpu_table.line_of(result)}", flush=True)
         if not given.quick and result["status"] in RAN:
@@ -196,10 +196,16 @@ def options(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--flash", help="attn_implementation of the others that lay rows end to end")
     parser.add_argument("--peak_tflops", type=float, help="of the card in bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, and cpu for --quick")
-    parser.add_argument("--quick", action="store_true", help="a test run of all paths on tiny models")
+    parser.add_argument(
+        "--one_process",
+        action="store_true",
+        help="spare the imports of every point, where the host is slow: no repeats",
+    )
+    parser.add_argument("--quick", action="store_true", help="a test run of all paths on tiny models, in one process")
     given = parser.parse_args(words)
     given.device = given.device or ("cpu" if given.quick else "cuda")
-    if given.quick:
+    given.one_process |= given.quick
+    if given.one_process:
         given.repeats = 1
     elif given.device == "cpu":
         parser.error("--device cpu only tries: add --quick")

@@ -225,7 +225,8 @@ def test_another_dataset_brings_its_own_split(evaluate, work, tmp_path):
     fresh = write_documents(tmp_path / "fresh.jsonl", 200, seed=1)
     report = evaluate(work.lora, "--dataset", fresh)
     assert report["documents"] == 10, "5 %, the default, not the share of the run"
-    assert report["notes"] == []
+    # The embedded tokenizer comes from Python's documentation: where a row ends depends on the version of Python.
+    assert all(note.startswith("left out while reading") for note in report["notes"])
 
 
 def test_changed_data_are_pointed_out(evaluate, broken_run, tmp_path):
