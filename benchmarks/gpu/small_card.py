@@ -3,11 +3,11 @@
     python benchmarks/gpu/small_card.py [--limit_gib 3.69] [--steps 12] [--quick]
 
 The Llama of 1 billion weights of gpu.py, LoRA of rank 16 in bf16 with activation checkpointing, 8 x 4 rows per
-optimizer step, on a card of which torch's allocator may take --limit_gib: ours, which knows only
-memory_limit_gb of it, and stock. Rows of chat lengths, and rows of 1,024 tokens, each with the allocator as it comes and with
-the expandable segments that our commands set. Each training is a process of its own. Out of memory: events that were
-recovered from, all steps together and in the first. Held: what the allocator had reserved at the end. Seconds: of an
-optimizer step, the median from the second on, the device waited for at its end.
+optimizer step, on a card of which torch's allocator may take --limit_gib: ours, which knows of it by memory_limit_gb,
+and stock. Rows of chat lengths, and rows of 1,024 tokens, each with the allocator as it comes and with the expandable
+segments that our commands set. Each training is a process of its own. Out of memory: events that were recovered from,
+all steps together and in the first. Held: what the allocator had reserved at the end. Seconds: of an optimizer step,
+the median from the second on, the device waited for at its end.
 """
 
 from __future__ import annotations
