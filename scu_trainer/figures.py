@@ -6,7 +6,7 @@ Files that other programs read keep the units of Hugging Face: ``loss`` and ``ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
@@ -32,6 +32,13 @@ def bits_of(nats: float) -> float:
 def counted(count: int, item: str, items: Optional[str] = None) -> str:
     """ "1 row", "2,000 rows". ``items``: where more than one are not just ``item`` and an s."""
     return f"{count:,} {item if count == 1 else items or f'{item}s'}"
+
+
+def first_few(texts: Iterable[str], most: int = 3, between: str = ", ") -> str:
+    """ "a, b, c and 2 more"."""
+    named = list(texts)
+    left = len(named) - most
+    return between.join(named[:most]) + (f" and {left:,} more" if left > 0 else "")
 
 
 class Change(NamedTuple):

@@ -19,7 +19,7 @@ from scu_trainer.data.json_files import read_json_file, read_json_lines, to_utf_
 from scu_trainer.data.opening import opened, shown_name
 from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError
-from scu_trainer.figures import counted
+from scu_trainer.figures import counted, first_few
 
 BLANK_TWICE = 2  # a document of a single .txt ends at this many blank lines
 BLANK_ONCE = 1  # a paragraph
@@ -313,5 +313,4 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 def _named(paths: Sequence[Path]) -> str:
-    more = f" and {len(paths) - MOST_NAMES:,} more" if len(paths) > MOST_NAMES else ""
-    return ", ".join(map(shown_name, paths[:MOST_NAMES])) + more
+    return first_few(map(shown_name, paths), MOST_NAMES)

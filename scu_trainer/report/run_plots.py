@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Optional
 
-from scu_trainer.figures import bits_of
+from scu_trainer.figures import bits_of, first_few
 from scu_trainer.report.absent import (
     why_half_a_loss,
     why_no_curriculum,
@@ -61,12 +61,7 @@ def _said(runs: Sequence[RunFiles], why: Callable[[RunFiles], str], is_alone: bo
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(why(run), []).append(run.name)
-    return [reason if is_alone else f"{_named(of)}: {reason}" for reason, of in names.items() if reason]
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    return [reason if is_alone else f"{first_few(of, MOST_NAMED)}: {reason}" for reason, of in names.items() if reason]
 
 
 def _without_needless_legend(panel: Panel, runs: int) -> Panel:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from scu_trainer.cli.looking.facts import MOST_SHOWN, STRANGE, Facts, Stretch, bar, excerpt, histogram
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
-from scu_trainer.figures import counted
+from scu_trainer.figures import counted, first_few
 
 LEARNED, OPEN, CLOSE = "bold green", "⟦", "⟧"
 BAR_WIDTH = 40
@@ -59,9 +59,8 @@ def _print_repeated(console: Console, facts: Facts) -> None:
         return
     console.print(f"\ndocuments that repeat an earlier one, token by token: {facts.duplicates:,}")
     for places in facts.repeated[:MOST_SHOWN]:
-        named = ", ".join(facts.documents[number].name for number in places[:3])
-        more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
-        console.print(f"  {len(places)} x {excerpt(facts.texts[places[0]], 50)!r}: {named}{more}", soft_wrap=True)
+        named = first_few(facts.documents[number].name for number in places)
+        console.print(f"  {len(places)} x {excerpt(facts.texts[places[0]], 50)!r}: {named}", soft_wrap=True)
 
 
 def _print_strange(console: Console, facts: Facts) -> None:

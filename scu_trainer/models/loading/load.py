@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from scu_trainer.errors import ModelError
+from scu_trainer.figures import first_few
 from scu_trainer.models.loading.adapters import (
     CAUSAL,
     AdapterPlan,
@@ -130,10 +131,9 @@ def load_model(
         own = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": settings.attn_implementation}
         model, random = read_model(AutoModelForCausalLM, name, settings, dtype, device, packing, placement, **own)
     if random:
-        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
         raise ModelError(
-            f"the weights of {name!r} are not those of the causal language model in its config.json: {random[0]}{more} "
-            "missing or of another shape; give the folder of a complete causal language model"
+            f"the weights of {name!r} are not those of the causal language model in its config.json: "
+            f"{first_few(random, 1)} missing or of another shape; give the folder of a complete causal language model"
         )
     if settings.tuning != "qlora":
         return model

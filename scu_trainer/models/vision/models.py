@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
+from scu_trainer.figures import first_few
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.load import for_evaluation, loading_dtype, read_model
 from scu_trainer.models.loading.names import as_model_error, base_of, is_adapter, located
@@ -143,9 +144,8 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
     inside = [key for key in random if key.startswith(f"{model.base_model_prefix}.")]
     if inside:
         raise ModelError(
-            f"{name!r} lacks weights of {type(model).__name__}: {inside[0]}"
-            + (f" and {len(inside) - 1} more" if len(inside) > 1 else "")
-            + "; give the folder or Hub id of a complete image model"
+            f"{name!r} lacks weights of {type(model).__name__}: {first_few(inside, 1)}; give the folder or Hub id of a "
+            "complete image model"
         )
     _require_labels(model, name)
     head = None if is_adapter(path) else _head_line(bool(random), before, label_names)  # an adapter brings a head

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.figures import first_few
 from scu_trainer.run_files import read_json, write_json, write_text
 from scu_trainer.runs.studies.comparison_arms import Arm
 
@@ -201,14 +202,9 @@ def require_same(before: ComparisonPlan, now: ComparisonPlan) -> None:
             found += [f"{text} (arm {name})" for text in differences(before.resolved[name], now.resolved[name])]
     if found:
         raise SettingsError(
-            f"{now.folder} holds another comparison: {first_few(found)}; type its command ({before.command}), or give "
-            "another --output_dir"
+            f"{now.folder} holds another comparison: {first_few(found, between='; ')}; type its command "
+            f"({before.command}), or give another --output_dir"
         )
-
-
-def first_few(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return "; ".join(texts[:3]) + more
 
 
 def _other(what: str, before: Sequence[Any], now: Sequence[Any]) -> list[str]:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import SettingsError
+from scu_trainer.figures import first_few
 from scu_trainer.run_files import read_json
 from scu_trainer.runs.progress import START_LINE, tail
 from scu_trainer.runs.store import Run
-from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences, first_few, run_name
+from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences, run_name
 
 Key = tuple[str, int]
 """Arm and seed."""
@@ -63,8 +64,8 @@ def _require_own(plan: ComparisonPlan, key: Key, folder: Path) -> None:
         wrong.append(f"seed was {content.get('seed')}, now {key[1]}")
     if wrong:
         raise SettingsError(
-            f"{folder} holds a run of other settings than arm {key[0]}: {first_few(wrong)}; move it away, or give "
-            "another --output_dir"
+            f"{folder} holds a run of other settings than arm {key[0]}: {first_few(wrong, between='; ')}; move it "
+            "away, or give another --output_dir"
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scu_trainer.figures import NATS_PER_BIT
+from scu_trainer.figures import NATS_PER_BIT, first_few
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
@@ -89,15 +89,13 @@ def say_nonfinite(nats: np.ndarray, item: str) -> None:
     """Name what has no finite score: their mean, which has none either, does not tell."""
     bad = np.flatnonzero(~np.isfinite(nats))
     if len(bad):
-        more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
         logger.warning(
-            "%d of %d held-out %ss have no finite score, so their mean does not either: %s %s%s",
+            "%d of %d held-out %ss have no finite score, so their mean does not either: %s %s",
             len(bad),
             len(nats),
             item,
             item,
-            ", ".join(map(str, bad[:MOST_NAMED].tolist())),
-            more,
+            first_few(map(str, bad.tolist()), MOST_NAMED),
         )
 
 

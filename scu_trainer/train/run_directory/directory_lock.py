@@ -11,6 +11,7 @@ from typing import Any, Optional, TypeVar
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, UserError
+from scu_trainer.figures import first_few
 from scu_trainer.settings.base import require, short
 from scu_trainer.train.checkpoints.compatibility import OF_A_MACHINE, changed_settings
 from scu_trainer.train.checkpoints.findings import examine, step_inside
@@ -133,10 +134,9 @@ def require_alike(found: dict[str, Any], training: TrainingArguments) -> None:
     said = gather_object(
         [f"{name}: {short(now)} on rank {rank}, {short(first)} on rank 0" for name, (first, now) in odd.items()]
     )
-    more = f" and {len(said) - MOST_SAID:,} more" if len(said) > MOST_SAID else ""
     require(
         not said,
-        f"the ranks (processes) of this run differ in {'; '.join(said[:MOST_SAID])}{more}. Start the same command with "
+        f"the ranks (processes) of this run differ in {first_few(said, MOST_SAID, '; ')}. Start the same command with "
         "the same files on every machine",
     )
 

@@ -17,6 +17,7 @@ from typing import Any, Optional
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError
+from scu_trainer.figures import first_few
 from scu_trainer.train.checkpoints.compatibility import changed_settings, changes, sound
 from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint
@@ -182,9 +183,8 @@ def _unasked(run: Path, request: Request) -> Start:
 
 
 def _differing(run: Path, changed: dict[str, tuple[Any, Any]], request: Request) -> str:
-    named = "; ".join(f"{name} {before}, now {now}" for name, (before, now) in list(changed.items())[:3])
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    what = f"another configuration ({named}{more})" if changed else "an unknown configuration"
+    named = first_few((f"{name} {before}, now {now}" for name, (before, now) in changed.items()), between="; ")
+    what = f"another configuration ({named})" if changed else "an unknown configuration"
     return f"{run} holds an unfinished run of {what}; {_way_back(run, request)}"
 
 
@@ -220,8 +220,7 @@ def _holding(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not names or any(name in OF_A_RUN or name.startswith("checkpoint-") for name in names):
         return "already holds a run"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"holds no run, but other files ({', '.join(names[:3])}{more})"
+    return f"holds no run, but other files ({first_few(names)})"
 
 
 def _go_on(run: Path, request: Request) -> Start:

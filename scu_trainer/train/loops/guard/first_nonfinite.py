@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from scu_trainer.figures import first_few
 from scu_trainer.train.loops.guard.parts import SHARDED, Part, loss_of, row_names, step_parts, unchanged, why_it_failed
 from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.distributed.sharded import is_sharded
@@ -51,8 +52,7 @@ class NonFinitePlace:
             return f"the source was not found: {self.reason}"
         if not self.rows:
             return self.place
-        more = f" and {len(self.rows) - MOST_NAMED} more" if len(self.rows) > MOST_NAMED else ""
-        return f"{self.place}, in {', '.join(self.rows[:MOST_NAMED])}{more}"
+        return f"{self.place}, in {first_few(self.rows, MOST_NAMED)}"
 
 
 def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:

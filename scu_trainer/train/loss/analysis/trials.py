@@ -18,6 +18,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from scu_trainer.figures import first_few
 from scu_trainer.train.loss.analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
 from scu_trainer.train.loss.analysis.frozen_weights import WRITES
 from scu_trainer.train.loss.analysis.measuring import (
@@ -310,7 +311,7 @@ def mixing_modules(model: nn.Module) -> Optional[str]:
     """Names of the modules through which rows of a batch act on each other in training, as a phrase; None without."""
     names = [name for name, module in model.named_modules() if is_batch_norm(module) and module.training]
     if names:
-        return f"{_few(names)} (BatchNorm)"
+        return f"{first_few(names)} (BatchNorm)"
     config = getattr(model, "config", None)
     for where, one in (("config", config), ("config.text_config", getattr(config, "text_config", None))):
         if getattr(one, "output_router_logits", False) and getattr(one, "router_aux_loss_coef", 0):
@@ -320,8 +321,3 @@ def mixing_modules(model: nn.Module) -> Optional[str]:
 
 def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
-def _few(names: Sequence[str]) -> str:
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
