@@ -6,6 +6,9 @@ import importlib.util
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -144,3 +147,33 @@ def test_no_step_looks_for_a_package(tmp_path, monkeypatch):
     in_steps(1)  # what is looked for once in a process
     assert in_steps(4) == in_steps(2)
     assert [vars(module)[name] for module, name in ASKED] == asked
+
+
+def adapted(**lora) -> nn.Module:
+    """Adapters in float32 beside a base in half precision."""
+    model = get_peft_model(tiny.llama().bfloat16(), LoraConfig(r=4, target_modules="all-linear", **lora))
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float() + 0.01 * ("lora_B" in name)
+    return model
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"lora_dropout": 0.1}])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_casts_no_input_that_autocast_would_cast_back(tmp_path, monkeypatch, lora, checkpointing):
+    casts, stock = [], BaseTunerLayer._cast_input_dtype
+
+    def counted(layer, x, dtype):
+        made = stock(layer, x, dtype)
+        casts.append(made is not x)
+        return made
+
+    monkeypatch.setattr(BaseTunerLayer, "_cast_input_dtype", counted)
+    found, weights = [], []
+    for memory in (None, MemorySettings()):
+        how = {"bf16": True, "max_steps": 2, "memory": memory, "activation_checkpointing": checkpointing}
+        weights.append(weights_of(tiny.trained(adapted(**lora), tmp_path / str(memory is None), **how).model))
+        found.append(sum(casts))
+        casts.clear()
+    assert found[0] > 0 and (found[1] == 0) == (lora == {})
+    assert same(*weights) and "_cast_input_dtype" not in vars(Linear)

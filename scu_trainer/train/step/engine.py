@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from scu_trainer.train.step.batches.rows import are_on_host
 from scu_trainer.train.step.micro_batches import MicroBatchStep
-from scu_trainer.train.step.needless import asked_once
+from scu_trainer.train.step.needless import asked_once, casts_left_out
 from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.loader_workers import loading_again
 from scu_trainer.train.step.recovery.second_try import last_word, second_try
@@ -118,8 +118,8 @@ class MicroBatchEngine(StockEngine):
 
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """Batches stay on the host, where lengths are read without a wait; micro-batches go to the device."""
-        is_on_host = isinstance(loader, DataLoaderShard)
-        with asked_once(), replaced(loader, "device", None) if is_on_host else contextlib.nullcontext():
+        on_host = replaced(loader, "device", None) if isinstance(loader, DataLoaderShard) else contextlib.nullcontext()
+        with asked_once(), casts_left_out(), on_host:
             run()
 
     def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
