@@ -2,7 +2,7 @@
 
 ``model.train()`` walks through all modules: as long as a tenth of a small step, and with adapters longer. Whether LOMO
 is installed is asked twice, each time by a search through all of ``sys.path``; whether this is SageMaker, three times.
-LoRA of peft makes float32 of what autocast makes half precision of again: a fifth of a step's time on a card.
+LoRA of peft makes float32 of what autocast makes half precision of again: copies were a fifth of a step on an H100.
 """
 
 from __future__ import annotations
