@@ -61,6 +61,16 @@ def test_a_large_model_is_planned_from_its_configuration_alone(large, capsys):
     assert best["peak_bytes"] * (1 + report["margin"]) <= report["limit_bytes"]
 
 
+def test_micro_batches_that_may_grow_are_planned_as_large_as_they_fit(large, capsys):
+    """On a card rows of several batches run together only where memory is there for them: what was asked for fits."""
+    words = words_of(large, "--gpu", "H100", "--tuning", "lora", "--block_size", 512, "--packing", "no")
+    words += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "16"]
+    report = planned(capsys, *words, "--limit", "60GB")
+    chosen, asked = report["choices"][0], report["predicted"]
+    assert chosen["settings"] == {} and chosen["fits"] and report["fits"]
+    assert 2 < chosen["rows_per_chunk"] == asked["rows_per_chunk"] < 32 and chosen["peak_bytes"] == asked["peak_bytes"]
+
+
 def test_more_memory_never_makes_a_plan_change_more(small, capsys):
     words = words_of(small, "--gpu", "H200", "--tuning", "full", "--block_size", 512)
     changes = []

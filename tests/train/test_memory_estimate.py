@@ -314,6 +314,17 @@ def test_on_a_card_the_planned_micro_batch_may_hold_all_rows_of_a_step():
         for device in ("cpu", "cuda")
     ]
     assert [step.rows * step.length for step in steps] == [200, 1600]
+    assert steps[1].asked == steps[0] and steps[0].asked is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "about"),
+    [({"memory_control": False, "token_cap": "auto"}, {}), ({}, {"is_sharded": True}), ({"token_cap": 200}, {})],
+)
+def test_on_a_card_nothing_grows_that_is_not_measured_or_not_put_together(settings, about):
+    about = {"batch_rows": 2, "accumulation": 8, "device": "cuda", **about}
+    step = planned_step(RowShapes(100, 50.0, True), MemorySettings(**settings), None, **about)
+    assert step.rows * step.length == 200 and step.asked is None
 
 
 def plan_of(rows: RowShapes, curriculum=None, batch_rows=8, accumulation=1, **settings) -> Step:

@@ -21,7 +21,16 @@ from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.rows.model_loss import HALVES
 from scu_trainer.train.memory_estimate.events import Events, at_rows
 from scu_trainer.train.memory_estimate.layers import as_all_layers, deepened, kinds_of, layers_of, shallow, with_layers
-from scu_trainer.train.memory_estimate.predict import estimate_of, held_by, loss_kind, step_of, subject_of, trained_of
+from scu_trainer.train.memory_estimate.predict import (
+    estimate_of,
+    grown,
+    held_by,
+    largest_that_fits,
+    loss_kind,
+    step_of,
+    subject_of,
+    trained_of,
+)
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
 from scu_trainer.train.memory_estimate.skeleton import of_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, tensors_of, trace
@@ -208,18 +217,11 @@ class Planned:
 
 def planned(source: Source, choice: SettingChoice, limit_bytes: int, least_rows: int) -> Planned:
     """``least_rows``: of a micro-batch; as many as a step has where it is not cut."""
-    whole = source.step(choice)
-    taken = source.estimate(choice, whole)
+    estimate = functools.partial(source.estimate, choice)
+    whole, taken = grown(source.step(choice), estimate, limit_bytes)
     least = min(least_rows, whole.rows)
     if taken.fits(limit_bytes) or whole.rows == least:
         return Planned(choice, taken, whole, whole, taken, taken.fits(limit_bytes))
     smallest = whole.with_rows(least)
-    small = source.estimate(choice, smallest)
-    best = Planned(choice, small, smallest, whole, taken, small.fits(limit_bytes))
-    per_row = (taken.needed_bytes - small.needed_bytes) / (whole.rows - least)
-    rows = least + int(max(0, limit_bytes - small.needed_bytes) / max(1.0, per_row))
-    if best.fits and least < rows < whole.rows:
-        larger = whole.with_rows(rows)
-        more = source.estimate(choice, larger)
-        best = Planned(choice, more, larger, whole, taken, True) if more.fits(limit_bytes) else best
-    return best
+    step, made = largest_that_fits((smallest, estimate(smallest)), (whole, taken), estimate, limit_bytes)
+    return Planned(choice, made, step, whole, taken, made.fits(limit_bytes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -42,8 +42,42 @@ def predict(job: Job, parts: TrainingComponents) -> tuple[MemoryEstimate, Step]:
     """Of a job that is loaded, and the micro-batch that it is about. Nothing of ``parts`` is changed. Raises what a
     model raises that makes tensors whose shape depends on content."""
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
-    step = step_of(job, rows, device, parts.model)
-    return estimate_of(subject_of(job, parts, rows), step, held_by(job, parts), device), step
+    subject, held = subject_of(job, parts, rows), held_by(job, parts)
+    step, estimate = grown(
+        step_of(job, rows, device, parts.model),
+        lambda step: estimate_of(subject, step, held, device),
+        _card_bytes(job),
+    )
+    return estimate, step
+
+
+def grown(
+    step: Step, estimate: Callable[[Step], MemoryEstimate], limit_bytes: Optional[int]
+) -> tuple[Step, MemoryEstimate]:
+    """``step``, or where that is more than fits the largest between it and the one that was asked for: beyond that
+    micro-batches grow only into memory that is there."""
+    taken = estimate(step)
+    if step.asked is None or limit_bytes is None or taken.fits(limit_bytes):
+        return step, taken
+    return largest_that_fits((step.asked, estimate(step.asked)), (step, taken), estimate, limit_bytes)
+
+
+def largest_that_fits(
+    smallest: tuple[Step, MemoryEstimate],
+    whole: tuple[Step, MemoryEstimate],
+    estimate: Callable[[Step], MemoryEstimate],
+    limit_bytes: int,
+) -> tuple[Step, MemoryEstimate]:
+    """Between ``smallest``, which is taken where no other fits, and ``whole``, which does not fit."""
+    (least, small), (most, taken) = smallest, whole
+    per_row = (taken.needed_bytes - small.needed_bytes) / max(1, most.rows - least.rows)
+    rows = least.rows + int(max(0, limit_bytes - small.needed_bytes) / max(1.0, per_row))
+    if small.fits(limit_bytes) and least.rows < rows < most.rows:
+        larger = most.with_rows(rows)
+        more = estimate(larger)
+        if more.fits(limit_bytes):
+            return larger, more
+    return smallest
 
 
 def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> MemoryEstimate:
@@ -78,6 +112,7 @@ def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] =
         device=device,
         dtype=_multiplied_in(job, device, model),
         steps=job.planned_steps(1 if rows.lengths is None else len(rows.lengths)),
+        is_sharded=bool(job.training.fsdp) or zero_stage(job.training) == 3,
         is_padded=job.memory.resolved_padding_free is False
         or (model is not None and obstacle_to_padding_free(_planned(job, model)) is not None),
     )

@@ -46,13 +46,14 @@ class Step:
     """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch; ``length`` is the mean of rows
     that go without padding, of which the ``longest`` is longer. ``micro_batches``: at least so many. ``sizes``:
     numbers of tokens that kernels are compiled for in the course of a training; 1 where batches stay whole, however
-    many theirs are."""
+    many theirs are. ``asked``: of the batch that was asked for, where this one is what it may grow to on a card."""
 
     rows: int
     length: int
     micro_batches: int
     sizes: int = 1
     longest: int = field(default=0, compare=False)
+    asked: Optional[Step] = field(default=None, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -75,10 +76,12 @@ def planned_step(
     device: str,
     dtype: torch.dtype = torch.float32,
     is_padded: bool = False,
+    is_sharded: bool = False,
     steps: int = MOST_WINDOWS_DRAWN,
 ) -> Step:
     """``batch_rows``: per device and accumulation batch. ``device``: torch's name of its kind. ``dtype``: in which it
-    multiplies. ``is_padded``: its layers see the padding of rows. ``steps``: of the training.
+    multiplies. ``is_padded``: its layers see the padding of rows. ``is_sharded``: batches are cut, never put together.
+    ``steps``: of the training.
 
     As the memory loop plans it while there is room: it makes smaller micro-batches where memory is short.
     """
@@ -87,17 +90,24 @@ def planned_step(
     cap, is_compiled = memory.resolved_token_cap, compiles_shapes(device, dtype)
     if memory.batch_mode == "logical" or cap is None or (cap == "auto" and not rows.is_uneven):
         return whole
-    if cap == "auto":
-        asked_tokens = batch_tokens * (accumulation if has_own_memory(device) else 1)
-        cap = splitting.auto_cap(rows.longest, busy_tokens(device, is_compiled), asked_tokens)
     total_rows = max(1, round(batch_tokens * accumulation / rows.longest))
-    most = min(total_rows, memory.max_batch_size or total_rows)
-    fitting = min(max(cap // rows.longest, memory.min_batch_size, 1), most)
-    length = rows.longest
-    if rows.is_uneven and not is_padded and fitting < most and fitting * length < cap:  # a shorter row fills it up
-        fitting, length = fitting + 1, -(-cap // (fitting + 1))
-    sizes = _sizes(rows, total_rows, cap, memory, is_padded, steps) if is_compiled and rows.is_uneven else 1
-    return Step(fitting, length, -(-total_rows // fitting), sizes, rows.longest)
+
+    def bounded(cap: int) -> Step:
+        most = min(total_rows, memory.max_batch_size or total_rows)
+        fitting, length = min(max(cap // rows.longest, memory.min_batch_size, 1), most), rows.longest
+        if rows.is_uneven and not is_padded and fitting < most and fitting * length < cap:  # a shorter row fills it up
+            fitting, length = fitting + 1, -(-cap // (fitting + 1))
+        sizes = _sizes(rows, total_rows, cap, memory, is_padded, steps) if is_compiled and rows.is_uneven else 1
+        return Step(fitting, length, -(-total_rows // fitting), sizes, rows.longest)
+
+    if cap != "auto":
+        return bounded(cap)
+    busy = busy_tokens(device, is_compiled)
+    asked = bounded(splitting.auto_cap(rows.longest, busy, batch_tokens))
+    if is_sharded or not memory.memory_control or not has_own_memory(device):
+        return asked
+    grown = bounded(splitting.auto_cap(rows.longest, busy, batch_tokens * accumulation))
+    return asked if grown == asked else replace(grown, asked=asked)
 
 
 def _sizes(rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettings, is_padded: bool, steps: int) -> int:
