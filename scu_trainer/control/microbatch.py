@@ -102,11 +102,11 @@ def after_oom(
     )
 
 
-def fitting_tokens(law: SizerConfig, state: SizerState, room_bytes: float, length: int) -> Optional[float]:
+def fitting_tokens(law: SizerConfig, state: SizerState, room_bytes: float, length: int) -> Optional[int]:
     """Most padded tokens of rows of ``length`` that will fit in ``room_bytes``, margin included. None: cannot say."""
     fit = state.cost.largest_tokens(room_bytes, length, law.margin)
     blocked = None if fit is None else _blocked_tokens(law, state, room_bytes, fit)
-    return fit if fit is None or blocked is None else min(fit, blocked)
+    return fit if fit is None or blocked is None else int(min(fit, blocked))
 
 
 def with_observation(state: SizerState, tokens: int, quadratic: int, micro_batch_bytes: int) -> SizerState:

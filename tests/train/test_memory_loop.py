@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import TrainerCallback
 
 from scu_trainer.run_files import read_json, read_rows
@@ -155,6 +156,25 @@ def test_on_a_card_a_resumed_run_grows_on(tmp_path, card):
     _, _, first = train_on(Device(0.5), tmp_path / "parts", UnevenRows(256), **how, callbacks=[StopAt(1)])
     rest, _, others = train_on(Device(0.5), tmp_path / "parts", UnevenRows(256), **how, resume=True)
     assert first + others == sizes and same(weights_of(rest.model), weights_of(whole.model))
+
+
+def test_on_another_card_a_resumed_run_begins_with_the_batch_again(tmp_path, card, monkeypatch):
+    """What fitted there, and what it took, says nothing of this one, which has a twelfth of the room."""
+    how = {"gradient_accumulation_steps": 8, "max_steps": 8}
+    train_on(Device(0.5), tmp_path, UnevenRows(256), **how, callbacks=[StopAt(4)])
+    monkeypatch.setattr(micro_batch_sizer, "device_name", lambda device: "another")
+    settings = MemorySettings(padding_free=False)
+    trainer, _, sizes = train_on(Device(6), tmp_path, UnevenRows(256), settings, **how, resume=True)
+    assert sizes[0] <= 64 < max(sizes) <= 136 and trainer.micro_batches.loop.statistics.out_of_memory == 0
+    assert trainer.micro_batches.loop.statistics.windows == 8
+
+
+def test_several_cards_of_which_one_is_read_do_not_let_micro_batches_grow():
+    with FakeTensorMode():
+        weights = [torch.empty(1, device=device) for device in ("cuda:0", "cuda:1", "cpu")]
+    one = torch.device("cuda", 0)
+    assert micro_batch_sizer.grows(one, weights[::2]) and not micro_batch_sizer.grows(one, weights)
+    assert not micro_batch_sizer.grows(torch.device("cpu"), weights[2:])
 
 
 @pytest.mark.parametrize("rows", [Rows, UnevenRows])

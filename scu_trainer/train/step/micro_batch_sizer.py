@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
@@ -53,6 +53,12 @@ def has_own_memory(device: str) -> bool:
     """Whether room on ``device`` is nobody else's, and every micro-batch costs launches beside its arithmetic: then
     micro-batches may become larger than the batch that was asked for."""
     return device not in BUSY_TOKENS
+
+
+def grows(device: torch.device, weights: Iterable[torch.Tensor]) -> bool:
+    """Whether micro-batches may. Of several cards, over which ``device_map`` spreads layers, memory is read of one."""
+    cards = {weight.device for weight in weights if weight.device.type not in ("cpu", "meta")}
+    return has_own_memory(device.type) and len(cards) < 2
 
 
 def busy_tokens(device: str, is_compiled: bool = False) -> int:
@@ -104,7 +110,7 @@ class MicroBatchSizer:
         self.has_length = True
         self._ceiling = 1
         self.busy_tokens = busy_tokens(device.type)
-        self._doubles = has_own_memory(device.type)
+        self.grows, self._device_name = has_own_memory(device.type), device_name(device)
         self._retried: set[MicroBatch] = set()
         self._saw: dict[tuple[Row, ...], int] = {}
         self._before: Optional[MemoryReading] = None
@@ -190,8 +196,10 @@ class MicroBatchSizer:
 
     @property
     def _growth(self) -> int:
-        """Twice the batch that was asked for, then four times: by each step memory has been seen under the half."""
-        return 2 ** min(self.statistics.windows, MOST_DOUBLINGS) if self._doubles else 1
+        """Twice the batch that was asked for, then four times: by each step memory has been seen under the half. From
+        the beginning again after an out-of-memory, and on another device."""
+        learned = self.statistics.windows + LEARNING_WINDOWS - self._learning_until
+        return 2 ** min(learned, MOST_DOUBLINGS) if self.grows else 1
 
     @property
     def _was_uneven(self) -> bool:
@@ -475,16 +483,24 @@ class MicroBatchSizer:
             "state": self.state.to_dict(),
             "books": asdict(self.statistics),
             "learning_until": self._learning_until,
+            "device": self._device_name,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state = control.SizerState.from_dict(saved["state"])
         self.statistics = MemoryStatistics(**saved["books"])
-        self._learning_until = saved["learning_until"]
+        if saved.get("device", self._device_name) == self._device_name:
+            self.state = control.SizerState.from_dict(saved["state"])
+            self._learning_until = saved["learning_until"]
+        else:  # what fitted there, and what it cost, says nothing of here
+            self._learning_until = self.statistics.windows + LEARNING_WINDOWS
 
     def forget_window(self) -> None:
         """Give back the last window's batches."""
         self._window = None
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def law_of(settings: MemorySettings) -> control.SizerConfig:

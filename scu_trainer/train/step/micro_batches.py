@@ -35,7 +35,7 @@ from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launchers import ranks_for
 from scu_trainer.train.step.distributed.ranks import Ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
-from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens, grows
 from scu_trainer.train.step.needless import needless_train_left_out
 from scu_trainer.train.step.recovery.memory import Gauge, free_memory
 from scu_trainer.train.step.recovery.memory_limit import limited_gauge
@@ -104,6 +104,7 @@ class MicroBatchStep:
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         self._wants_few_sizes = wants_few_sizes(self.trainer)
         self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, self._wants_few_sizes)
+        self.loop.grows = grows(self.trainer.args.device, self.trainer.model.parameters())
         self.prefetched(())
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
