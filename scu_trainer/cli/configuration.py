@@ -360,7 +360,8 @@ def _require_own_card(here: DeviceFacts) -> None:
     if here.kind == "cuda" and rank >= cards:
         raise RequirementError(
             f"this is process {rank + 1} on this machine, and it sees {counted(cards, 'GPU')}; start {cards} "
-            f"(--nproc_per_node, --num_processes or --num_gpus {cards}), or add --use_cpu true"
+            f"(--nproc_per_node, --num_processes or --num_gpus {cards}), let each process see the GPUs of all "
+            "(CUDA_VISIBLE_DEVICES; SLURM: --gpu-bind=none), or add --use_cpu true"
         )
 
 

@@ -127,9 +127,11 @@ def tf32_default(device: DeviceFacts, wanted: Optional[bool] = None) -> Optional
 
 
 def device_facts(use_cpu: bool) -> DeviceFacts:
-    """Facts of the device that a training here uses: the first GPU, unless ``use_cpu``."""
+    """Facts of the device that a training here uses: the first GPU, unless ``use_cpu``, or accelerate's --cpu."""
     import torch
+    from accelerate.utils import parse_flag_from_env
 
+    use_cpu = use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")  # as TrainingArguments has it
     if not use_cpu and torch.cuda.is_available():
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         capability = None if torch.version.cuda is None else torch.cuda.get_device_capability()  # ROCm counts otherwise

@@ -137,6 +137,8 @@ def test_the_facts_of_a_gpu(monkeypatch, version, bf16):
     assert (facts.kind, facts.bf16, facts.capability) == ("cuda", bf16, (8, 6) if version else None)
     assert asked == [{"including_emulation": False}]
     assert device_facts(use_cpu=True).kind == "cpu"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # accelerate launch --cpu
+    assert device_facts(use_cpu=False).kind == "cpu"
 
 
 def test_the_facts_of_a_mac(monkeypatch):
