@@ -29,6 +29,9 @@ SMALLEST_SHARE = 1 / 8
 SMALLEST_SPAN = 1.5
 """The fit needs observations that differ by this factor in tokens, or slope and offset cannot be distinguished."""
 
+WORTH_MEASURING = 2.0
+"""Times as large as all that ran, in tokens or rows * length^2: from there on a micro-batch tells something new."""
+
 LARGEST_EXTRAPOLATION = 8.0
 """Predictions reach this many times beyond the largest observation, in tokens and in rows * length^2."""
 
@@ -117,6 +120,17 @@ class CostModel:
         if self.coefficients is None or tokens > self._tokens_in_reach or quadratic > self._quadratic_in_reach:
             return None
         return self.coefficients.bytes_of(tokens, quadratic)
+
+    def is_news(self, tokens: int, quadratic: int) -> bool:
+        """Whether a micro-batch is much larger than all that ran."""
+        share = WORTH_MEASURING / LARGEST_EXTRAPOLATION
+        return tokens > share * self._tokens_in_reach or quadratic > share * self._quadratic_in_reach
+
+    def most(self, tokens: int, quadratic: int) -> float:
+        """Bytes above the base that are not exceeded, however large the micro-batch: as coefficients are not negative,
+        nothing grows faster than both tokens and rows * length^2."""
+        bounds = (seen.bytes * max(1.0, tokens / seen.tokens, quadratic / seen.quadratic) for seen in self.observations)
+        return min(bounds, default=math.inf)
 
     def largest_tokens(self, budget_bytes: float, length: int, margin: float = 0.08) -> Optional[int]:
         """Most padded tokens, in rows of ``length`` tokens, that take at most ``budget_bytes`` with ``margin`` added.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
 
-from scu_trainer.control.cost_model import CAPACITY, CostModel
+from scu_trainer.control.cost_model import CAPACITY, Coefficients, CostModel
 
 
 def learned(*shapes: tuple[int, int], bytes_of) -> CostModel:
@@ -174,3 +175,16 @@ def test_through_json_and_back():
     assert again == model
     assert again.predict(900, 90_000) == model.predict(900, 90_000)
     assert CostModel.from_dict(json.loads(json.dumps(CostModel().to_dict()))) == CostModel()
+
+
+def test_the_most_that_a_larger_micro_batch_takes_is_never_exceeded():
+    seen = [(100, 800), (200, 1200), (160, 3000)]
+    for fixed, per_token, per_square in ((50, 2, 0), (0, 0, 3), (10, 1, 0.5)):
+        truth = Coefficients(fixed, per_token, per_square).bytes_of
+        model = CostModel()
+        for shape in seen:
+            model = model.observe(*shape, round(truth(*shape)))
+        for shape in ((300, 90_000), (9_000, 90_000), (50, 100)):
+            assert truth(*shape) <= model.most(*shape) * 1.001
+    assert model.is_news(401, 800) and model.is_news(100, 6001) and not model.is_news(400, 6000)
+    assert CostModel().most(1, 1) == math.inf and CostModel().is_news(1, 1)

@@ -14,11 +14,14 @@ from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.checkpoints.format import MANIFEST
 from scu_trainer.train.step import micro_batch_sizer
+from scu_trainer.train.step.batches.reduction import Reduction
+from scu_trainer.train.step.batches.rows import read_layout
+from scu_trainer.train.step.batches.window import AccumulationWindow
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
 from tests import tiny
 from tests.faults import oom
-from tests.tiny import Examples, Rows, UnevenRows, same, weights_of
+from tests.tiny import Examples, Rows, UnevenRows, pad, same, weights_of
 from tests.train.stepwise import compared, error_of, record_micro_batches
 
 FIELDS = {
@@ -167,6 +170,37 @@ def test_on_another_card_a_resumed_run_begins_with_the_batch_again(tmp_path, car
     trainer, _, sizes = train_on(Device(6), tmp_path, UnevenRows(256), settings, **how, resume=True)
     assert sizes[0] <= 64 < max(sizes) <= 136 and trainer.micro_batches.loop.statistics.out_of_memory == 0
     assert trainer.micro_batches.loop.statistics.windows == 8
+
+
+def worked_off(loop: MicroBatchSizer, *batches: tuple[int, ...]) -> int:
+    """A step on rows of these lengths, a byte per token: how many micro-batches it took."""
+    rows = [[dict.fromkeys(("input_ids", "labels"), torch.full((n,), 3)) for n in lengths] for lengths in batches]
+    window, done = AccumulationWindow([read_layout(pad(batch)) for batch in rows], Reduction("num_items")), []
+    window.is_padding_free = True
+    for part in [part for whole in loop.begin(window, loop.step + 1) for part in loop.fit(whole)]:
+        loop.before(part)
+        loop.gauge.chunk_bytes = part.tokens
+        loop.after(part)
+        done.append((part, torch.zeros(())))
+    loop.end(done, list)
+    return len(done)
+
+
+def test_rows_that_are_longer_than_all_before_are_measured_and_not_said_to_be_too_large():
+    loop, changes = MicroBatchSizer(MemorySettings(), Device(0), torch.device("cpu")), []
+    loop.on_row = changes.append
+    assert [worked_off(loop, lengths) for lengths in ((2, 4, 2), (8, 8, 4), (4, 4, 6))] == [1, 1, 1]
+    assert loop.state.cost.fitted
+    assert worked_off(loop, (64, 2, 2)) == 1 and not changes, "nine tenths of the memory are free"
+    assert loop.state.cost.observations[-1].tokens == 68
+
+
+def test_on_a_card_micro_batches_are_measured_until_it_is_known_what_they_take(card):
+    loop = MicroBatchSizer(MemorySettings(), Device(0), torch.device("cpu"))
+    assert [worked_off(loop, (4, 6), (8, 8), (8, 8)) for _ in range(4)] == [3] * 4 and not loop.state.cost.fitted
+    for lengths in ((2, 2, 3), (4, 8, 8), (2, 7, 8), (2, 5, 7)):
+        worked_off(loop, lengths, (8, 8, 8))
+    assert loop.state.cost.fitted and worked_off(loop, (4, 6), (8, 8), (8, 8)) == 1
 
 
 def test_several_cards_of_which_one_is_read_do_not_let_micro_batches_grow():

@@ -107,7 +107,7 @@ def run(
                 waiting.extendleft(reversed(fitting))
                 continue
         snapshot = snapshot or place.snapshot()
-        sizes.before()
+        sizes.before(micro_batch)
         with CatchOutOfMemory() as caught:
             loss = attempt(micro_batch, not waiting)
         if caught.text is None:
@@ -138,7 +138,7 @@ def run_once(
     """``run`` without recovery: memory is measured, and what does not fit is raised."""
     done = []
     for number, micro_batch in enumerate(micro_batches, start=1):
-        sizes.before()
+        sizes.before(micro_batch)
         done.append((micro_batch, attempt(micro_batch, number == len(micro_batches))))
         sizes.after(micro_batch)
     return done

@@ -120,7 +120,7 @@ class MicroBatchSizer:
         self._peak_fraction = 0.0
         self._attempts = self._planned = self.failed_here = 0
         self._seen: Optional[MemoryReading] = None
-        self._rests = False
+        self._rests = self._measures = False
 
     def reset(self) -> None:
         """As before the first training: sizes that fitted then may not fit now."""
@@ -295,10 +295,17 @@ class MicroBatchSizer:
         """The micro-batch, or smaller ones where it would not fit."""
         limit = self._cap
         room = self._predicted_limit(micro_batch)
-        if room is not None and room < min(limit, micro_batch.tokens):
+        if room is not None and room < min(limit, micro_batch.tokens) and not self._fits_anyway(micro_batch):
             limit = min(limit, max(room, self._floor))
             self._note_prediction(micro_batch, limit)
         return self._within(micro_batch, limit)
+
+    def _fits_anyway(self, micro_batch: MicroBatch) -> bool:
+        """Whether one that is too far beyond those that ran to be predicted fits at the most that it can take."""
+        cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
+        if self.state.failed_tokens is not None or cost.predict(*shape) is not None:
+            return False
+        return cost.most(*shape) * (1 + self.law.margin) <= self._room_bytes(self.state.cap_tokens is None)
 
     def bounded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches as ``fit`` will cut them, but for what it predicts of memory then."""
@@ -316,7 +323,9 @@ class MicroBatchSizer:
         self.statistics.predicted += 1
         if limit < min(micro_batch.tokens, 0.9 * self._predicted_least):
             self._predicted_least = limit
-            reason = f"{self._size(micro_batch)} is predicted to use part of the headroom"
+            is_known = self.state.cost.predict(micro_batch.tokens, micro_batch.quadratic) is not None
+            what = "is predicted to" if is_known else "is much larger than all that ran, and may"
+            reason = f"{self._size(micro_batch)} {what} use part of the headroom"
             self._note(reason, self._before, self.state.pressure, tokens=limit)
 
     def _predicted_limit(self, micro_batch: MicroBatch) -> Optional[int]:
@@ -328,20 +337,31 @@ class MicroBatchSizer:
         they may use the headroom."""
         if self.gauge is None or self._before is None:
             return None
+        return control.fitting_tokens(self.law, self.state, self._room_bytes(is_calm), length)
+
+    def _room_bytes(self, is_calm: bool) -> float:
         limit = self._before.limit_bytes
         keep_free = self.law.gc_threshold_of(limit) if is_calm else self.law.free_bytes_wanted(limit)
-        room = limit - keep_free - self._base_bytes - self._growth_bytes
-        return control.fitting_tokens(self.law, self.state, room, length)
+        return limit - keep_free - self._base_bytes - self._growth_bytes
 
-    def before(self) -> None:
+    def before(self, micro_batch: MicroBatch) -> None:
         self._attempts += 1
-        if self._is_learning:
+        self._measures = self._is_learning or (self.gauge is not None and self._tells_more(micro_batch))
+        if self._measures:
             self._look()
             self.gauge.reset(exact=True)
             self._before = self.gauge.read()
 
+    def _tells_more(self, micro_batch: MicroBatch) -> bool:
+        """After the first windows: whether it is much larger than all that ran, or sizes cannot grow for not knowing
+        what they take."""
+        cost = self.state.cost
+        if cost.fitted:
+            return cost.is_news(micro_batch.tokens, micro_batch.quadratic)
+        return self.grows and self._planned > 1 and self._window.is_uneven
+
     def after(self, micro_batch: MicroBatch) -> None:
-        if not self._is_learning:
+        if not self._measures:
             return
         reading, is_first = self._look(), self._attempts == 1
         if is_first:  # it also makes the gradients
