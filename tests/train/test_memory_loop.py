@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from scu_trainer.settings import MemorySettings
 from scu_trainer.train.checkpoints.format import MANIFEST
 from scu_trainer.train.step import micro_batch_sizer
 from scu_trainer.train.step.batches.reduction import Reduction
-from scu_trainer.train.step.batches.rows import read_layout
+from scu_trainer.train.step.batches.rows import CPU, read_layout
 from scu_trainer.train.step.batches.window import AccumulationWindow
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading
@@ -187,7 +188,7 @@ def worked_off(loop: MicroBatchSizer, *batches: tuple[int, ...]) -> int:
 
 
 def test_rows_that_are_longer_than_all_before_are_measured_and_not_said_to_be_too_large():
-    loop, changes = MicroBatchSizer(MemorySettings(), Device(0), torch.device("cpu")), []
+    loop, changes = MicroBatchSizer(MemorySettings(), Device(0), CPU), []
     loop.on_row = changes.append
     assert [worked_off(loop, lengths) for lengths in ((2, 4, 2), (8, 8, 4), (4, 4, 6))] == [1, 1, 1]
     assert loop.state.cost.fitted
@@ -196,19 +197,22 @@ def test_rows_that_are_longer_than_all_before_are_measured_and_not_said_to_be_to
 
 
 def test_on_a_card_micro_batches_are_measured_until_it_is_known_what_they_take(card):
-    loop = MicroBatchSizer(MemorySettings(), Device(0), torch.device("cpu"))
+    loop = MicroBatchSizer(MemorySettings(), Device(0), CPU)
     assert [worked_off(loop, (4, 6), (8, 8), (8, 8)) for _ in range(4)] == [3] * 4 and not loop.state.cost.fitted
     for lengths in ((2, 2, 3), (4, 8, 8), (2, 7, 8), (2, 5, 7)):
         worked_off(loop, lengths, (8, 8, 8))
     assert loop.state.cost.fitted and worked_off(loop, (4, 6), (8, 8), (8, 8)) == 1
 
 
-def test_several_cards_of_which_one_is_read_do_not_let_micro_batches_grow():
+def test_micro_batches_grow_on_one_card_with_memory_of_its_own(monkeypatch):
     with FakeTensorMode():
         weights = [torch.empty(1, device=device) for device in ("cuda:0", "cuda:1", "cpu")]
-    one = torch.device("cuda", 0)
-    assert micro_batch_sizer.grows(one, weights[::2]) and not micro_batch_sizer.grows(one, weights)
-    assert not micro_batch_sizer.grows(torch.device("cpu"), weights[2:])
+    one, is_integrated = torch.device("cuda", 0), [0]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=is_integrated[0]))
+    assert micro_batch_sizer.grows(one, weights[::2])
+    assert not micro_batch_sizer.grows(one, weights), "of two cards memory is read of one"
+    is_integrated[0] = 1
+    assert not micro_batch_sizer.grows(one, weights[::2]) and not micro_batch_sizer.grows(CPU, weights[2:])
 
 
 @pytest.mark.parametrize("rows", [Rows, UnevenRows])

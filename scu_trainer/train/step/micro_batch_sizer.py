@@ -56,9 +56,11 @@ def has_own_memory(device: str) -> bool:
 
 
 def grows(device: torch.device, weights: Iterable[torch.Tensor]) -> bool:
-    """Whether micro-batches may. Of several cards, over which ``device_map`` spreads layers, memory is read of one."""
+    """Whether micro-batches may. Of several cards, over which ``device_map`` spreads layers, memory is read of one.
+    A card on the processor's own chip has the machine's memory, where too much ends this program or another."""
     cards = {weight.device for weight in weights if weight.device.type not in ("cpu", "meta")}
-    return has_own_memory(device.type) and len(cards) < 2
+    is_shared = device.type == "cuda" and torch.cuda.get_device_properties(device).is_integrated
+    return has_own_memory(device.type) and len(cards) < 2 and not is_shared
 
 
 def busy_tokens(device: str, is_compiled: bool = False) -> int:
