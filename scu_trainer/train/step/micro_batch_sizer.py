@@ -198,10 +198,11 @@ class MicroBatchSizer:
 
     @property
     def _growth(self) -> int:
-        """Twice the batch that was asked for, then four times: by each step memory has been seen under the half. From
-        the beginning again after an out-of-memory, and on another device."""
+        """Of the batch that was asked for: none in the first step, where rows of the longest show what they take, then
+        all of it, and twice as much each step: memory has been seen under the half by then. From the beginning again
+        after an out-of-memory, and on another device."""
         learned = self.statistics.windows + LEARNING_WINDOWS - self._learning_until
-        return 2 ** min(learned, MOST_DOUBLINGS) if self.grows else 1
+        return 2 ** min(learned, MOST_DOUBLINGS) // 2 if self.grows else 1
 
     @property
     def _was_uneven(self) -> bool:
