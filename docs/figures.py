@@ -255,8 +255,8 @@ SENTENCES: tuple[tuple[str, Callable[[Results], list[float]]], ...] = (
         ],
     ),
     (
-        "{:.2f} × stock's tokens per second and {:.2f} × those of TRL's padding-free with Liger, in {:.2f} × and {:.2f} × of "
-        "their memory; with all weights trained {:.2f} × stock's",
+        "{:.2f} × stock's tokens per second and {:.2f} × those of TRL's padding-free with Liger, in {:.2f} × and "
+        "{:.2f} × of their memory; with all weights trained {:.2f} × stock's",
         lambda r: r.on_a_card(),
     ),
     (
