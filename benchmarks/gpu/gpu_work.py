@@ -9,7 +9,7 @@ in the type of the trained weights. So are rows, their order, the logical batch 
     trl, packing              rows packed into rows of the longest length, likewise
     trl, padding-free, liger  with Liger's layers: TRL + Liger + flash attention
     ours                      SCUTrainer as the commands have it, attention as the commands choose it
-    ours, liger               with Liger's layers and loss, which tells no losses of rows: without the curriculum
+    ours, liger               with Liger's layers, and our loss
     unsloth, axolotl          as their documentation has it, see gpu_others.py and gpu_axolotl.py
 """
 
@@ -45,7 +45,7 @@ LENGTHS = {
 }
 PADDING_FREE = {"padding_free": True, "max_length": None}
 LIGER = (("use_liger_kernel", True),)
-NO_CURRICULUM = {name: loop for name, loop in LOOPS.items() if name != "curriculum"}
+LIGERS_LAYERS = (*LIGER, ("liger_kernel_config", {"fused_linear_cross_entropy": False}))
 INSTALL = {
     "liger_kernel": "liger-kernel",
     "trl": "trl",
@@ -162,7 +162,7 @@ CONTENDERS = {
     "trl, padding-free": CardContender(trl, PADDING_FREE, needs=("trl",), wants_flash=True),
     "trl": CardContender(trl, needs=("trl",)),
     "trl, packing": CardContender(packing, needs=("trl",), wants_flash=True),
-    "ours, liger": CardContender(ours, NO_CURRICULUM, LIGER, needs=("liger_kernel",), needs_cuda=True, is_ours=True),
+    "ours, liger": CardContender(ours, LOOPS, LIGERS_LAYERS, needs=("liger_kernel",), needs_cuda=True, is_ours=True),
     "unsloth": CardContender(unsloth, needs=("unsloth",), needs_cuda=True, attends="its own"),
     "axolotl": CardContender(axolotl, needs=("axolotl",), needs_cuda=True, wants_flash=True),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,20 +19,31 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def float32_settings(model: nn.Module) -> list[Any]:
+    """Of torch, which say how products of float32 are rounded in ``model`` on a card: of matrices, and of convolutions
+    and recurrent cells where it has any. To set one of the latter, be it to what it was, ends its default."""
+    import torch
+    from torch.nn.modules.conv import _ConvNd
+
+    of_cudnn = {_ConvNd: torch.backends.cudnn.conv, torch.nn.RNNBase: torch.backends.cudnn.rnn}
+    found = [own for kind, own in of_cudnn.items() if any(isinstance(module, kind) for module in model.modules())]
+    return [torch.backends.cuda.matmul, *found]
+
+
 @contextlib.contextmanager
-def exact_products() -> Iterator[None]:
+def exact_products(model: nn.Module) -> Iterator[None]:
     """Products of float32 in float32: on a card a training has set TF32 for the whole process, which keeps 11 bits."""
     import torch
 
-    kinds = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
-    before = [kind.fp32_precision for kind in kinds]
+    settings = float32_settings(model)
+    before = [setting.fp32_precision for setting in settings]
     try:
-        for kind in kinds:
-            kind.fp32_precision = "ieee"
+        for setting in settings:
+            setting.fp32_precision = "ieee"
         yield
     finally:
-        for kind, precision in zip(kinds, before, strict=True):  # "none": as the process has it, then and later
-            kind.fp32_precision = "none" if precision == torch.backends.fp32_precision else precision
+        for setting, precision in zip(settings, before, strict=True):  # "none": as the process has it, then and later
+            setting.fp32_precision = "none" if precision == torch.backends.fp32_precision else precision
 
 
 @contextlib.contextmanager

@@ -248,5 +248,5 @@ def relative_difference(expected: torch.Tensor, found: torch.Tensor, inputs: Map
 def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """float32 on the CPU, in evaluation mode."""
     device = next(model.parameters()).device
-    with evaluating(model), exact_products():
+    with evaluating(model), exact_products(model):
         return model(**{name: value.to(device) for name, value in inputs.items()}).logits.float().cpu()

@@ -10,9 +10,10 @@ from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadMo
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.loss.rows.model_loss import headless
+from scu_trainer.train.loss.rows.model_loss import has_causal_loss, headless
+from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import fail_in_forward
-from tests.tiny import UnevenRows, bert, gpt2, granite_hybrid, labelled, llama, lora, pad
+from tests.tiny import UnevenRows, arguments, bert, gpt2, granite_hybrid, labelled, llama, lora, pad
 from tests.train.curricula import SGD, curriculum_run
 from tests.train.stepwise import compared, error_of
 
@@ -201,6 +202,12 @@ def test_a_loss_function_that_somebody_set_stays(tmp_path):
     with headless(model, None, lambda losses: None):
         pass
     assert vars(model)["_loss_function"] is mine
+
+
+@pytest.mark.parametrize(("kernels", "is_ours"), [(None, False), ({"fused_linear_cross_entropy": False}, True)])
+def test_beside_ligers_layers_the_loss_is_ours_unless_liger_brings_one(tmp_path, kernels, is_ours):
+    training = arguments(tmp_path, use_liger_kernel=True, liger_kernel_config=kernels)
+    assert has_causal_loss(SCUTrainer(llama(layers=1), training)) == is_ours
 
 
 def test_evaluation_takes_the_stock_loss(tmp_path):

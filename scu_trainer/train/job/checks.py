@@ -26,6 +26,7 @@ from scu_trainer.settings.base import plain, require
 from scu_trainer.settings.mixture import is_same_dataset
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule
+from scu_trainer.train.loss.rows.model_loss import ligers_loss
 from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed, zero_stage
 from scu_trainer.train.step.distributed.launchers import refuse_fields
 
@@ -208,7 +209,7 @@ def check_teacher(
     check_source(model.teacher, "teacher", typed="teacher ")
     contradictions = {
         "chunked_loss: always makes no logits": memory.chunked_loss == "always",
-        "use_liger_kernel makes no logits": training.use_liger_kernel,
+        "use_liger_kernel makes no logits": ligers_loss(training),
         "label_smoothing_factor is another loss": training.label_smoothing_factor,
         "curriculum: infobatch weighs the task's loss of each row": "infobatch" in curriculum.methods,
         "ZeRO-3 splits every model that is loaded": zero_stage(training) == 3,

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer
 
 from scu_trainer.hardware.peaks import known_tflops
 from scu_trainer.hardware.precision import AMPERE
+from scu_trainer.models.asking import float32_settings
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.analysis import untouched
 from scu_trainer.train.loss.rows.products import by_onednn, is_onednn_faster
@@ -174,10 +174,8 @@ def _allows_tf32(model: torch.nn.Module) -> bool:
     device = input_device(model)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
         return False
-    has_convolutions = any(isinstance(module, _ConvNd) for module in model.modules())
     # Not get_float32_matmul_precision: it raises where torch.backends.fp32_precision was set, as transformers does.
-    of_convolutions = has_convolutions and torch.backends.cudnn.conv.fp32_precision == "tf32"
-    return of_convolutions or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return any(setting.fp32_precision == "tf32" for setting in float32_settings(model))
 
 
 def measured_tflops(precision: str) -> float:

@@ -10,11 +10,11 @@ from typing import Any, Optional
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import Trainer
 
 from scu_trainer.data.random_states import States, put_back
 from scu_trainer.hardware.precision import AMPERE
+from scu_trainer.models.asking import float32_settings
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
 from scu_trainer.train.loss.rows.known import Call, LossCalls
 from scu_trainer.train.step.batches.reduction import Targets, row_items
@@ -219,7 +219,4 @@ def _rounds_to_tf32(model: nn.Module) -> bool:
     device = next((p.device for p in model.parameters() if p.is_cuda), None)
     if device is None or torch.cuda.get_device_capability(device) < AMPERE:
         return False
-    of_cudnn = {_ConvNd: torch.backends.cudnn.conv, nn.RNNBase: torch.backends.cudnn.rnn}
-    kinds = [torch.backends.cuda.matmul]
-    kinds += [kind for part, kind in of_cudnn.items() if any(isinstance(module, part) for module in model.modules())]
-    return any(kind.fp32_precision == "tf32" for kind in kinds)
+    return any(setting.fp32_precision == "tf32" for setting in float32_settings(model))

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import log_softmax, nll_loss, pad
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.loss.rows.gradient_sums import can_add_rows, embed
@@ -58,8 +58,15 @@ def has_causal_loss(trainer: Trainer) -> bool:
     if any("compute_loss" in vars(kind) and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
         return False
     is_changed = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-    brings_its_own = trainer.args.torch_compile or trainer.args.use_liger_kernel
+    brings_its_own = trainer.args.torch_compile or ligers_loss(trainer.args)
     return computes_causal_loss(trainer.model) and not is_changed and not brings_its_own
+
+
+def ligers_loss(training: TrainingArguments) -> bool:
+    """Whether Liger puts a loss of its own into the model, as it does unless told not to; its layers change no loss."""
+    kernels = training.liger_kernel_config or {}
+    has_own = kernels.get("fused_linear_cross_entropy", True) or kernels.get("cross_entropy", False)
+    return training.use_liger_kernel and bool(has_own)
 
 
 def computes_causal_loss(model: torch.nn.Module) -> bool:
@@ -188,7 +195,8 @@ def _without_causal_loss(trainer: Trainer) -> str:
     return (
         f"{type(inner_model(trainer.model)).__name__} does not compute the stock loss of a causal language model "
         "(encoder-decoders do not, nor TRL's trainers; torch_compile, use_liger_kernel, compute_loss_func and "
-        "label_smoothing_factor change it)"
+        "label_smoothing_factor change it; liger_kernel_config: {fused_linear_cross_entropy: false} takes Liger's layers "
+        "alone)"
     )
 
 
