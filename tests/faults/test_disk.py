@@ -253,6 +253,23 @@ def test_a_directory_that_can_no_longer_be_written(site, tmp_path):
     on_a_disk(scene, tmp_path / "scene")
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_directory_that_is_no_longer_there(site, tmp_path, is_kept):
+    """Renamed, and put back; or deleted, so that the run starts over."""
+    run, log, away = tmp_path / "run", tmp_path / "log", tmp_path / "away"
+    take_away = (lambda: run.rename(away)) if is_kept else (lambda: shutil.rmtree(run))
+    ended = started(site.flags(run), log, lambda: campaign.at_step(5, take_away))
+    what = f"is now at {away}; put it back, and run" if is_kept else "was deleted while it was being written; run"
+    assert ended.code == 2 and f"error: the folder of this run, {run}, {what} the same" in ended.said, ended.said
+    assert "Traceback" not in ended.said
+    if is_kept:
+        assert not run.exists()
+        away.rename(run)
+    ended = started(site.flags(run), log)
+    assert ended.code == 0 and (f"resuming from {run / 'checkpoint-3'}" in ended.said) == is_kept, ended.said
+    same_result(site, run)
+
+
 def test_a_directory_beside_which_nothing_can_be_written(site, tmp_path):
     """A run is finished there; the next one would go beside it, to where the disk is not mounted."""
 

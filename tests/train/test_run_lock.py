@@ -99,6 +99,17 @@ def test_a_start_that_came_to_nothing_leaves_nothing(tmp_path):
     assert (tmp_path / "used" / LOCK_FILE).is_file() and not holds_nothing(tmp_path / "used")
 
 
+def test_a_folder_that_was_taken_away_is_released_too(tmp_path):
+    """Another stands in its place, whose files are not touched."""
+    with RunLock(tmp_path / "run") as lock:
+        assert lock.lost() is None
+        (tmp_path / "run").rename(tmp_path / "away")
+        assert lock.lost().endswith(f"{tmp_path / 'away'}" if Path("/proc").is_dir() else "renamed")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / LOCK_FILE).touch()
+    assert (tmp_path / "run" / LOCK_FILE).is_file() and (tmp_path / "away" / LOCK_FILE).is_file()
+
+
 def test_a_place_where_no_folder_can_be_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"cannot be written \(Not a directory\)"):

@@ -10,13 +10,14 @@ from typing import Any, Optional, TypeVar
 
 from transformers import TrainingArguments
 
-from scu_trainer.errors import CheckpointError, UserError
+from scu_trainer.errors import RUN_AGAIN, CheckpointError, StorageError, UserError
 from scu_trainer.figures import first_few
 from scu_trainer.settings.base import require, short
 from scu_trainer.train.checkpoints.compatibility import OF_A_MACHINE, changed_settings
 from scu_trainer.train.checkpoints.findings import examine, step_inside
 from scu_trainer.train.checkpoints.format import checkpoints, clear_staging, set_aside
 from scu_trainer.train.checkpoints.selection import whole_checkpoint
+from scu_trainer.train.checkpoints.writer import is_write_error
 from scu_trainer.train.run_directory.resume import (
     Request,
     Start,
@@ -25,7 +26,7 @@ from scu_trainer.train.run_directory.resume import (
     restarted_since_s,
     wanted_checkpoint,
 )
-from scu_trainer.train.run_directory.run_lock import RunLock
+from scu_trainer.train.run_directory.run_lock import DELETED, RunLock
 
 T = TypeVar("T")
 
@@ -87,8 +88,13 @@ class RunDirectoryLock:
     def __enter__(self) -> RunDirectoryLock:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: Optional[BaseException], traceback: object) -> None:
+        """Raises StorageError where the folder was renamed or deleted, which is why nothing could be written."""
+        lost = self._lock.lost() if self._lock is not None and error is not None and is_write_error(error) else None
         self.close()
+        if lost is not None:
+            back = "" if lost == DELETED else "put it back, and "
+            raise StorageError(f"the folder of this run, {self.start.output_dir}, {lost}; {back}{RUN_AGAIN}") from error
 
 
 def _checked(start: Start, request: Request) -> Start:

@@ -10,12 +10,15 @@ import contextlib
 import fcntl
 import os
 from pathlib import Path
+from typing import Optional
 
 from scu_trainer.errors import StorageError
 from scu_trainer.run_files import make_room
 
 LOCK_FILE = "_run.lock"
 """The stock Trainer's uploads leave out ``_*``: reading the file, as an upload does, would give the lock back."""
+
+DELETED = "was deleted while it was being written"
 
 LAID_READY = {"run.json", "background"}
 """What a background run writes while it waits. A run that began has described itself in training_config.json."""
@@ -53,12 +56,26 @@ class RunLock:
                 f"{run / LOCK_FILE} cannot be written ({error.strerror}); {make_room()} or set another output_dir"
             ) from error
 
+    def lost(self) -> Optional[str]:
+        """What became of the folder while it was locked; None: it is where it was."""
+        own = os.fstat(self._descriptor)
+        try:
+            if os.path.samestat(own, os.stat(self.run / LOCK_FILE)):
+                return None
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # it cannot be looked at, which says nothing
+            return None
+        if not own.st_nlink:
+            return DELETED
+        link = Path(f"/proc/self/fd/{self._descriptor}")  # of Linux
+        return f"is now at {link.readlink().parent}" if link.is_symlink() else "was renamed"
+
     def release(self) -> None:
         """Closing twice is harmless. The name of the file stays: deleting it would race with the next start."""
         if self._descriptor < 0:
             return
-        is_empty = [path.name for path in self.run.iterdir()] == [LOCK_FILE]
-        if self._made and is_empty:
+        if self._made and self.lost() is None and [path.name for path in self.run.iterdir()] == [LOCK_FILE]:
             (self.run / LOCK_FILE).unlink()
             self.run.rmdir()
         os.close(self._descriptor)
