@@ -272,6 +272,27 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(base, tmp_path, repl
     assert (tmp_path / "whole" / BASE_FILE).read_text() == (tmp_path / "parts" / BASE_FILE).read_text()
 
 
+def test_a_start_before_the_interval_was_chosen_chooses_it(base, tmp_path):
+    """From step 3 on, whose time was to say how often may be measured. Its logs say what was measured before."""
+    settings = {"retain_budget_bits": 0.05, "retain_frequency": None}
+    saving = {"save_steps": 3, "save_strategy": "steps", "logging_steps": 1}
+    learned(base, tmp_path, retention(base, settings), callbacks=[StopAt(3)], **saving)
+    loop = retention(base, settings)
+    trainer = learned(base, tmp_path, loop, resume=str(tmp_path / "checkpoint-3"), **saving)
+    assert loop.figures()["retention"]["steps_between_measurements"] >= 1
+    logged = next(row for row in trainer.state.log_history if row["step"] == 4)
+    assert logged["retain/excess_bits"] == rows_in(tmp_path)[1]["excess_bits"]
+
+
+def test_a_start_that_measures_nothing_claims_no_cost(base, tmp_path):
+    settings = {"save_steps": STEPS, "save_strategy": "steps", "regularization": RegularizationSettings()}
+    learned(base, tmp_path, retention(base), **settings)
+    trainer = learned(base, tmp_path, retention(base), resume=str(tmp_path / f"checkpoint-{STEPS}"), **settings)
+    found = {name: trainer.loop(name).figures()[name] for name in ("retention", "regularization")}
+    assert [figures["overhead_fraction"] for figures in found.values()] == [None, None]
+    assert found["retention"]["last"] == rows_in(tmp_path)[-1]
+
+
 def checkpoint_of(base, folder) -> Path:
     loop = retention(base, {"retain_budget_bits": 0.05})
     learned(base, folder, loop, max_steps=2, save_steps=2, save_strategy="steps")

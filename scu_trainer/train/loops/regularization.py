@@ -207,7 +207,7 @@ class RegularizationLoop(Loop):
             "steers": self.regularizer.steers,
             "plant_gain": progress.gain,
             "skipped_measurements": state.skipped,
-            "overhead_fraction": self.seconds / self._train_s if self._train_s else None,
+            "overhead_fraction": self.seconds / self._train_s if self.seconds and self._train_s else None,
             "notices": list(progress.notices),
         }
         if not rows:

@@ -46,7 +46,7 @@ EARLY = (1, 2, 5)
 """Steps of the first measurements, while nobody knows how fast is forgotten."""
 
 TIMED = (3, 5)
-"""Steps from and to whose time says how often may be measured: the first ones are slower than the rest."""
+"""Steps of a start from and to whose time says how often may be measured: the first ones are slower than the rest."""
 
 LARGEST_SHRINK = 0.05
 """Of the way back to the start that full effort takes in a step at the learning rate of the settings."""
@@ -125,7 +125,7 @@ class Retention(Loop):
         return position
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        begun_s = time.perf_counter()
+        begun_s, self._began_at = time.perf_counter(), state.global_step
         if self._resumed_from is not None:
             self._read_base(self._resumed_from)
         else:
@@ -199,14 +199,14 @@ class Retention(Loop):
         if not self.replays:
             regularizer = self.trainer.regularizer
             regularizer.state = replace(regularizer.state, lam=self.lam)
-        if state.global_step + 1 == TIMED[0] and not self._every:
+        if state.global_step + 1 == self._began_at + TIMED[0] and not self._every:
             wait_for(args.device)
             self._timed_from, self._measuring_before = time.perf_counter(), self.seconds
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step == TIMED[1]:
+        if state.global_step == self._began_at + TIMED[1]:
             self._choose_cadence(state.max_steps)
         if state.global_step >= self._next_step or state.global_step == state.max_steps:
             with self._timed():
@@ -346,6 +346,7 @@ class Retention(Loop):
             "owed": self.replay.owed if self.replays else 0.0,
             "fingerprint": self.anchor.fingerprint,
             "notices": list(self.notices),
+            "newest": self.newest,
         }
 
     def save_state(self, folder: str) -> None:
@@ -367,7 +368,7 @@ class Retention(Loop):
         self._next_step, self._at = state["next_step"], state["measured"]
         self._every = self.settings.retain_frequency or state["every"]
         self._sample_rows = state["sample_rows"]
-        self.notices = list(state["notices"])
+        self.notices, self.newest = list(state["notices"]), state.get("newest")  # older checkpoints do not hold it
         if self.replays:
             # Of all ranks, which may be others now: rounded up, so that no row comes twice before all were used.
             self.replay.used, self.replay.owed = -(-state["replayed"] // self.replay.world), state["owed"]
@@ -409,7 +410,7 @@ class Retention(Loop):
             "is_lost": self.state.is_lost,
             "error_bits": self.state.error_bits,
             "last": self.newest,
-            "overhead_fraction": self.seconds / self._train_s if self._train_s else None,
+            "overhead_fraction": self.seconds / self._train_s if self.seconds and self._train_s else None,
             "seconds_before_and_after": self.seconds_at_the_ends,
             "notices": list(self.notices),
         }
