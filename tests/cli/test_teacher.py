@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,23 @@ def test_a_teacher_of_other_tokens_is_refused(flags, teacher, capsys):
     path.write_text(json.dumps(content))
     message = refused(capsys, [*flags, "--teacher", str(teacher)])
     assert "does not have the tokens of the student" in message and str(teacher) in message
+
+
+def test_a_teacher_and_a_base_that_were_trained_again_are_named(flags, teacher, tmp_path, capsys):
+    """Under their paths of before: the checkpoint holds the adapter alone."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(flags[1], base)
+    words = [flags[0], str(base), *flags[2:], "--teacher", str(teacher), "--save_steps", "2"]
+    assert train.main(words) == 0
+    checkpoint = ["--resume_from_checkpoint", str(run / "checkpoint-2")]
+    assert train.main([*words, *checkpoint]) == 0
+    assert "fingerprint of the" not in capsys.readouterr().out
+    tiny.saved_llama(base, seed=6)
+    tiny.saved_llama(teacher, seed=7)
+    assert train.main([*words, *checkpoint]) == 0
+    said = capsys.readouterr().out
+    for name in ("base", "teacher"):
+        assert f"changed since checkpoint-2: fingerprint of the {name} was" in said
 
 
 @pytest.mark.parametrize(

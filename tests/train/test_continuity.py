@@ -30,6 +30,7 @@ NOW = {
     },
     "world_size": 2,
     "data": {"fingerprint": "abc", "documents": 7},
+    "weights": {"base": "def", "teacher": None},
     "versions": {"torch": "2.0", "platform": "here", "peft": None},
     "git_commit": "1234",
 }
@@ -132,6 +133,7 @@ def test_values_are_compared_as_they_are_written():
     [
         ({"world_size": 1}, "world_size", "ranks get other rows"),
         ({"data": {"fingerprint": "other"}}, "data", "seen twice or not at all"),
+        ({"weights": {"base": "other", "teacher": "none now"}}, "fingerprint of the base", "its weights are not those"),
         ({"versions": {"torch": "1.9", "platform": "there", "peft": None}}, "torch", "another version"),
         ({"git_commit": "4321"}, "git_commit", "the code has changed"),
     ],
@@ -141,7 +143,7 @@ def test_what_is_no_setting(change, name, consequence):
     assert found.name == name and consequence in found.line and not found.is_refused
 
 
-@pytest.mark.parametrize("key", ["world_size", "data", "versions", "git_commit"])
+@pytest.mark.parametrize("key", ["world_size", "data", "weights", "versions", "git_commit"])
 def test_what_was_not_known_then_does_not_count(key):
     known = {name: value for name, value in NOW.items() if name != key}
     assert changes(known, NOW) == []

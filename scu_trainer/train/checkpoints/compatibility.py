@@ -11,13 +11,15 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
+import torch
 from transformers import TrainingArguments
 
+from scu_trainer.data.store import digest_of
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.checkpoints.selection import content_of
@@ -72,7 +74,9 @@ DATA = frozenset(
 )
 
 
-KINDS = {"configuration": dict, "data": dict, "versions": dict, "world_size": int, "git_commit": str}
+READ_OF_A_TENSOR = 16
+
+KINDS = {"configuration": dict, "data": dict, "weights": dict, "versions": dict, "world_size": int, "git_commit": str}
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,18 @@ def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:
     without a command can give."""
     names = sorted(ORDER | CARRIED | SCHEDULE | {"optim", WORKERS})
     return {"configuration": {name: getattr(arguments, name) for name in names}, "world_size": arguments.world_size}
+
+
+def digest_of_weights(weights: Iterable[torch.Tensor]) -> Optional[str]:
+    """Tells a model that was trained again, or another one, by a few values of each tensor, in no time. None without
+    weights, or where not all are at hand: sharded, offloaded, or packed by a library."""
+    read = []
+    for weight in weights:
+        values = weight.data
+        if type(values) is not torch.Tensor or values.is_meta or not values.numel():
+            return None
+        read.append(values.reshape(-1)[:: -(-values.numel() // READ_OF_A_TENSOR)].cpu().double().tolist())
+    return digest_of(read) if read else None
 
 
 def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_chosen: bool, is_stream: bool) -> None:
@@ -151,7 +167,7 @@ def _differ(before: Any, now: Any) -> bool:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
-    """Both: descriptions as in training_config.json (configuration, world_size, data, versions, git_commit).
+    """Both: descriptions as in training_config.json (configuration, world_size, data, weights, versions, git_commit).
     ``has_plan``: the curriculum's loop plans the rows of an epoch, and knows which of them were seen."""
     has_data_seed = now["configuration"].get("data_seed") is not None
     found = [
@@ -167,6 +183,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = 
         "may be seen twice or not at all"
     )
     found += _of_fact("data", before.get("data", {}).get("fingerprint"), now["data"].get("fingerprint"), text)
+    text = "its weights are not those of the previous run, with which the steps so far were trained"
+    for name in ("base", "teacher"):
+        was, here = (facts.get("weights", {}).get(name) for facts in (before, now))
+        found += _of_fact(f"fingerprint of the {name}", was, here, text)
     here = now.get("versions") or {}
     for name, version in (before.get("versions") or {}).items():
         if name in here and name != "platform" and version != here[name]:

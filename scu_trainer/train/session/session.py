@@ -32,7 +32,7 @@ from scu_trainer.settings.base import check_values, plain
 from scu_trainer.settings.safety import steps_between_saves
 from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT, seed_of_data
 from scu_trainer.settings.tasks import TEXT
-from scu_trainer.train.checkpoints.compatibility import check_compatibility
+from scu_trainer.train.checkpoints.compatibility import check_compatibility, digest_of_weights
 from scu_trainer.train.checkpoints.writer import written_or_refused
 from scu_trainer.train.evaluation.by_source import metrics_by_source
 from scu_trainer.train.evaluation.scoring import DocumentScores
@@ -256,9 +256,18 @@ def _description(job: Job, parts: TrainingComponents, configuration: dict[str, A
         "split_seed": seed_of_data(job.training),
         "world_size": job.training.world_size,
         "data": {"fingerprint": parts.data.fingerprint, **parts.data.statistics.as_dict()},
+        "weights": _weights_beside(parts),
         "hardware": hardware(job.training.device),
         "changed_from": job.changed_from,
     }
+
+
+def _weights_beside(parts: TrainingComponents) -> dict[str, Optional[str]]:
+    """What tells the weights that no checkpoint holds from others: those of the base under an adapter, of a teacher."""
+    is_adapter = hasattr(parts.model, "peft_config")
+    base = [weight for weight in parts.model.parameters() if is_adapter and not weight.requires_grad]
+    teacher = [] if parts.teacher is None else parts.teacher.parameters()
+    return {"base": digest_of_weights(base), "teacher": digest_of_weights(teacher)}
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
