@@ -24,11 +24,14 @@ class Numbered(torch.utils.data.Dataset):
     What the rows of a batch draw at random depends on ``seed``, ``epoch`` and the batch only, and not on who read what
     before: loaders read ahead and a resumed run has new workers, so their generators are nothing to go on from. Those
     of the process itself are left as they were.
+    ``is_shared``: workers that persist see the epoch change. Raises DataError where there is no shared memory for it.
     """
 
-    def __init__(self, rows: Any, seed: int = 0) -> None:
+    def __init__(self, rows: Any, seed: int = 0, is_shared: bool = True) -> None:
         self.rows, self._seed = rows, seed
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that persist must see it change
+        self._epoch = torch.zeros(1, dtype=torch.int64)
+        if is_shared:
+            _share(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch.fill_(epoch)
@@ -50,6 +53,16 @@ class Numbered(torch.utils.data.Dataset):
         with own_generators((self._seed, int(self._epoch), int(indices[0]))):
             rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
         return list(zip(indices, rows, strict=True))
+
+
+def _share(epoch: torch.Tensor) -> None:
+    try:
+        epoch.share_memory_()
+    except RuntimeError as error:
+        raise DataError(
+            f"loader workers need shared memory (/dev/shm), which is not there or cannot be written: {error}; mount "
+            "it, or set dataloader_num_workers: 0"
+        ) from error
 
 
 class NumberedCollator:

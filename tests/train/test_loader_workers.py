@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from scu_trainer.errors import DataError
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.step.recovery.loader_workers import LeaveSignals, shield
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
@@ -41,6 +42,19 @@ def test_resumed_rows_with_random_changes_are_those_of_the_uninterrupted_run(tmp
     resumed = trained(llama(), tmp_path / "parts", resume=True, **common)
     assert resumed.state.global_step == 6
     assert same(weights_of(resumed.model), weights_of(whole.model))
+
+
+def test_only_workers_need_shared_memory(tmp_path, monkeypatch):
+    """Some containers have no /dev/shm, or one that cannot be written."""
+
+    def refused(_):
+        raise RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Read-only file system")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", refused)
+    common = {"max_steps": 1, "curriculum": CurriculumSettings()}
+    assert trained(llama(), tmp_path, **common).state.global_step == 1
+    with pytest.raises(DataError, match=r"need shared memory .* Read-only file system; .*dataloader_num_workers: 0"):
+        trained(llama(), tmp_path, dataloader_num_workers=1, **common)
 
 
 def test_epochs_and_samples_draw_differently():

@@ -143,7 +143,7 @@ class CurriculumLoop(Loop):
         trainer, own_collator = self.trainer, self.trainer.data_collator
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
-        self._numbered = Numbered(rows, seed_of_data(trainer.args))
+        self._numbered = Numbered(rows, seed_of_data(trainer.args), trainer.args.dataloader_num_workers > 0)
         trainer.data_collator = NumberedCollator(trainer._get_collator_with_removed_columns(own_collator, "training"))
         try:
             loader = trainer._get_dataloader(
