@@ -212,6 +212,14 @@ def test_why_a_run_died_stands_below_the_table(by_hand, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "by_hand: ValueError: no"
 
 
+def test_a_narrow_screen_cuts_neither_names_nor_figures(by_hand, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert typed("list") == 0
+    lines = [line[1:-1].split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    cells = ["".join(part.strip() for part in column) for column in zip(*lines, strict=True)]
+    assert cells == ["by_hand", "finished", "-", "40/80", "3.607", "0.1000", "-"]
+
+
 @pytest.mark.parametrize(
     "content", ['{"step": "x"}', '{"status": 3}', '{"loss": [1]}', '{"pid": "a", "updated": "now"}']
 )

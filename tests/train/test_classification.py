@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy
 import pytest
@@ -81,16 +82,25 @@ def test_the_best_step_is_the_most_accurate():
     assert best_held_out([{"step": 3, "eval_bpt": 4.0}, {"step": 4, "eval_bpt": 3.0}]) == {"step": 4, "bpt": 3.0}
 
 
-def test_the_table_speaks_of_accuracy(tmp_path):
+def table_shown(folder: Path, width: int) -> str:
     from rich.console import Console
 
     before = DocumentScores(numpy.full(10, 2.3), numpy.ones(10, dtype=int), numpy.arange(10) == 0)
     after = DocumentScores(numpy.full(10, 0.1), numpy.ones(10, dtype=int), numpy.arange(10) != 0)
     best = {"step": 3, "bpt": 0.2, "accuracy": 1.0}
     own = {"item": "image", "unit": "label", "has_base": False, "best_held_out": best}
-    console = Console(record=True, width=100)
-    print_table(console, {**own, **held_out_figures(before, after)}, tmp_path, "trained 3 steps")
-    shown = console.export_text()
+    console = Console(record=True, width=width)
+    print_table(console, {**own, **held_out_figures(before, after)}, folder, "trained 3 steps")
+    return console.export_text()
+
+
+def test_a_narrow_screen_cuts_no_figure(tmp_path):
+    shown = table_shown(tmp_path, 40)
+    assert "\u2026" not in shown and all(figure in shown for figure in ("10.0%", "90.0%", "3.318", "0.144", "-3.174"))
+
+
+def test_the_table_speaks_of_accuracy(tmp_path):
+    shown = table_shown(tmp_path, 100)
     accuracy = next(line for line in shown.splitlines() if "held-out accuracy" in line)
     assert accuracy.index("10.0%") < accuracy.index("90.0%") < accuracy.index("+80.0")
     for words in ("bits per label", "100.0% at step 3", "10 images"):

@@ -33,10 +33,8 @@ def _table(reports: Sequence[Report]):
     from rich.table import Table
 
     table = Table(pad_edge=False)
-    for title in ("run", "status", "device"):
-        table.add_column(title, overflow="fold", no_wrap=title == "device")
-    for title in ("step", "loss, bits", "S", "left"):
-        table.add_column(title, justify="right", no_wrap=True)
+    for title in ("run", "status", "device", "step", "loss, bits", "S", "left"):  # nothing is cut on a narrow screen
+        table.add_column(title, overflow="fold", justify="left" if title in ("run", "status", "device") else "right")
     for report in reports:
         found = report.progress
         table.add_row(

@@ -122,7 +122,7 @@ def _print_changes(console: Console, figures: dict[str, Any], trained: str) -> N
         return
     table = Table(title=trained, title_justify="left", pad_edge=False, box=SQUARE)
     for name in ("", "before", "after", "change (95 % interval)"):
-        table.add_column(name, no_wrap=not name)
+        table.add_column(name, overflow="fold")  # cut on a narrow screen, a figure would be another one
     for row in rows:
         table.add_row(*row.short)
     console.print(table)
