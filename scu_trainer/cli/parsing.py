@@ -62,6 +62,9 @@ def require_new_file(path: Path, flag: str) -> None:
 
 
 def with_choice(message: str) -> str:
-    """argparse's "invalid choice: 'x' (choose from 'a', 'b')", with the choice that was probably meant."""
+    """argparse's "invalid choice: 'x' (choose from 'a', 'b')", with the choice that was probably meant; and "expected
+    one argument", which is also said of a value that looks like an option."""
+    if option := re.search(r"(--\w+)\S*: expected one argument$", message):
+        return f"{option[1]} needs a value; one that begins with a dash is written {option[1]}=VALUE"
     choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
     return message + (nearest(choice[1], [word.strip("'") for word in choice[2].split(", ")]) if choice else "")

@@ -193,6 +193,13 @@ def test_what_to_type_instead(typed, message):
         read_job(None, typed.split())
 
 
+@pytest.mark.parametrize("words", [("train", "--output_dir", "-x"), ("push", "--repo_id")])
+def test_a_value_that_looks_like_an_option(words, capsys):
+    assert cli.main([*words]) == 2
+    told = f"{words[1]} needs a value; one that begins with a dash is written {words[1]}=VALUE"
+    assert told in capsys.readouterr().err
+
+
 def test_layers_of_liger_are_chosen_in_a_file_and_on_the_command_line(tmp_path):
     config = _written(tmp_path / "l.yaml", "liger_kernel_config: {rope: true}")
     assert read_job(config, []).training.liger_kernel_config == {"rope": True}

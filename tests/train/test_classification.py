@@ -106,6 +106,7 @@ def test_the_table_speaks_of_accuracy(tmp_path):
     for words in ("bits per label", "100.0% at step 3", "10 images"):
         assert words in shown
     assert "--against base" not in shown
+    assert "scu-trainer report ./-x\n" in table_shown(Path("-x"), 100)
 
 
 def test_an_evaluation_for_a_person():

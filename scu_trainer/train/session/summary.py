@@ -106,7 +106,7 @@ def print_table(
     table.add_row("files", str(output_dir))
     console.print(table)
     against = " --against base" if figures["has_base"] else ""
-    folder = shlex.quote(str(output_dir))
+    folder = shlex.quote(f"./{output_dir}" if str(output_dir).startswith("-") else str(output_dir))  # no option
     console.print(f"next: scu-trainer eval {folder}{against}", soft_wrap=True)
     if figures["has_base"]:  # a model that writes
         console.print(f"      scu-trainer chat {folder} --against base", soft_wrap=True)
