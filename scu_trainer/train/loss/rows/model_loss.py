@@ -195,7 +195,7 @@ def _without_causal_loss(trainer: Trainer) -> str:
     return (
         f"{type(inner_model(trainer.model)).__name__} does not compute the stock loss of a causal language model "
         "(encoder-decoders do not, nor TRL's trainers; torch_compile, use_liger_kernel, compute_loss_func and "
-        "label_smoothing_factor change it; liger_kernel_config: {fused_linear_cross_entropy: false} leaves Liger's layers)"
+        "label_smoothing_factor change it; liger_kernel_config: {fused_linear_cross_entropy: false} leaves it)"
     )
 
 
