@@ -8,17 +8,22 @@ activation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Optional
 
-from scu_trainer.hardware.optimizer_bytes import memory_of, state_bytes
+from scu_trainer.hardware.optimizer_bytes import (
+    FLOAT32_BYTES,
+    UPDATED_IN_PLACE,
+    Apart,
+    memory_of,
+    part_bytes_on,
+    state_bytes,
+    step_blocks,
+)
 
 MARGIN = 0.15
 """Share of a prediction that must be free beside it before it is said to fit: see docs/plan.md for how far predictions
 were off."""
-
-
-FLOAT32_BYTES = 4
 
 LOGITS_WITH_TEACHER = 3
 """What the logits of a step take beside those of a teacher, in place of alone: its own, both softened, both learned."""
@@ -42,11 +47,17 @@ OVERHEAD = {
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights that are trained: ``size_bytes`` in their own type, their number, and the bytes of the largest."""
+    """The weights that are trained: ``size_bytes`` in their own type, their number, and the bytes of the largest.
+    ``apart``: how many of them some optimizers treat unlike the others."""
 
     size_bytes: int
     weights: int
     largest_bytes: int
+    apart: Mapping[Apart, int] = field(default_factory=dict)
+
+    @property
+    def largest_weights(self) -> int:
+        return self.largest_bytes * self.weights // max(1, self.size_bytes)
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,8 @@ PARTS = tuple(item.name for item in fields(MemoryEstimate))
 class Held:
     """What a run keeps of its trained weights beside them. ``processes``: that train together. ``zero_stage``: 1 or 2
     of DeepSpeed, whose float32 weights and optimizer state are shared out; 0 without it. ``teacher_bytes``: of the
-    weights of a model that is learned from."""
+    weights of a model that is learned from. ``more_copies``: that the arguments of ``optim`` add to its state.
+    ``copies_parts``: memory control copies what the step of an optimizer will write, a few weights at a time."""
 
     optim: str
     holds_start: bool
@@ -112,10 +124,14 @@ class Held:
     processes: int = 1
     zero_stage: int = 0
     teacher_bytes: int = 0
+    more_copies: int = 0
+    copies_parts: bool = False
 
     def bytes_of(self, trained: Trained) -> dict[str, int]:
         """By part."""
-        state, exchange = state_bytes(self.optim, trained.size_bytes, trained.weights), 0
+        apart_weights = trained.apart.get(memory_of(self.optim).apart, 0)
+        state, exchange = state_bytes(self.optim, trained.size_bytes, trained.weights, apart_weights), 0
+        state += self.more_copies * trained.size_bytes
         if self.zero_stage:
             state = (state + FLOAT32_BYTES * trained.weights) // self.processes
             exchange = trained.size_bytes // self.processes  # this process's share of the reduced gradients
@@ -128,6 +144,15 @@ class Held:
             "teacher": self.teacher_bytes,
             "exchange": exchange,
         }
+
+    def step_blocks(self, trained: Trained, device: str) -> list[int]:
+        """Sizes of what the optimizer's step takes for a moment. ``device``: its kind."""
+        blocks = step_blocks(self.optim, device, trained.largest_bytes, trained.largest_weights)
+        if self.copies_parts and self.optim not in ("", UPDATED_IN_PLACE):
+            state_bytes = self.bytes_of(trained)["optimizer"]
+            part_bytes = min(trained.size_bytes, max(trained.largest_bytes, part_bytes_on(device)))
+            blocks.append(part_bytes + part_bytes * state_bytes // max(1, trained.size_bytes))
+        return blocks
 
 
 def estimate_memory(
@@ -144,7 +169,7 @@ def estimate_memory(
     if held.teacher_bytes:
         traced = {**traced, "logits": LOGITS_WITH_TEACHER * traced["logits"]}
     moment = {part: traced[part] for part in ("gradients", "activations", "logits")}
-    stepping = int(memory_of(held.optim).step_copies * trained.largest_bytes)
+    stepping = sum(held.step_blocks(trained, device))
     if trained.size_bytes + stepping > sum(moment.values()):
         moment = {"gradients": trained.size_bytes, "activations": stepping, "logits": 0}
     found = MemoryEstimate(weights=traced["weights"], overhead=0, libraries=0, **moment, **held.bytes_of(trained))

@@ -155,7 +155,7 @@ def test_gradients_of_earlier_chunks_are_there_from_the_beginning():
     model, mode = tiny.llama(), FakeTensorMode(allow_non_fake_inputs=True)
     subject = EstimatedStep(copy_of(model, mode), mode, text_batch, "returned", None)
     first, later = (trace(subject, 4, 32, after_others=others) for others in (False, True))
-    trained = trained_of(subject.trained).size_bytes
+    trained = trained_of(subject.model, subject.trained).size_bytes
     assert later.parts["gradients"] == trained and first.parts["gradients"] < trained
     assert first.events.highest(trained)["gradients"] == trained
     assert sum(first.events.highest(trained).values()) + first.parts["weights"] == sum(later.parts.values())
@@ -497,6 +497,24 @@ def test_predicting_leaves_everything_as_it_was(model_dir):
     assert trained == [weight.requires_grad for weight in model.parameters()]
     assert all(weight.grad is None and not weight._post_accumulate_grad_hooks for weight in model.parameters())
     assert _get_current_dispatch_mode() is None
+
+
+def test_the_optimizer_that_trains_is_the_one_that_is_predicted(model_dir):
+    """Muon replaces ``optim``: one copy of matrices, two of embeddings, the output layer and norms."""
+    model = tiny.llama()
+    found = record.prediction(small_job(model_dir, "--use_muon", "true"), loaded(model)).estimate
+    outer = [model.model.embed_tokens.weight, model.lm_head.weight, *(p for p in model.parameters() if p.dim() == 1)]
+    everything = sum(p.nbytes for p in model.parameters())
+    assert found.optimizer == everything + sum(p.nbytes for p in {id(p): p for p in outer}.values())
+
+
+def test_the_heap_has_room_for_the_optimizers_step():
+    model, mode = tiny.llama(), FakeTensorMode(allow_non_fake_inputs=True)
+    subject, block = EstimatedStep(copy_of(model, mode), mode, text_batch, "returned", None), 2**24
+    without, found = (
+        trace(subject, 4, 32, after_others=False, kept=[], stepping=blocks).heap_bytes for blocks in ([], [block] * 3)
+    )
+    assert found >= 3 * block > without
 
 
 class Fails(nn.Module):

@@ -163,7 +163,7 @@ def weights_of(model: nn.Module, layers: Sequence[nn.Module], all_layers: Sequen
     inside = {id(tensor) for layer in layers for tensor in tensors_of(layer)}
     outside = [tensor for tensor in tensors_of(model) if id(tensor) not in inside]
     tensors = [*outside, *(tensor for layer in all_layers for tensor in tensors_of(layer))]
-    return sum(tensor.nbytes for tensor in tensors), trained_of(t for t in tensors if t.requires_grad)
+    return sum(tensor.nbytes for tensor in tensors), trained_of(model, [t for t in tensors if t.requires_grad])
 
 
 def _tokens(rows: int, length: int) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.hardware.estimate import Held, MemoryEstimate, Trained, estimate_memory
 from scu_trainer.hardware.heap import UntouchedHeap
+from scu_trainer.hardware.optimizer_bytes import argument_copies
 from scu_trainer.models.loading.sizes import weight_counts
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
@@ -32,7 +33,8 @@ from scu_trainer.train.memory_estimate.skeleton import copy_of
 from scu_trainer.train.memory_estimate.step import EstimatedStep, LossKind, tensors_of, trace
 from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.step.batches.rows import PADDING, has_time
-from scu_trainer.train.step.distributed.deepspeed_rules import zero_stage
+from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed, zero_stage
+from scu_trainer.train.step.muon import outer_layers
 
 ROWS_LOOKED_AT = 64
 """Of rows without a known length, to find how long they are padded."""
@@ -81,10 +83,11 @@ def largest_that_fits(
 
 
 def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> MemoryEstimate:
-    trained = trained_of(subject.trained)
+    trained = trained_of(subject.model, subject.trained)
     looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
     kept = _blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
-    traced = trace(subject, step.rows, step.length, after_others=step.micro_batches > 1, kept=kept)
+    stepping, after_others = held.step_blocks(trained, device), step.micro_batches > 1
+    traced = trace(subject, step.rows, step.length, after_others=after_others, kept=kept, stepping=stepping)
     compiled_bytes = (step.sizes - 1) * traced.compiled_bytes  # what the first takes is among the libraries
     return estimate_memory(traced.parts, trained, held, device, traced.heap_bytes, compiled_bytes)
 
@@ -137,6 +140,8 @@ def held_by(job: Job, parts: Optional[TrainingComponents] = None) -> Held:
         processes=job.training.world_size,
         zero_stage=stage,
         teacher_bytes=_teacher_bytes(job.model.teacher) if parts is None else _bytes_of(parts.teacher),
+        more_copies=argument_copies(job.training.optim_args),
+        copies_parts=job.memory.memory_control and not uses_deepspeed(job.training) and not job.training.fsdp,
     )
 
 
@@ -152,9 +157,16 @@ def _teacher_bytes(name: Optional[str]) -> int:
     return int(counts["weights"] * counts["stored_bytes"])
 
 
-def trained_of(weights: Iterable[nn.Parameter]) -> Trained:
-    sizes = [(weight.nbytes, weight.numel()) for weight in weights]
-    return Trained(sum(b for b, _ in sizes), sum(n for _, n in sizes), max((b for b, _ in sizes), default=0))
+def trained_of(model: nn.Module, weights: Sequence[nn.Parameter]) -> Trained:
+    """``weights`` of ``model`` that are trained."""
+    embeddings = {id(p) for layer in model.modules() if isinstance(layer, nn.Embedding) for p in layer.parameters()}
+    outer = {id(p) for layer in outer_layers(model) for p in layer.parameters()}
+    apart = {
+        "embeddings": sum(p.numel() for p in weights if id(p) in embeddings),
+        "no matrices": sum(p.numel() for p in weights if p.dim() != 2 or id(p) in outer),
+    }
+    sizes = [p.nbytes for p in weights]
+    return Trained(sum(sizes), sum(p.numel() for p in weights), max(sizes, default=0), apart)
 
 
 # -- what is traced ----------------------------------------------------------------------------------------------------

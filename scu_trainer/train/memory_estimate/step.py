@@ -77,6 +77,7 @@ def trace(
     *,
     after_others: bool,
     kept: Optional[Sequence[int]] = None,
+    stepping: Sequence[int] = (),
     layers: Sequence[nn.Module] = (),
 ) -> Traced:
     """Forward and backward over ``rows`` rows of ``length``.
@@ -84,6 +85,7 @@ def trace(
     Args:
         after_others: an earlier micro-batch of the same optimizer step has left its gradients.
         kept: sizes of blocks that stay from the first optimizer step on, where the heap is to be looked at.
+        stepping: sizes of blocks that the optimizer's step takes beside them for a moment.
         layers: whose borders are marked among the events.
 
     Raises whatever a model raises that makes tensors whose shape depends on content.
@@ -98,6 +100,8 @@ def trace(
                 _pass(subject, subject.inputs(rows, length), live)
             for index, size_bytes in enumerate(kept or ()):
                 heap.take(("kept", index), size_bytes)
+            if heap is not None:
+                _step(heap, stepping)
             if not after_others:
                 _drop_gradients(subject.trained)
             if heap is not None:
@@ -122,6 +126,14 @@ def _trained(subject: EstimatedStep, live: LiveBytes, after_others: bool) -> Ite
         for hook in hooks:
             hook.remove()
         _drop_gradients(subject.trained)
+
+
+def _step(heap: UntouchedHeap, blocks: Sequence[int]) -> None:
+    """The optimizer's, while gradients are there."""
+    for index, size_bytes in enumerate(blocks):
+        heap.take(("stepping", index), size_bytes)
+    for index in range(len(blocks)):
+        heap.give(("stepping", index))
 
 
 def _drop_gradients(weights: Sequence[nn.Parameter]) -> None:

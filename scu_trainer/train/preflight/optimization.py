@@ -91,8 +91,8 @@ def before_loading(job: Job) -> Iterator[Finding]:
 
 
 def optimizer_name(job: Job) -> str:
-    """``optim`` as it is typed."""
-    return plain(job.training.optim)
+    """``optim`` as it is typed, or muon, which replaces it."""
+    return "muon" if job.efficiency.use_muon else plain(job.training.optim)
 
 
 def is_plain_gradient(name: str) -> bool:

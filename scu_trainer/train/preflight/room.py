@@ -49,8 +49,7 @@ def before_training(job: Job, model: nn.Module, output_dir: Path, steps: Optiona
 def state_bytes(job: Job, model: nn.Module) -> int:
     """Of the optimizer's state, at least; 0 where it is not known or can move to another place."""
     weights = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
-    name = "muon" if job.efficiency.use_muon else optimizer_name(job)
-    return optimizer_bytes.state_bytes(name, trained_bytes(model), weights)
+    return optimizer_bytes.state_bytes(optimizer_name(job), trained_bytes(model), weights)
 
 
 def _memory(job: Job, model: nn.Module) -> Iterator[Finding]:

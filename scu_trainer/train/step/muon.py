@@ -44,7 +44,7 @@ def muon_for(model: nn.Module, decayed: Collection[str], lr: float, weight_decay
 
     LoRA's factors are matrices of their own. Raises ControlError where nothing is left for Muon.
     """
-    outside = {id(p) for layer in _outer_layers(model) for p in layer.parameters()}
+    outside = {id(p) for layer in outer_layers(model) for p in layer.parameters()}
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -61,7 +61,8 @@ def muon_for(model: nn.Module, decayed: Collection[str], lr: float, weight_decay
     return MuonWithAdamW(matrices, others, lr, **adam)
 
 
-def _outer_layers(model: nn.Module) -> list[nn.Module]:
+def outer_layers(model: nn.Module) -> list[nn.Module]:
+    """Embeddings and the output layer, whose matrices stay with AdamW."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     heads = [getattr(model, name, None) for name in ("score", "classifier", "qa_outputs")]
     embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]

@@ -12,10 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Weights per part. Its copies take about three times this, the update's own working memory once or twice. On the CPU
-# small parts are reused by the C library instead of being mapped again (2 times as fast), elsewhere launches count.
-CPU_PART_BYTES = 8 * 2**20
-PART_BYTES = 64 * 2**20
+from scu_trainer.hardware.optimizer_bytes import part_bytes_on
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its gradient."""
@@ -144,7 +141,7 @@ def cut(pairs: Iterable[Pair], part_bytes: int | None) -> list[ParameterGroupPar
     for parameter, gradient in sorted(pairs, key=lambda pair: pair[0].nbytes, reverse=True):
         if not parts or parameter.nbytes > room:
             parts.append([])
-            room = part_bytes or (CPU_PART_BYTES if parameter.device.type == "cpu" else PART_BYTES)
+            room = part_bytes or part_bytes_on(parameter.device.type)
         parts[-1].append((parameter, gradient))
         room -= parameter.nbytes
     return [ParameterGroupPart(tuple(part)) for part in parts]
