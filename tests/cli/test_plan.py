@@ -92,6 +92,21 @@ def test_what_is_recommended_is_accepted_and_fits(small, capsys, limit, tuning):
     assert read_job(None, [*own, *flags, "--use_cpu", "true", "--mixed_precision", "no"]).model.tuning
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--ram", "16GB", "--tuning", "full", "--use_muon", "true"], {"optim"}),
+        (["--ram", "16GB", "--tuning", "full", "--optim", "sgd", "--optim_args", "momentum=0.9"], {"optim"}),
+        (["--gpu", "3090", "--tuning", "full", "--trainable_parameters", "layers"], {"tuning"}),
+        (["--gpu", "3090", "--tuning", "lora", "--init_lora_weights", "olora"], {"tuning", "load_in_8bit"}),
+    ],
+)
+def test_what_train_refuses_is_not_proposed(small, capsys, words, names):
+    report = planned(capsys, *words_of(small, *words, "--limit", "0.6" if "--gpu" in words else "0.1"))
+    assert report["recommended"] is None and len(report["choices"]) > 1, "all of them were looked at"
+    assert not any(names & set(choice["settings"]) for choice in report["choices"])
+
+
 def test_without_memory_control_the_chunk_becomes_a_setting(small, capsys):
     words = words_of(small, "--gpu", "3050", "--memory_control", "false", "--per_device_train_batch_size", 256)
     report = planned(capsys, *words, "--limit", "0.8")
@@ -121,6 +136,7 @@ def test_a_limit_that_nothing_fits(small, capsys):
         (["--limit", "0"], "must be above 0"),
         (["--bf16", "true", "--gpu", "t4"], "this GPU has no bf16"),
         (["--blok_size", "3"], "block_size"),
+        (["--use_muon", "true", "--optim", "adafactor"], "use_muon replaces optim"),
         (["--bar", "3"], "unknown option --bar; --help lists the options"),  # --bias is not near
         (["--", "x"], "unknown option --; --help lists the options"),
         (["--confg", "x.yaml"], "unknown option --confg (did you mean '--config'?)"),

@@ -36,7 +36,7 @@ def train_on_a_path(config: Optional[str], flags: Sequence[str], job: Job, train
             "tuning_path: auto works for one process; run scu-trainer plan, and give its settings to the launcher"
         )
     failure: Optional[str] = None
-    for settings, why in _ways(job):
+    for settings, why in _ways(config, flags, job):
         chosen = _chosen(config, flags, settings, why if failure is None else f"{failure}; now {why}")
         if failure is not None and not (job.training.resume_from_checkpoint or job.training.save_only_model):
             chosen.training.resume_from_checkpoint = AUTO  # into the folder of the one before, which holds no step
@@ -55,20 +55,20 @@ def train_on_a_path(config: Optional[str], flags: Sequence[str], job: Job, train
     )
 
 
-def _ways(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
+def _ways(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tuple[dict[str, Any], str]]:
     """(settings, why), each taking less than the one before."""
     begun = _begun(job)
     if begun is not None:
         yield begun, "as this run was started"
         return
-    yield from _planned(job)
+    yield from _planned(config, flags, job)
     if job.kind.name == "text-generation" and job.model.tuning != "full" and job.model.device_map is None:
         folder = str(Path(job.training.output_dir) / "offload")
         yield {**OFFLOADED, "offload_folder": folder}, "weights are kept in main memory and, if that is full, on disk"
 
 
-def _planned(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
-    from scu_trainer.cli.planning.plan import limit_of, means, planned_choice, source_of
+def _planned(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tuple[dict[str, Any], str]]:
+    from scu_trainer.cli.planning.plan import is_accepted, limit_of, means, planned_choice, source_of
     from scu_trainer.hardware.recommend import ROUNDING, choices
     from scu_trainer.hardware.target import here
     from scu_trainer.train.memory_estimate.plan import choice_of
@@ -76,13 +76,14 @@ def _planned(job: Job) -> Iterator[tuple[dict[str, Any], str]]:
     target = here(job.training.use_cpu).limited(limit_of(None, job))
     source, asked, before = source_of(job, target), choice_of(job), None
     for choice in choices(asked, means(source, job, target), target.device):
-        if choice.change(asked) > ROUNDING:
+        settings = choice.settings(asked)
+        if choice.change(asked) > ROUNDING or (settings and not is_accepted(config, flags, settings)):
             continue
         found = planned_choice(source, choice, asked, job, target)
         if found is None or not found.fits or (before is not None and not _takes_less(found.estimate, before)):
             continue
         before = found.estimate
-        yield choice.settings(asked), f"predicted {readable(before.peak_bytes)} of {readable(target.limit_bytes)}"
+        yield settings, f"predicted {readable(before.peak_bytes)} of {readable(target.limit_bytes)}"
 
 
 def _takes_less(now: MemoryEstimate, before: MemoryEstimate) -> bool:

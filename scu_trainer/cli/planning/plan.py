@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -22,6 +22,7 @@ from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.shipped import recipe
 
 if TYPE_CHECKING:
+    from scu_trainer.hardware.precision import DeviceFacts
     from scu_trainer.hardware.recommend import SettingChoice
     from scu_trainer.hardware.target import Target
     from scu_trainer.train.job.job import Job
@@ -101,7 +102,8 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     _warn_of_missing_data(job)
     target = target.limited(limit_of(options.limit, job))
     source = source_of(job, target)
-    tried = considered(source, job, target)
+    facts = None if target.is_here else target.facts
+    tried = considered(source, job, target, lambda settings: is_accepted(options.config, flags, settings, facts))
     best = next((planned for planned in tried if planned.fits), None)
     report = {
         "machine": target.name,
@@ -149,6 +151,7 @@ def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
     from scu_trainer.cli.configuration import read_job
 
     job = read_job(config, flags, None if target.is_here else target.facts)
+    job.check_anywhere()
     if job.data.streaming and job.kind.name != "text-generation":
         raise SettingsError("the rows of a stream are not known in advance; set streaming: false to plan")
     return job
@@ -219,9 +222,24 @@ def _configuration(job: Job) -> Any:
 # -- which choices -----------------------------------------------------------------------------------------------------
 
 
-def considered(source: Source, job: Job, target: Target) -> list[Planned]:
+def is_accepted(
+    config: Optional[str], flags: Sequence[str], settings: Mapping[str, Any], planned_for: Optional[DeviceFacts] = None
+) -> bool:
+    """Whether ``train`` takes the job with ``settings`` in the place of what was typed. ``planned_for``: as for
+    ``read_job``."""
+    from scu_trainer.cli.configuration import read_job
+    from scu_trainer.cli.names.translation import as_flags, without
+
+    try:
+        read_job(config, [*without(flags, settings), *as_flags(settings)], planned_for).check_anywhere()
+    except SettingsError:
+        return False
+    return True
+
+
+def considered(source: Source, job: Job, target: Target, accepts: Callable[[Mapping[str, Any]], bool]) -> list[Planned]:
     """What was asked for; then choices that take less, up to the first that fits; then those that fit and are clearly
-    faster than all before."""
+    faster than all before. ``accepts``: whether the job can be trained with some other settings."""
     from scu_trainer.hardware.estimate import OVERHEAD
     from scu_trainer.hardware.recommend import choices
     from scu_trainer.train.memory_estimate.plan import choice_of
@@ -234,6 +252,9 @@ def considered(source: Source, job: Job, target: Target) -> list[Planned]:
     for choice in choices(asked, means(source, job, target), target.device)[: 1 if hopeless else None]:
         time = choice.time(target.device)
         if faster == FASTER_ONES or time > CLEARLY_FASTER * fastest or _stored(choice) in too_large:
+            continue
+        settings = choice.settings(asked)
+        if settings and not accepts(settings):
             continue
         candidate = planned_choice(source, choice, asked, job, target)
         if candidate is None:

@@ -153,9 +153,20 @@ class Job:
             "fp16 has no effect on a CPU (training would silently run in float32); use bf16: true or drop fp16",
         )
         check_launcher(training)
+        check_training_optimizer(training, self.model)
+        self.check_anywhere()
+        self.kind.check(self)
+        if self.data.eval_dataset is not None:  # read last, after all of the training data, and so is the anchor
+            require_there(self.data.eval_dataset)
+        if self.retention.retain is not None:
+            check_anchor(self.retention.retain, self.data)
+        check_resumable(training)
+
+    def check_anywhere(self) -> None:
+        """Of that, what does not depend on the machine that trains."""
+        training = self.training
         check_deepspeed(training, self.model, self.memory, self.regularization)
         check_words(training)
-        check_training_optimizer(training, self.model)
         check_evaluation(training, self.data, self.regularization)
         check_memory(training, self.memory)
         check_teacher(training, self.model, self.memory, self.curriculum)
@@ -166,12 +177,6 @@ class Job:
         if self.safety.spike_guard != "off":
             check_spike_guard(uses_deepspeed(training))
         check_retention(self.retention, self.regularization, self.memory, self.curriculum)
-        self.kind.check(self)
-        if self.data.eval_dataset is not None:  # read last, after all of the training data, and so is the anchor
-            require_there(self.data.eval_dataset)
-        if self.retention.retain is not None:
-            check_anchor(self.retention.retain, self.data)
-        check_resumable(training)
 
     @property
     def acting_curriculum(self) -> Optional[CurriculumSettings]:
