@@ -380,6 +380,24 @@ def test_a_limited_number_of_checkpoints_fills_no_disk(tmp_path, monkeypatch):
     assert ids(room.before_training(job_of(**every, save_total_limit=3), tiny.llama(), tmp_path, 1000)) == []
 
 
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "found"), [(5, 10**6, []), (5000, 3, ["checkpoints-fill-disk"]), (-1, 3, [])]
+)
+def test_checkpoints_of_epochs_are_those_that_are_trained(max_steps, epochs, found, tmp_path, monkeypatch):
+    """80 rows in steps of 8."""
+    job = job_of(
+        save_strategy="epoch",
+        save_total_limit=0,
+        max_steps=max_steps,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+    )
+    model = tiny.llama()
+    monkeypatch.setattr(room, "free_bytes", lambda path: 10 * (trained_bytes(model) + room.state_bytes(job, model)))
+    assert ids(room.before_training(job, model, tmp_path, job.planned_steps(80), 80)) == found
+
+
 def test_a_disk_without_inodes_is_found(tmp_path, monkeypatch):
     for files, left, expected in ((10**6, 3, ["few-inodes"]), (10**6, 10**5, []), (0, 0, [])):
         monkeypatch.setattr(os, "statvfs", lambda path, f=files, n=left: SimpleNamespace(f_files=f, f_favail=n))

@@ -199,13 +199,15 @@ class Job:
 
     def planned_steps(self, rows: int) -> int:
         """Optimizer steps for ``rows`` training rows, counted as the stock Trainer does."""
+        if self.training.max_steps > 0:
+            return self.training.max_steps
+        return math.ceil(self.steps_of_epoch(rows) * self.training.num_train_epochs)
+
+    def steps_of_epoch(self, rows: int) -> int:
         training = self.training
-        if training.max_steps > 0:
-            return training.max_steps
         batches = rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size)
         batches = math.floor(batches) if training.dataloader_drop_last else math.ceil(batches)
-        per_epoch = max(1, math.ceil(batches / training.gradient_accumulation_steps))
-        return math.ceil(per_epoch * training.num_train_epochs)
+        return max(1, math.ceil(batches / training.gradient_accumulation_steps))
 
 
 def _refuse_secrets(settings: dict[str, Any]) -> None:

@@ -57,5 +57,5 @@ def before_training(job: Job, parts: TrainingComponents, output_dir: Path) -> li
         findings += rows.before_training(job, parts, rows.facts_of(parts))
     findings += classes.before_training(job, parts)
     findings += weights.before_training(job, parts.model)
-    findings += room.before_training(job, parts.model, output_dir, steps)
+    findings += room.before_training(job, parts.model, output_dir, steps, count)
     return [*findings, *plan.before_training(job, parts, count, steps)]

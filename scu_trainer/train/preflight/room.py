@@ -41,9 +41,12 @@ DISK_FILLS = Check(
 NEARLY = 0.9
 
 
-def before_training(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int]) -> Iterator[Finding]:
+def before_training(
+    job: Job, model: nn.Module, output_dir: Path, steps: Optional[int], rows: Optional[int] = None
+) -> Iterator[Finding]:
+    """``rows``: of an epoch, None if not known."""
     yield from _memory(job, model)
-    yield from _disk(job, model, output_dir, steps)
+    yield from _disk(job, model, output_dir, steps, rows)
 
 
 def state_bytes(job: Job, model: nn.Module) -> int:
@@ -72,11 +75,11 @@ def _memory(job: Job, model: nn.Module) -> Iterator[Finding]:
         yield MEMORY_NEAR.found(what, "tuning, optim")
 
 
-def _disk(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int]) -> Iterator[Finding]:
+def _disk(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int], rows: Optional[int]) -> Iterator[Finding]:
     training = job.training
     if (training.save_total_limit or 0) > 0 or not steps:  # room for a limited number was made sure of before
         return
-    saves = _saves(job, steps)
+    saves = _saves(job, steps, rows)
     each = trained_bytes(model) + (0 if training.save_only_model else state_bytes(job, model))
     free = free_bytes(output_dir)
     if saves * each > free:
@@ -87,8 +90,10 @@ def _disk(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int]) ->
         yield DISK_FILLS.found(what, "save_total_limit, save_steps")
 
 
-def _saves(job: Job, steps: int) -> int:
+def _saves(job: Job, steps: int, rows: Optional[int]) -> int:
+    """At least."""
     training = job.training
     if training.save_strategy == "steps":
         return math.ceil(steps / interval(training.save_steps, steps))
-    return math.ceil(training.num_train_epochs) if training.save_strategy == "epoch" else 0
+    epochs = math.ceil(steps / job.steps_of_epoch(rows)) if rows else 1  # max_steps may end them
+    return epochs if training.save_strategy == "epoch" else 0
