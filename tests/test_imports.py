@@ -28,11 +28,14 @@ def test_who_had_switched_it_off_keeps_it_off():
         gc.enable()
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-def test_only_a_process_of_ours_is_frozen(freeze):
+@pytest.mark.parametrize(("words", "freeze"), [("[]", True), ("", False), ("", True)])
+def test_only_a_process_of_ours_is_frozen(words, freeze):
+    """A command that is called with words, as in a notebook, must not keep models for ever that it did not make."""
     program = (
-        "import gc\nfrom scu_trainer.imports import without_collector\n"
-        f"with without_collector(freeze={freeze}):\n    kept = [[] for _ in range(100)]\nprint(gc.get_freeze_count())"
+        "import gc, sys\nfrom scu_trainer.cli.main import main\nfrom scu_trainer.imports import without_collector\n"
+        f"sys.stdout, out = sys.stderr, sys.stdout\nmain({words})\n"
+        f"with without_collector(freeze={freeze}):\n    kept = [[] for _ in range(100)]\n"
+        "print(gc.get_freeze_count(), file=out)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert (int(done.stdout) > 100) is freeze
+    assert (int(done.stdout) > 100) is (freeze and not words)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from scu_trainer import __version__
 from scu_trainer.errors import UserError, nearest
+from scu_trainer.imports import claim_process
 from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def main(argv: Optional[Sequence[str]] = None, *given: Any, **named: Any) -> int:
+        if argv is None:
+            claim_process()
         remember_environment()
         hide_in_tracebacks()
         _let_segments_grow(os.environ)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from scu_trainer.imports import claim_process
 from scu_trainer.runs.store import Run
 from scu_trainer.runs.supervisor import Outside, lead
 from scu_trainer.secrets import hide_in_tracebacks, remember_environment
 
 
 def main(argv: list[str]) -> int:
+    claim_process()
     remember_environment()
     hide_in_tracebacks()
     path = Path(argv[0])
