@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -291,6 +292,7 @@ def test_a_run_writes_what_the_contract_promises(capsys, flags, tmp_path):
     )
     events = list((run / "logs" / "tensorboard").rglob("events*"))
     assert events and "train/scu/s" in _tags(events[0].parent)
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ  # the next training of this process is another one
     printed = capsys.readouterr().out
     assert "held-out bits per token" in printed and "next: scu-trainer eval" in printed
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import numbers
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -23,7 +22,7 @@ from torch import nn
 
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError
 from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores, bootstrap_accuracy_difference
-from scu_trainer.train.step.recovery.snapshot import replaced
+from scu_trainer.train.step.recovery.snapshot import replaced, variable
 
 NEAREST = 3
 """Names of tasks that a message gives in the place of an unknown one."""
@@ -264,17 +263,18 @@ class _Heard(logging.Handler):
 def _quiet() -> Iterator[_Heard]:
     """The harness warns of every model that it did not load itself, and resamples in forks of this process, which
     holds threads and maybe a GPU: in one process, please."""
-    logger, variable, heard = logging.getLogger("lm_eval"), "DISABLE_MULTIPROC", _Heard()
-    level, said = logger.level, os.environ.get(variable)
+    logger, heard = logging.getLogger("lm_eval"), _Heard()
+    level = logger.level
     logger.setLevel(logging.WARNING)
-    os.environ[variable] = "1"
     try:
-        with replaced(logger, "handlers", [heard]), replaced(logger, "propagate", False):
+        with (
+            variable("DISABLE_MULTIPROC", "1"),
+            replaced(logger, "handlers", [heard]),
+            replaced(logger, "propagate", False),
+        ):
             yield heard
     finally:
         logger.setLevel(level)
-        del os.environ[variable]
-        os.environ |= {} if said is None else {variable: said}
 
 
 # -- reading its results -----------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
 from scu_trainer.train.step.distributed.deepspeed_start import builds_are_said
 from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched, lost_ranks_said
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, training_precision
+from scu_trainer.train.step.recovery.snapshot import variable
 from scu_trainer.train.trainer import SCUTrainer
 
 logger = logging.getLogger("scu_trainer")
@@ -166,7 +167,12 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         job.training.output_dir = str(start.output_dir)
         request = StopRequest(job.safety.grace_period_s, is_launched())
         # Said here too, because run.json takes its error from inside.
-        with _run_directory(job, description, log) as status, request.listening(), lost_ranks_said():
+        with (
+            _run_directory(job, description, log) as status,
+            variable("TENSORBOARD_LOGGING_DIR", f"{start.output_dir}/logs/tensorboard"),
+            request.listening(),
+            lost_ranks_said(),
+        ):
             foreseen = prediction(job, parts)
             if job.efficiency.predict_memory:
                 console.print(foreseen.line, soft_wrap=True)
@@ -214,7 +220,6 @@ def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterat
     """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the
     first."""
     output_dir = Path(job.training.output_dir)
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(output_dir / "logs" / "tensorboard")
     if not is_main_process():
         yield None
         return
