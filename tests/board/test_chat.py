@@ -9,6 +9,7 @@ import torch
 
 from scu_trainer.cli.talking import streaming
 from scu_trainer.errors import ModelError
+from scu_trainer.run_files import read_json, write_json
 from tests import tiny
 from tests.board.conftest import opened
 from tests.browser import browser
@@ -44,6 +45,18 @@ def test_what_goes_wrong_inside_the_model_is_an_error_and_no_silence(model, monk
     monkeypatch.setattr(streaming._loaded(str(model)).model, "generate", lambda **_: 1 / 0)
     with pytest.raises(ModelError, match="division by zero"):
         list(streaming.stream_answer(str(model), ASKED))
+
+
+def test_a_run_that_was_trained_again_answers_with_its_new_weights(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "MAX_NEW_TOKENS", 8)
+    run = make_run(tmp_path / "run")
+    answers = []
+    for seed in (0, 1):
+        (run / "model.safetensors").unlink(missing_ok=True)  # a training writes another file
+        shutil.copytree(tiny.saved_llama(tmp_path / f"model-{seed}", seed=seed), run, dirs_exist_ok=True)
+        write_json(run / "run.json", read_json(run / "run.json"))
+        answers.append("".join(streaming.stream_answer(str(run), ASKED)))
+    assert answers[0] != answers[1]
 
 
 def test_two_models_side_by_side_in_a_browser(root, model):

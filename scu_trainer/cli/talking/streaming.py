@@ -6,10 +6,12 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.cli.subjects import subject_of
 from scu_trainer.cli.talking.options import talker
+from scu_trainer.report.files import STATUS_FILE
 
 if TYPE_CHECKING:
     from scu_trainer.talk.model import Talker
@@ -34,6 +36,12 @@ def stream_answer(name: str, messages: Sequence[Mapping[str, str]]) -> Iterator[
     yield from stream(one, token_ids, settings)
 
 
-@functools.lru_cache(maxsize=2)
 def _loaded(name: str) -> Talker:
+    status = Path(name) / STATUS_FILE
+    return _kept(name, status.stat().st_mtime_ns if status.is_file() else None)
+
+
+@functools.lru_cache(maxsize=2)
+def _kept(name: str, changed_ns: Optional[int]) -> Talker:
+    """Loaded anew where its run has changed: one that goes on, or starts again in its folder, is another model."""
     return talker(replace(subject_of(name), name=name.rstrip("/").rpartition("/")[2]))
