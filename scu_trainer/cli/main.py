@@ -89,11 +89,24 @@ NO_DOCSTRINGS = (
 )
 
 
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """Afterwards the variables of this process are as they were: what is prepared for one command is not for others."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def guarded(command: Callable[..., int]) -> Callable[..., int]:
     """Decorates a command, a function of a list of words (default: those of this process). What the user can fix
     becomes one message on stderr and exit code 2."""
 
     @functools.wraps(command)
+    @environment_kept()
     def main(argv: Optional[Sequence[str]] = None, *given: Any, **named: Any) -> int:
         if argv is None:
             claim_process()

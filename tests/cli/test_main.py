@@ -1,5 +1,6 @@
 """What every command does before its own work."""
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from scu_trainer.cli.main import ALLOCATOR, _let_segments_grow, guarded, main
+from scu_trainer.errors import UserError
 
 
 def test_the_allocator_of_a_card_lets_its_segments_grow():
@@ -21,6 +23,26 @@ def test_an_allocator_that_was_set_up_is_left_alone(name):
     environment = {name: "max_split_size_mb:128"}
     _let_segments_grow(environment)
     assert environment == {name: "max_split_size_mb:128"}
+
+
+@pytest.mark.parametrize("error", [None, UserError("refused"), ZeroDivisionError])
+def test_variables_that_a_command_sets_are_gone_after_it(monkeypatch, error):
+    """DeepSpeed needs RANK and WORLD_SIZE: with them the next training of a session would be one of several ranks."""
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    before = dict(os.environ)
+
+    @guarded
+    def command(argv):
+        os.environ.update(WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
+        if error is not None:
+            raise error
+        return 0
+
+    with contextlib.suppress(ZeroDivisionError):
+        command([])
+    assert os.environ == before
 
 
 def test_an_option_is_known_with_hyphens_too(capsys):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.cli.main import environment_kept
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.errors import SettingsError, UserError, nearest
@@ -121,8 +122,7 @@ def resolved_settings(config: Optional[str], words: Sequence[str]) -> tuple[dict
     """All settings of a job as training writes them to its run directory, and as the YAML that runs read."""
     from scu_trainer.cli.configuration import as_yaml, read_job
 
-    environment = dict(os.environ)
-    try:
+    with environment_kept():  # what is prepared for a training in this process is not for those that we start
         job = read_job(config, words)
         job.task = replace(job.task, seeds=None)  # each run has one
         job.check()
@@ -131,9 +131,6 @@ def resolved_settings(config: Optional[str], words: Sequence[str]) -> tuple[dict
             file.write(text)
             file.flush()
             lost = differences(settings, _plain(read_job(file.name, []).as_dict()))
-    finally:
-        os.environ.clear()  # what is prepared for a training in this process is not for those that we start
-        os.environ.update(environment)
     if lost:
         raise SettingsError(f"a configuration file does not hold these settings as they are: {'; '.join(lost)}")
     return settings, text
