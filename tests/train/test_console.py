@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+import warnings
 
 import pytest
 from rich.console import Console
@@ -82,6 +83,17 @@ def test_log_level_is_of_the_console(capsys, level, ours, theirs):
         logging.getLogger("transformers").info("what transformers says")
     printed = capsys.readouterr().err
     assert ("a warning of ours" in printed, "what transformers says" in printed) == (ours, theirs)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_warnings_go_where_they_went_before(captured):
+    with warnings.catch_warnings():
+        logging.captureWarnings(captured)
+        before = warnings.showwarning
+        with run_log():
+            assert warnings.showwarning is logging._showwarning
+        assert warnings.showwarning is before
+        logging.captureWarnings(False)
 
 
 def test_a_run_goes_on_where_nobody_reads_what_it_prints(monkeypatch, caplog):

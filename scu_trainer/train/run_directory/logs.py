@@ -8,6 +8,7 @@ import logging
 import logging.handlers
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,7 +114,9 @@ def run_log() -> Iterator[RunLog]:
     log.console = console
     loggers = [ours, *map(logging.getLogger, LIBRARIES)]
     before = [(logger, list(logger.handlers), logger.propagate, logger.level) for logger in loggers]
+    shown_by = warnings.showwarning
     logging.captureWarnings(True)
+    were_captured = warnings.showwarning is shown_by
     of_strangers, logging.lastResort = logging.lastResort, _redacting_last_resort()
     for logger in loggers:
         logger.handlers = [log._buffer]
@@ -124,7 +127,7 @@ def run_log() -> Iterator[RunLog]:
         with _no_progress_bars():
             yield log
     finally:
-        logging.captureWarnings(False)
+        logging.captureWarnings(were_captured)
         logging.lastResort = of_strangers
         for logger, handlers, propagate, level in before:
             logger.handlers, logger.propagate = handlers, propagate
