@@ -23,6 +23,8 @@ from transformers import (
     OPTForCausalLM,
     Trainer,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
@@ -442,6 +444,12 @@ def test_a_way_that_is_wrong_is_seen_and_not_taken(tmp_path, monkeypatch, caplog
     assert "padding_free is not used: " in caplog.text
     _, expected = compared(tiny.llama(), tmp_path / "never", PADDED, UnevenRows(), **WINDOW)
     assert all(same(*pair) for pair in zip(found.weights, expected.weights, strict=True))
+
+
+def test_attention_that_was_put_back_since_the_last_training_is_no_hindrance(tmp_path, monkeypatch):
+    for turn in range(2):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward)
+        compared(tiny.llama(), tmp_path / str(turn), MemorySettings(padding_free=True), UnevenRows(), **WINDOW)
 
 
 class Leaky(torch.nn.Module):

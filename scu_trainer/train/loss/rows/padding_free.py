@@ -182,9 +182,11 @@ def _of_sdpa(rows: EndToEnd) -> dict[str, Any]:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def _take_the_place_of_sdpa() -> None:
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(_attention, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    """Each time, since somebody else may put another function there for a while, and then stock's again."""
+    found = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if getattr(found, "func", None) is not _attention:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(_attention, found)
 
 
 def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **others):
