@@ -12,7 +12,7 @@ from transformers import BertForMultipleChoice
 from scu_trainer.errors import ControlError
 from scu_trainer.train.loss.rows.model_loss import computes_causal_loss
 from scu_trainer.train.loss.rows.row_readings import RowLossReading, find_reading
-from tests.tiny import Examples, Rows, bert, conv_net, images
+from tests.tiny import Examples, Rows, bert, conv_net, images, llama
 from tests.train.curricula import curriculum_run
 
 ROWS, TIME, WORDS = 4, 6, 9
@@ -130,6 +130,14 @@ def test_a_model_of_multiple_choice_is_no_language_model(tmp_path):
     model = bert(BertForMultipleChoice)
     trainer = curriculum_run(tmp_path, "acmds", model=model, data=questions, data_collator=None)
     assert not computes_causal_loss(model) and trainer.difficulty.observations.all()
+
+
+def test_a_forward_that_was_put_into_a_known_class_is_seen(monkeypatch):
+    """As Liger does, in a process that has trained this class before."""
+    model = llama()
+    assert computes_causal_loss(model)
+    monkeypatch.setattr(type(model), "forward", lambda self, input_ids, labels: {"loss": labels.float().mean()})
+    assert not computes_causal_loss(model)
 
 
 @pytest.mark.parametrize("name", ["noise_guard", "acmds", "infobatch"])

@@ -77,9 +77,9 @@ def computes_causal_loss(model: torch.nn.Module) -> bool:
     return is_causal and not is_compiled(inner) and not inner.config.is_encoder_decoder
 
 
-@functools.cache
 def _calls_loss_function(kind: type[torch.nn.Module]) -> bool:
-    """Whether a forward of this class, or of one that it is made from, takes its loss from ``self.loss_function``."""
+    """Whether a forward of this class, or of one that it is made from, takes its loss from ``self.loss_function``. Read
+    each time: others put a forward of their own into a class, as Liger does, maybe between two trainings."""
     own = [inspect.unwrap(vars(one)["forward"]) for one in kind.__mro__ if "forward" in vars(one)]
     return any("loss_function" in forward.__code__.co_names for forward in own if hasattr(forward, "__code__"))
 
