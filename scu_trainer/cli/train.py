@@ -14,6 +14,7 @@ from scu_trainer.cli.names.meaning import FALSE, TRUE
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.imports import without_collector
+from scu_trainer.models.asking import switches_kept
 from scu_trainer.shipped import recipe
 from scu_trainer.train.step.distributed.launched import end_with_launcher
 
@@ -40,7 +41,7 @@ def _main(argv: list[str]) -> int:
     from scu_trainer.train.run_directory.logs import run_log
 
     configuration.check_early(modes.config, flags)
-    with run_log() as log:
+    with run_log() as log, switches_kept():
         if modes.check_requirements:
             return check_recipe(modes.config, flags)
         with without_collector(freeze=True):  # the first look at the settings imports torch and transformers

@@ -47,6 +47,24 @@ def exact_products(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def switches_kept() -> Iterator[None]:
+    """Afterwards torch's switches for a whole process are as before: TF32, determinism, how cuDNN chooses kernels."""
+    import torch
+    from transformers.utils import import_utils
+
+    cudnn = torch.backends.cudnn
+    precision, mode = torch.backends.fp32_precision, torch.get_deterministic_debug_mode()
+    deterministic, benchmark = cudnn.deterministic, cudnn.benchmark
+    try:
+        yield
+    finally:
+        torch.backends.fp32_precision = precision
+        import_utils.enable_tf32.cache_clear()  # cached: the next time it would do nothing
+        torch.set_deterministic_debug_mode(mode)
+        cudnn.deterministic, cudnn.benchmark = deterministic, benchmark
+
+
+@contextlib.contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """All of ``model`` in one mode; afterwards each module is in its own again."""
     was_training = {module: module.training for module in model.modules()}

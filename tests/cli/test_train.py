@@ -15,11 +15,13 @@ import pytest
 import torch
 import yaml
 from transformers import TrainingArguments
+from transformers.utils.import_utils import enable_tf32
 
 from scu_trainer.cli import configuration, configuration_file, train
 from scu_trainer.cli import main as cli
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.hardware import precision
+from scu_trainer.models.asking import switches_kept
 from scu_trainer.report.files import read_run
 from scu_trainer.report.words import key_figures
 from scu_trainer.run_files import read_rows
@@ -295,6 +297,22 @@ def test_a_run_writes_what_the_contract_promises(capsys, flags, tmp_path):
     assert "TENSORBOARD_LOGGING_DIR" not in os.environ  # the next training of this process is another one
     printed = capsys.readouterr().out
     assert "held-out bits per token" in printed and "next: scu-trainer eval" in printed
+
+
+def test_determinism_is_of_one_run(flags):
+    """Later in the same process it would make other trainings slow, or end them for an operation that lacks it."""
+    assert train.main([*with_value(flags, "max_steps", 1), "--full_determinism", "true"]) == 0
+    assert torch.get_deterministic_debug_mode() == 0 and not torch.backends.cudnn.deterministic
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_tf32_is_of_one_run():
+    before = torch.backends.fp32_precision
+    for _ in range(2):
+        with switches_kept():
+            enable_tf32(True)
+            assert torch.backends.fp32_precision == "tf32"
+        assert torch.backends.fp32_precision == before
 
 
 def test_what_to_type_next_can_be_pasted_where_a_name_has_spaces_and_brackets(capsys, flags, tmp_path):

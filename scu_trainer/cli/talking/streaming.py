@@ -43,5 +43,5 @@ def _loaded(name: str) -> Talker:
 
 @functools.lru_cache(maxsize=2)
 def _kept(name: str, changed_ns: Optional[int]) -> Talker:
-    """Loaded anew where its run has changed: one that goes on, or starts again in its folder, is another model."""
+    """Loaded again where its run has changed: one that goes on, or starts over in its folder, is another model."""
     return talker(replace(subject_of(name), name=name.rstrip("/").rpartition("/")[2]))
