@@ -24,6 +24,7 @@ from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior
 from scu_trainer.train.session.optimizers import own_optimizer
+from scu_trainer.train.session.session import _weights_beside
 from tests import tiny
 
 TARGETS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -256,6 +257,18 @@ def test_the_logits_of_a_saved_adapter_are_those_that_were_trained(tmp_path):
         model.save_pretrained(tmp_path / name)
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / name)
         assert torch.allclose(_logits(loaded), _logits(model), atol=1e-4), name
+
+
+@pytest.mark.parametrize("name", ["pissa", "olora", "rslora"])
+def test_rounding_of_what_is_left_of_a_layer_is_no_other_base(name):
+    """It depends on the device and the number of threads. The embedding is as it was read."""
+    model = _ours(name)[0]
+    parts = SimpleNamespace(model=model, teacher=None)
+    before = _weights_beside(parts)["base"]
+    model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.data *= 1 + 1e-6
+    assert (_weights_beside(parts)["base"] == before) == (name != "rslora")
+    model.get_input_embeddings().weight.data *= 1.01
+    assert None is not _weights_beside(parts)["base"] != before
 
 
 def test_new_tokens_are_trained_and_nothing_else_of_the_embedding(flags, base, tmp_path):

@@ -23,6 +23,7 @@ from transformers.trainer_utils import has_length
 from scu_trainer.data.text.mixture_plan import rows_of_others
 from scu_trainer.errors import RUN_AGAIN, OutOfMemory, SettingsError, Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
+from scu_trainer.models.loading.adapters import active_config, takes_from_base
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.models.loading.safety import refuse_pickle
 from scu_trainer.run_files import RunStatus, give_usual_mode, read_json, require_writable, write_json
@@ -268,9 +269,16 @@ def _description(job: Job, parts: TrainingComponents, configuration: dict[str, A
 
 
 def _weights_beside(parts: TrainingComponents) -> dict[str, Optional[str]]:
-    """What tells the weights that no checkpoint holds from others: those of the base under an adapter, of a teacher."""
-    is_adapter = hasattr(parts.model, "peft_config")
-    base = [weight for weight in parts.model.parameters() if is_adapter and not weight.requires_grad]
+    """What tells the weights that no checkpoint holds from others: those of the base under an adapter, of a teacher.
+    What PiSSA and its like leave of a layer is rounded as the device and the number of threads have it, and left out.
+    """
+    adapter = active_config(parts.model)
+    odd = ".base_layer." if takes_from_base(adapter) else None
+    base = [
+        weight
+        for name, weight in parts.model.named_parameters()
+        if adapter is not None and not weight.requires_grad and (odd is None or odd not in name)
+    ]
     teacher = [] if parts.teacher is None else parts.teacher.parameters()
     return {"base": digest_of_weights(base), "teacher": digest_of_weights(teacher)}
 
