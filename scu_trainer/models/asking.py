@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from scu_trainer.imports import without_collector
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -49,8 +51,9 @@ def exact_products(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def switches_kept() -> Iterator[None]:
     """Afterwards torch's switches for a whole process are as before: TF32, determinism, how cuDNN chooses kernels."""
-    import torch
-    from transformers.utils import import_utils
+    with without_collector():
+        import torch
+        from transformers.utils import import_utils
 
     cudnn = torch.backends.cudnn
     precision, mode = torch.backends.fp32_precision, torch.get_deterministic_debug_mode()
