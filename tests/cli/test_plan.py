@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
+import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, MixtralConfig, T5Config
 
 from scu_trainer.cli import train
@@ -105,6 +107,14 @@ def test_what_train_refuses_is_not_proposed(small, capsys, words, names):
     report = planned(capsys, *words_of(small, *words, "--limit", "0.6" if "--gpu" in words else "0.1"))
     assert report["recommended"] is None and len(report["choices"]) > 1, "all of them were looked at"
     assert not any(names & set(choice["settings"]) for choice in report["choices"])
+
+
+def test_to_ask_about_deepspeed_makes_no_rank_of_a_process(small):
+    """With tuning_path: auto it may train without DeepSpeed next."""
+    pytest.importorskip("deepspeed")
+    before = dict(os.environ)
+    assert plan.is_accepted(None, words_of(small, "--use_cpu", "true"), {"deepspeed": "ds_configs/zero2_offload.json"})
+    assert os.environ == before and not torch.distributed.is_initialized()
 
 
 def test_without_memory_control_the_chunk_becomes_a_setting(small, capsys):

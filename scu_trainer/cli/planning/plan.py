@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.fields import parse_with_fields
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import environment_kept, guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import DataError, ModelError, SettingsError, UserError
 from scu_trainer.imports import without_collector
@@ -226,14 +226,22 @@ def is_accepted(
     config: Optional[str], flags: Sequence[str], settings: Mapping[str, Any], planned_for: Optional[DeviceFacts] = None
 ) -> bool:
     """Whether ``train`` takes the job with ``settings`` in the place of what was typed. ``planned_for``: as for
-    ``read_job``."""
+    ``read_job``. Settings of DeepSpeed make this process a rank: here for as long as they are looked at."""
+    import torch.distributed as dist
+
     from scu_trainer.cli.configuration import read_job
     from scu_trainer.cli.names.translation import as_flags, without
+    from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
+    was_there = dist.is_available() and dist.is_initialized()
     try:
-        read_job(config, [*without(flags, settings), *as_flags(settings)], planned_for).check_anywhere()
+        with environment_kept():
+            read_job(config, [*without(flags, settings), *as_flags(settings)], planned_for).check_anywhere()
     except SettingsError:
         return False
+    finally:
+        if not was_there:
+            leave_process_group(succeeded=False)
     return True
 
 
