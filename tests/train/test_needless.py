@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -149,16 +150,20 @@ def test_no_step_looks_for_a_package(tmp_path, monkeypatch):
     assert [vars(module)[name] for module, name in ASKED] == asked
 
 
-def adapted(**lora) -> nn.Module:
+def adapted(names: Sequence[str] = ("default",), **lora) -> nn.Module:
     """Adapters in float32 beside a base in half precision."""
-    model = get_peft_model(tiny.llama().bfloat16(), LoraConfig(r=4, target_modules="all-linear", **lora))
+    config = LoraConfig(r=4, target_modules="all-linear", **lora)
+    model = get_peft_model(tiny.llama().bfloat16(), config)
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    model.base_model.set_adapter(list(names))
     for name, weight in model.named_parameters():
         if weight.requires_grad:
             weight.data = weight.data.float() + 0.01 * ("lora_B" in name)
     return model
 
 
-@pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"lora_dropout": 0.1}])
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}, {"lora_dropout": 0.1}, {"names": ("default", "second")}])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_casts_no_input_that_autocast_would_cast_back(tmp_path, monkeypatch, lora, checkpointing):
     casts, stock = [], BaseTunerLayer._cast_input_dtype

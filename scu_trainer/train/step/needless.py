@@ -39,7 +39,8 @@ def asked_once() -> Iterator[None]:
 @contextlib.contextmanager
 def casts_left_out() -> Iterator[None]:
     """Inside, inputs of LoRA layers that are in the type of autocast stay in it, as in peft's own layers of 4 bits. Not
-    in front of dropout, which would draw others, nor for DoRA and its like, which do more with them."""
+    in front of dropout, which would draw others, nor for DoRA and its like, which do more with them, nor where several
+    adapters act at once, whose gradients add up in float32."""
     linear = getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
     if linear is None or "_cast_input_dtype" in vars(linear):  # no adapters, or left out already
         yield
@@ -62,8 +63,8 @@ def _is_cast_anyway(x: torch.Tensor) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    dropouts = (layer.lora_dropout[name] for name in layer.active_adapters if name in layer.lora_dropout)
-    return not layer.lora_variant and all(type(dropout) is nn.Identity for dropout in dropouts)
+    dropouts = [layer.lora_dropout[name] for name in layer.active_adapters if name in layer.lora_dropout]
+    return not layer.lora_variant and len(dropouts) < 2 and all(type(dropout) is nn.Identity for dropout in dropouts)
 
 
 @contextlib.contextmanager
