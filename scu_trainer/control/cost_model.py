@@ -129,7 +129,7 @@ class CostModel:
     def most(self, tokens: int, quadratic: int) -> float:
         """Bytes above the base that are not exceeded, however large the micro-batch: as coefficients are not negative,
         nothing grows faster than both tokens and rows * length^2."""
-        bounds = (seen.bytes * max(1.0, tokens / seen.tokens, quadratic / seen.quadratic) for seen in self.observations)
+        bounds = (seen.bytes * max(1.0, tokens / seen.tokens, quadratic / seen.quadratic) for seen in self._usable)
         return min(bounds, default=math.inf)
 
     def largest_tokens(self, budget_bytes: float, length: int, margin: float = 0.08) -> Optional[int]:
