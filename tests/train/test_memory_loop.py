@@ -173,14 +173,16 @@ def test_on_another_card_a_resumed_run_begins_with_the_batch_again(tmp_path, car
     assert trainer.micro_batches.loop.statistics.windows == 8
 
 
-def worked_off(loop: MicroBatchSizer, *batches: tuple[int, ...]) -> int:
-    """A step on rows of these lengths, a byte per token: how many micro-batches it took."""
+def worked_off(loop: MicroBatchSizer, *batches: tuple[int, ...], share: float = 1.0) -> int:
+    """A step on rows of these lengths, a byte per token: how many micro-batches it took. ``share``: of the tokens that
+    the layers see."""
     rows = [[dict.fromkeys(("input_ids", "labels"), torch.full((n,), 3)) for n in lengths] for lengths in batches]
     window, done = AccumulationWindow([read_layout(pad(batch)) for batch in rows], Reduction("num_items")), []
     window.is_padding_free = True
     for part in [part for whole in loop.begin(window, loop.step + 1) for part in loop.fit(whole)]:
         loop.before(part)
-        loop.gauge.chunk_bytes = part.tokens
+        loop.gauge.chunk_bytes = round(share * part.tokens)
+        loop.saw(part, loop.gauge.chunk_bytes)
         loop.after(part)
         done.append((part, torch.zeros(())))
     loop.end(done, list)
@@ -194,6 +196,20 @@ def test_rows_that_are_longer_than_all_before_are_measured_and_not_said_to_be_to
     assert loop.state.cost.fitted
     assert worked_off(loop, (64, 2, 2)) == 1 and not changes, "nine tenths of the memory are free"
     assert loop.state.cost.observations[-1].tokens == 68
+
+
+def test_rows_that_share_a_prefix_are_not_measured_in_every_step():
+    """What was learned is of fewer tokens than a micro-batch of the same rows has before it runs."""
+    loop = MicroBatchSizer(MemorySettings(), Device(0), CPU)
+    asked, reset = [], loop.gauge.reset
+    loop.gauge.reset = lambda exact=False: (asked.append(exact), reset(exact))
+    for lengths in ((8, 16, 8), (32, 32, 16), (16, 16, 24)):
+        worked_off(loop, lengths, share=0.25)
+    assert loop.state.cost.fitted and any(asked)
+    asked.clear()
+    for _ in range(4):
+        worked_off(loop, (32, 32, 16), share=0.25)
+    assert not any(asked)
 
 
 def test_on_a_card_micro_batches_are_measured_until_it_is_known_what_they_take(card):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -129,6 +130,7 @@ class MicroBatchSizer:
         self.state, self.statistics = control.SizerState(), MemoryStatistics()
         self._predicted_least = math.inf
         self._learning_until = LEARNING_WINDOWS
+        self._measured_up_to = (0, 0)
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
         self._logged_peak_bytes = 0
         self._ran: dict[str, int] = {}
@@ -357,10 +359,10 @@ class MicroBatchSizer:
 
     def _tells_more(self, micro_batch: MicroBatch) -> bool:
         """After the first windows: whether it is much larger than all that ran, or sizes cannot grow for not knowing
-        what they take."""
-        cost = self.state.cost
+        what they take. Only once: where rows share a prefix, what is learned is of the fewer tokens that layers saw."""
+        cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
         if cost.fitted:
-            return cost.is_news(micro_batch.tokens, micro_batch.quadratic)
+            return cost.is_news(*shape) and any(map(operator.gt, shape, self._measured_up_to))
         return self.grows and self._planned > 1 and self._window.is_uneven
 
     def after(self, micro_batch: MicroBatch) -> None:
@@ -370,6 +372,8 @@ class MicroBatchSizer:
         if is_first:  # it also makes the gradients
             self._growth_bytes = min(self.gradient_bytes, max(0, reading.own_bytes - self._before.own_bytes))
         if not is_first or self._planned == 1:
+            shape = micro_batch.tokens, micro_batch.quadratic
+            self._measured_up_to = tuple(map(max, shape, self._measured_up_to))
             cost = reading.own_peak_bytes - self._before.own_bytes - (self._growth_bytes if is_first else 0)
             self.state = control.with_observation(
                 self.state, self._processed(micro_batch), micro_batch.quadratic, max(0, cost)
