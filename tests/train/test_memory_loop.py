@@ -154,6 +154,14 @@ def test_on_a_card_micro_batches_grow_beyond_the_batch_while_they_fit(tmp_path, 
     assert all(error_of(*pair) <= 1e-6 for pair in zip(found.gradients, expected.gradients, strict=True))
 
 
+def test_on_a_card_nothing_grows_where_nothing_is_measured(tmp_path, card):
+    """Nor does the first step go by the longest row."""
+    settings = MemorySettings(memory_control=False, token_cap="auto")
+    how = {"gradient_accumulation_steps": 8, "max_steps": 3}
+    _, _, sizes = train_on(Device(0.5), tmp_path, UnevenRows(256), settings, **how)
+    assert all(16 < size <= 64 for size in sizes)
+
+
 def test_on_a_card_a_resumed_run_grows_on(tmp_path, card):
     how = {"gradient_accumulation_steps": 8, "max_steps": 4}
     whole, _, sizes = train_on(Device(0.5), tmp_path / "whole", UnevenRows(256), **how)
