@@ -125,8 +125,9 @@ def test_without_cuda(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     assert gpu.main() == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-    with pytest.raises(SystemExit, match="2"):
-        gpu.options(["--device", "cpu"])
+    for more in ([], ["--one_process"]):
+        with pytest.raises(SystemExit, match="2"):
+            gpu.options(["--device", "cpu", *more])
 
 
 # -- points ------------------------------------------------------------------------------------------------------------
