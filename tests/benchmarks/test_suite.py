@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.headline import memory_estimate, regressions, variable_length
+from benchmarks.headline import memory_estimate, regressions, splitting, variable_length
 from benchmarks.lib import text_job
 from benchmarks.lib.memory_estimate.cases import CASES
 from benchmarks.lib.memory_estimate.run import Watch
@@ -249,3 +249,8 @@ def test_the_steps_of_a_training_that_was_predicted_are_watched():
 @pytest.mark.parametrize("device", memory_estimate.LIMITED)
 def test_trainings_under_a_limit_are_among_those_that_are_predicted(device):
     assert set(memory_estimate.LIMITED[device]) <= {case.name for case in CASES[device]}
+
+
+def test_what_a_card_would_cut_is_counted_without_one():
+    found = splitting.padding(DISTRIBUTIONS["alpaca"], longest_row=64, windows=2)
+    assert 1 <= found["cpu"] <= found["cuda"] <= found["stock"]

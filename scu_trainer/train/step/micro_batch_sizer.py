@@ -113,7 +113,7 @@ class MicroBatchSizer:
         self.has_length = True
         self._ceiling = 1
         self.busy_tokens = busy_tokens(device.type)
-        self.grows, self._device_name = has_own_memory(device.type), device_name(device)
+        self.grows, self._device = has_own_memory(device.type), device
         self._retried: set[MicroBatch] = set()
         self._saw: dict[tuple[Row, ...], int] = {}
         self._before: Optional[MemoryReading] = None
@@ -203,8 +203,10 @@ class MicroBatchSizer:
         """Of the batch that was asked for: none in the first step, where rows of the longest show what they take, then
         all of it, and twice as much each step: memory has been seen under the half by then. From the beginning again
         after an out-of-memory, and on another device."""
+        if not self.grows or self.gauge is None:
+            return 1
         learned = self.statistics.windows + LEARNING_WINDOWS - self._learning_until
-        return 2 ** min(learned, MOST_DOUBLINGS) // 2 if self.grows else 1
+        return 2 ** min(learned, MOST_DOUBLINGS) // 2
 
     @property
     def _was_uneven(self) -> bool:
@@ -510,12 +512,13 @@ class MicroBatchSizer:
             "state": self.state.to_dict(),
             "books": asdict(self.statistics),
             "learning_until": self._learning_until,
-            "device": self._device_name,
+            "device": device_name(self._device),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.statistics = MemoryStatistics(**saved["books"])
-        if saved.get("device", self._device_name) == self._device_name:
+        here = device_name(self._device)
+        if saved.get("device", here) == here:
             self.state = control.SizerState.from_dict(saved["state"])
             self._learning_until = saved["learning_until"]
         else:  # what fitted there, and what it cost, says nothing of here

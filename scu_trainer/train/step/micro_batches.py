@@ -104,7 +104,7 @@ class MicroBatchStep:
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         self._wants_few_sizes = wants_few_sizes(self.trainer)
         self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, self._wants_few_sizes)
-        self.loop.grows = self.loop.gauge is not None and grows(self.trainer.args.device, model.parameters())
+        self.loop.grows = grows(self.trainer.args.device, model.parameters())
         self.prefetched(())
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
