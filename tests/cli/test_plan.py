@@ -117,6 +117,10 @@ def test_to_ask_about_deepspeed_makes_no_rank_of_a_process(small):
     assert os.environ == before and not torch.distributed.is_initialized()
 
 
+def test_a_job_for_several_processes_is_planned_in_one(small, capsys):
+    assert planned(capsys, *words_of(small, "--gpu", "H100", "--fsdp", "full_shard"))["fits"]
+
+
 def test_without_memory_control_the_chunk_becomes_a_setting(small, capsys):
     words = words_of(small, "--gpu", "3050", "--memory_control", "false", "--per_device_train_batch_size", 256)
     report = planned(capsys, *words, "--limit", "0.8")

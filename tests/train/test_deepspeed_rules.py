@@ -486,3 +486,17 @@ def test_an_optimizer_state_that_this_launch_can_read_is_taken(tmp_path):
     zero_2 = tmp_path / "(1, 2)"
     check_checkpoint(zero_2, launched(None, 2), weights_only=True)
     check_checkpoint(zero_2, launched(2, 4, checkpoint={"load_universal": True}), weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "accepted"), [([], True), (["--scu_law", "original", "--scu_target_s", "0.3"], False)]
+)
+def test_asking_whether_deepspeed_would_be_accepted_leaves_the_process_without_it(words, accepted):
+    """``plan`` and ``tuning_path: auto`` ask, and what they read next, and train, is a job of one process."""
+    from scu_trainer.cli.configuration import read_job
+    from scu_trainer.cli.planning.plan import is_accepted
+
+    words = ["--use_cpu", "true", "--tuning", "full", *words]
+    assert is_accepted(None, words, {"deepspeed": "ds_configs/zero2_offload.json"}) is accepted
+    assert "RANK" not in os.environ and not torch.distributed.is_initialized()
+    assert read_job(None, words).training.distributed_state.distributed_type == "NO"

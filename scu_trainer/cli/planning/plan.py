@@ -226,22 +226,16 @@ def is_accepted(
     config: Optional[str], flags: Sequence[str], settings: Mapping[str, Any], planned_for: Optional[DeviceFacts] = None
 ) -> bool:
     """Whether ``train`` takes the job with ``settings`` in the place of what was typed. ``planned_for``: as for
-    ``read_job``. Settings of DeepSpeed make this process a rank: here for as long as they are looked at."""
-    import torch.distributed as dist
-
+    ``read_job``."""
     from scu_trainer.cli.configuration import read_job
     from scu_trainer.cli.names.translation import as_flags, without
-    from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
+    from scu_trainer.train.step.distributed.deepspeed_start import process_group_kept
 
-    was_there = dist.is_available() and dist.is_initialized()
     try:
-        with environment_kept():
+        with environment_kept(), process_group_kept():  # DeepSpeed is only asked about
             read_job(config, [*without(flags, settings), *as_flags(settings)], planned_for).check_anywhere()
-    except SettingsError:
+    except UserError:
         return False
-    finally:
-        if not was_there:
-            leave_process_group(succeeded=False)
     return True
 
 

@@ -62,6 +62,11 @@ def check_launcher(training: TrainingArguments) -> None:
         f"the launcher started {launched} processes, but training would use {training.world_size}: each would "
         "train alone; add use_cpu: true (CPU), or start with torchrun --nproc_per_node",
     )
+    require(
+        not training.fsdp or training.world_size > 1,
+        "fsdp splits a model over processes, and there is only one; start with torchrun or accelerate launch, or "
+        "drop fsdp",
+    )
     instead = "distributed_type: MULTI_GPU, FSDP or DEEPSPEED"
     require(
         not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"),
@@ -102,11 +107,6 @@ def check_words(training: TrainingArguments) -> None:
 
 def _check_pairs(training: TrainingArguments) -> None:
     """Fields that need each other, and of which the stock Trainer complains only once the run has begun."""
-    require(
-        not training.fsdp or training.world_size > 1,
-        "fsdp splits a model over processes, and there is only one; start with torchrun or accelerate launch, or "
-        "drop fsdp",
-    )
     require(
         training.dataloader_prefetch_factor is None or training.dataloader_num_workers > 0,
         "dataloader_prefetch_factor is for loader processes; add dataloader_num_workers: 1 or more, or drop it",

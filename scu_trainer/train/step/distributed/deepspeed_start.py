@@ -137,6 +137,19 @@ def share_process_group() -> None:
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
+@contextlib.contextmanager
+def process_group_kept() -> Iterator[None]:
+    """Afterwards this process is in no group in which it was not before: settings with DeepSpeed begin one."""
+    import torch.distributed as dist
+
+    was_there = dist.is_available() and dist.is_initialized()
+    try:
+        yield
+    finally:
+        if not was_there:
+            leave_process_group(succeeded=False)
+
+
 def leave_process_group(succeeded: bool) -> None:
     """The last thing that a launched process does. After success the ranks wait for each other: the first holds the
     store that the others talk to while they close their connections. One that failed alone would wait forever."""
