@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from scu_trainer.hardware.optimizer_bytes import memory_of, uncounted
+from scu_trainer.hardware.optimizer_bytes import FLOAT32_BYTES, memory_of, uncounted
 from scu_trainer.hardware.optimizers import OPTIMIZERS, OptimizerNeeds
 from scu_trainer.train.job.optimizer_checks import taken_by
 from scu_trainer.train.step.recovery.optimizer_state import FROM_THE_FIRST_GRADIENT, ONE_BY_ONE
@@ -22,7 +22,6 @@ from write_tables import markdown, written  # noqa: E402 - a script beside this 
 
 HEADS = ("`optim`", "runs on", "package", "state", "out of memory in its step", "state made ahead", "`optim_args`")
 MUON_STEP = "scu_trainer.train.step.muon"
-FLOAT32_BYTES = 4
 
 
 def table() -> str:

@@ -84,6 +84,14 @@ def test_states_of_optimizers(optim, size_bytes):
     assert state_bytes(optim, TRAINED.size_bytes, TRAINED.weights) == size_bytes
 
 
+@pytest.mark.parametrize(
+    ("optim", "each"),
+    [("lion_32bit", 4), ("rmsprop_bnb", 4), ("ademamix", 12), ("adamw_anyprecision", 8), ("adamw_torch", 4)],
+)
+def test_states_in_32_bits_stay_so_for_weights_in_half_precision(optim, each):
+    assert state_bytes(optim, 2 * 100, 100) == each * 100
+
+
 def test_what_a_step_needs_for_a_moment():
     assert memory_of("adamw_torch_fused").step_copies == 0 < memory_of("adamw_torch").step_copies
 
