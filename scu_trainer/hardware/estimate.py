@@ -147,10 +147,12 @@ class Held:
 
     def step_blocks(self, trained: Trained, device: str) -> list[int]:
         """Sizes of what the optimizer's step takes for a moment. ``device``: its kind."""
-        blocks = step_blocks(self.optim, device, trained.largest_bytes, trained.largest_weights)
+        part_bytes = min(trained.size_bytes, max(trained.largest_bytes, part_bytes_on(device)))
+        own_bytes = trained.size_bytes // (self.processes if self.zero_stage else 1)
+        together_bytes = part_bytes if self.copies_parts else own_bytes
+        blocks = step_blocks(self.optim, device, trained.largest_bytes, trained.largest_weights, together_bytes)
         if self.copies_parts and self.optim not in ("", UPDATED_IN_PLACE):
             state_bytes = self.bytes_of(trained)["optimizer"]
-            part_bytes = min(trained.size_bytes, max(trained.largest_bytes, part_bytes_on(device)))
             blocks.append(part_bytes + part_bytes * state_bytes // max(1, trained.size_bytes))
         return blocks
 

@@ -19,12 +19,14 @@ UPDATED_IN_PLACE = "adamw_torch_fused"
 class OptimizerMemory:
     """``copies``: of the trained weights in their own type; ``bytes_per_weight``: beside them. ``apart_copies`` and
     ``apart_bytes_per_weight``: in their place, of the weights that it treats ``apart``. ``step_copies``: of the largest
-    trained weight, while its step is computed; ``cpu_step_copies``: on a CPU, in float32."""
+    trained weight, while its step is computed; ``cpu_step_copies``: on a CPU, in float32; ``foreach_copies``: in their
+    place on a card, of all weights that are updated together."""
 
     copies: float = 0.0
     bytes_per_weight: float = 0.0
     step_copies: float = 0.0
     cpu_step_copies: float = 0.0
+    foreach_copies: int = 0
     apart: Optional[Apart] = None
     apart_copies: float = 0.0
     apart_bytes_per_weight: float = 0.0
@@ -47,7 +49,7 @@ STATES: tuple[tuple[str, OptimizerMemory], ...] = (
     ("adamw_torch_8bit", OptimizerMemory(bytes_per_weight=2, cpu_step_copies=2)),
     ("muon", OptimizerMemory(copies=1, step_copies=3, apart="no matrices", apart_copies=2)),
     ("schedule_free_sgd", OptimizerMemory(copies=1)),
-    ("schedule_free", OptimizerMemory(copies=2, step_copies=1)),
+    ("schedule_free", OptimizerMemory(copies=2, step_copies=1, foreach_copies=1)),
     ("grokadamw", OptimizerMemory(copies=3, step_copies=2)),
     ("8bit", _bitsandbytes_8bit(2, cpu_step_copies=5)),
     ("4bit", OptimizerMemory(bytes_per_weight=1, cpu_step_copies=6)),
@@ -55,12 +57,12 @@ STATES: tuple[tuple[str, OptimizerMemory], ...] = (
     ("adafactor", OptimizerMemory(step_copies=3)),
     ("sgd", OptimizerMemory()),
     ("lion", OptimizerMemory(bytes_per_weight=4, cpu_step_copies=3)),
-    ("adagrad", OptimizerMemory(copies=1, step_copies=1)),
+    ("adagrad", OptimizerMemory(copies=1, step_copies=1, foreach_copies=2)),
     ("rmsprop_bnb", OptimizerMemory(bytes_per_weight=4, cpu_step_copies=3)),
-    ("rmsprop", OptimizerMemory(copies=1, step_copies=1)),
+    ("rmsprop", OptimizerMemory(copies=1, step_copies=1, foreach_copies=1)),
     ("ademamix", OptimizerMemory(bytes_per_weight=12, cpu_step_copies=4)),
     ("adamw_torch_fused", OptimizerMemory(copies=2)),
-    ("adamw", OptimizerMemory(copies=2, step_copies=2)),
+    ("adamw", OptimizerMemory(copies=2, step_copies=2, foreach_copies=1)),
 )
 """What a name of an optimizer contains -> what it needs. The first that fits counts; what is in none of the rows counts
 as nothing. Copies on a CPU: measured with bitsandbytes 0.50 and torchao 0.18, whose updates unpack the state."""
@@ -92,9 +94,12 @@ def state_bytes(optim: str, trained_bytes: int, trained_weights: int, apart_weig
     return int(each * (trained_weights - apart_weights) + each_apart * apart_weights)
 
 
-def step_blocks(optim: str, device: str, largest_bytes: int, largest_weights: int) -> list[int]:
-    """Sizes of what it makes for a moment while it updates the largest trained weight. ``device``: its kind."""
+def step_blocks(optim: str, device: str, largest_bytes: int, largest_weights: int, together_bytes: int) -> list[int]:
+    """Sizes of what it makes for a moment while it updates the largest trained weight, or on a card all weights that
+    are updated together. ``device``: its kind."""
     needs = memory_of(optim)
+    if device in ("cuda", "xpu") and needs.foreach_copies:
+        return [together_bytes] * needs.foreach_copies
     on_cpu = int(needs.cpu_step_copies) if device == "cpu" else 0
     return [largest_bytes] * int(needs.step_copies) + [FLOAT32_BYTES * largest_weights] * on_cpu
 

@@ -115,6 +115,15 @@ def test_on_a_cpu_packed_states_are_unpacked_for_the_largest_weight():
     assert found.step_blocks(TRAINED, "cpu") == [4 * 100] * 5 and found.step_blocks(TRAINED, "cuda") == []
 
 
+def test_on_a_card_torch_updates_all_weights_at_once_and_memory_control_some():
+    large = Trained(size_bytes=2**30, weights=2**28, largest_bytes=2**20)
+    found = Held("adamw_torch", False, False)
+    assert found.step_blocks(large, "cuda") == [2**30] and found.step_blocks(large, "mps") == [2**20] * 2
+    assert replace(found, copies_parts=True).step_blocks(large, "cuda") == [2**26, 3 * 2**26]
+    assert replace(found, zero_stage=2, processes=4).step_blocks(large, "cuda") == [2**28], "of its share"
+    assert replace(found, optim="adamw_torch_fused").step_blocks(large, "cuda") == []
+
+
 def test_memory_control_copies_what_an_optimizer_writes():
     guarded = replace(ADAMW, optim="adamw_torch", copies_parts=True)
     assert guarded.step_blocks(TRAINED, "cpu") == [400, 400, 3 * 1000], "8 MiB of weights together, so all of them"
