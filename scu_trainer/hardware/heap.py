@@ -17,6 +17,9 @@ LARGEST_FROM_HEAP_BYTES = 31 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX is 32
 
 TENSOR_ALIGNMENT_BYTES = 64  # of torch's CPU allocator
 
+GRAIN_BYTES = 16 * 2**10
+"""How finely it is noted where in the heap blocks have been: a few pages, of which a large heap has many."""
+
 
 def give_back_freed() -> None:
     """Freed heap goes back to the system. Nothing happens where the C library has no such function (macOS, musl)."""
@@ -71,23 +74,16 @@ def _is_mapped(block: ctypes.c_void_p) -> bool:
     return bool(ctypes.c_size_t.from_address(block.value - ctypes.sizeof(ctypes.c_size_t)).value & 2)
 
 
-class _HeapFigures(ctypes.Structure):
-    """mallinfo2 of malloc.h."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    )
-
-
 class UntouchedHeap:
     """Takes and frees the blocks that tensors would take, without ever writing to them: so they need addresses and no
     memory, and show how far this very C library lets the heap grow. It is more than what is alive at one time: freed
     blocks lie between others that are in use, and some versions (glibc before 2.38) cannot use an aligned one again.
 
-    ``peak_bytes``: the most that the heap had beyond what was in use when this began. mallinfo2 walks through all free
-    blocks of the process, so it is asked once; from then on the end of the heap (sbrk) and the blocks that are not in
-    it, which the library has mapped one by one, tell the same. At the end of the context what is left is freed.
+    ``peak_bytes``: the most that would have been in use if each block had been written to: every place of the heap
+    where a block has been, unless the heap has shrunk below it since (sbrk), and the blocks that the library has mapped
+    one by one beside it. How much the heap grew would not tell. A process keeps small things that lie above the blocks
+    of an earlier estimate, so that its heap stays large: with nothing in it, and the next blocks go there.
+    At the end of the context what is left is freed.
     """
 
     def __init__(self) -> None:
@@ -97,18 +93,16 @@ class UntouchedHeap:
         self._library.free.argtypes = [ctypes.c_void_p]
         self._end_of_heap = self._library.sbrk
         self._end_of_heap.restype, self._end_of_heap.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
-        figures = self._library.mallinfo2
-        figures.restype = _HeapFigures
-        begun = figures()
-        self._unused_bytes = begun.arena - begun.uordblks - self._end_of_heap(0)
+        self._end = self._end_of_heap(0)
+        self._grains: set[int] = set()
         self._blocks: dict[Hashable, tuple[ctypes.c_void_p, int]] = {}
         self._log: list[tuple[Hashable, Optional[int]]] = []
         self.peak_bytes = self.failed_bytes = self._mapped_bytes = 0
 
     @classmethod
     def is_known(cls) -> bool:
-        """Whether the C library can say how large its heap is (glibc from 2.33 on), to the main thread, whose it is."""
-        return _function("mallinfo2") is not None and threading.current_thread() is threading.main_thread()
+        """Whether this is glibc, whose marks on blocks are read, and the main thread, whose heap ends at sbrk."""
+        return _function("malloc_trim") is not None and threading.current_thread() is threading.main_thread()
 
     def take(self, key: Hashable, size_bytes: int) -> None:
         """A block for ``key``. What even the address space has no room for is counted in ``failed_bytes``."""
@@ -118,11 +112,16 @@ class UntouchedHeap:
         if self._library.posix_memalign(ctypes.byref(block), alignment, size):
             self.failed_bytes += size_bytes
             return
-        end = self._end_of_heap(0)
+        before, self._end = self._end, self._end_of_heap(0)
+        if self._end < before:
+            self._grains = {grain for grain in self._grains if grain * GRAIN_BYTES < self._end}
         mapped_bytes = _in_pages(size_bytes) if _is_mapped(block) else 0
+        if not mapped_bytes:
+            behind = math.ceil((block.value + size_bytes) / GRAIN_BYTES)
+            self._grains.update(range(block.value // GRAIN_BYTES, behind))
         self._blocks[key] = block, mapped_bytes
         self._mapped_bytes += mapped_bytes
-        self.peak_bytes = max(self.peak_bytes, end + self._unused_bytes + self._mapped_bytes)
+        self.peak_bytes = max(self.peak_bytes, len(self._grains) * GRAIN_BYTES + self._mapped_bytes)
 
     def give(self, key: Hashable) -> None:
         self._log.append((key, None))

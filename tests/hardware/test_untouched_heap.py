@@ -6,21 +6,15 @@ import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
-from scu_trainer.hardware.heap import UntouchedHeap, _HeapFigures
+from scu_trainer.hardware.heap import UntouchedHeap
 from scu_trainer.hardware.probe import resident_bytes
 
 
-def library_figures():
-    ask = ctypes.CDLL(None).mallinfo2
-    ask.restype = _HeapFigures
-    return ask()
-
-
-def bytes_in_use():
-    figures = library_figures()
-    return figures.uordblks + figures.hblkhd
+def bytes_of_addresses():
+    return psutil.Process().memory_info().vms
 
 
 pytestmark = pytest.mark.skipif(not UntouchedHeap.is_known(), reason="this C library does not tell its heap's size")
@@ -71,27 +65,48 @@ def test_it_takes_no_memory():
 
 
 def test_what_is_left_is_freed_at_the_end_also_after_an_error():
-    before_bytes = bytes_in_use()
+    before_bytes = bytes_of_addresses()
     for number in range(2):
         with pytest.raises(ZeroDivisionError), UntouchedHeap() as heap:
             heap.take(number, 512 * MEBIBYTE)
-            assert bytes_in_use() - before_bytes >= 512 * MEBIBYTE
+            assert bytes_of_addresses() - before_bytes >= 512 * MEBIBYTE
             raise ZeroDivisionError
     assert not heap._blocks
-    assert bytes_in_use() - before_bytes < 64 * MEBIBYTE
+    assert bytes_of_addresses() - before_bytes < 64 * MEBIBYTE
 
 
 @pytest.mark.parametrize("size_bytes", [1_000, 70_000, 3 * MEBIBYTE, 40 * MEBIBYTE])
-def test_it_grows_as_the_library_says(size_bytes):
+def test_it_says_what_blocks_take_that_are_written(size_bytes):
     with UntouchedHeap() as heap:
-        begun = library_figures()
-        for number in range(40):
+        before, most = resident_bytes(Path("/proc/self")), 0
+        for number in range(max(10, min(5_000, 128 * MEBIBYTE // size_bytes))):
             heap.take(number, size_bytes)
+            ctypes.memset(heap._blocks[number][0], 1, size_bytes)
+            most = max(most, resident_bytes(Path("/proc/self")) - before)
             if number % 3 == 0:
                 heap.give(number)
-        now = library_figures()
-        grown_bytes = now.arena + now.hblkhd - begun.uordblks - begun.hblkhd
-        assert heap.peak_bytes == pytest.approx(grown_bytes, rel=0.01, abs=2 * size_bytes)
+        assert heap.peak_bytes == pytest.approx(most, rel=0.02, abs=2 * MEBIBYTE)
+
+
+def test_the_size_that_an_earlier_heap_has_left_is_not_counted():
+    above = UntouchedHeap()
+    with UntouchedHeap() as heap:
+        for number in range(64):
+            heap.take(number, MEBIBYTE)
+        above.take("kept by the process", 20 * MEBIBYTE)
+    with above, UntouchedHeap() as heap:
+        heap.take("next", MEBIBYTE)
+        assert MEBIBYTE <= heap.peak_bytes < 2 * MEBIBYTE
+
+
+def test_what_the_heap_has_given_back_is_not_counted_beside_what_came_later():
+    with UntouchedHeap() as heap:
+        for number in range(8):
+            heap.take(number, 20 * MEBIBYTE)
+        for number in range(8):
+            heap.give(number)
+        heap.take("mapped by itself", 100 * MEBIBYTE)
+        assert 160 * MEBIBYTE <= heap.peak_bytes < 170 * MEBIBYTE
 
 
 def test_a_thread_cannot_follow_the_heap_of_the_main_one():

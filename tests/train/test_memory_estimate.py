@@ -517,6 +517,19 @@ def test_the_heap_has_room_for_the_optimizers_step():
     assert found >= 3 * block > without
 
 
+def test_what_is_estimated_before_changes_no_estimate(model_dir):
+    """On a CPU the heap of this process is looked at, which must be again as it was: 8 rows take hundreds of MiB."""
+    words = ["--mixed_precision", "no", "--memory_control", "false", "--block_size", 512]
+    job = small_job(model_dir, *words, "--per_device_train_batch_size", 8)
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "max_position_embeddings": 512}
+    source = plan.FromConfiguration(job, LlamaConfig(**LLAMA | sizes, num_hidden_layers=4), "cpu")
+    choice = plan.choice_of(job)
+    whole = source.step(choice)
+    steps = whole.with_rows(1), whole, whole.with_rows(1)
+    first, _, again = (source.estimate(choice, step).peak_bytes for step in steps)
+    assert again == pytest.approx(first, rel=0.03)
+
+
 class Fails(nn.Module):
     """Makes tensors whose shape depends on content, or raises ``error``."""
 
