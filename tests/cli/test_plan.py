@@ -105,7 +105,7 @@ def test_what_is_recommended_is_accepted_and_fits(small, capsys, limit, tuning):
 )
 def test_what_train_refuses_is_not_proposed(small, capsys, words, names):
     asked = planned(capsys, *words_of(small, *words, "--limit", "16"))["choices"][0]["peak_bytes"]
-    limit = "0.6" if "--gpu" in words else f"{asked / 2**30:.4f}"  # the choices take as much, and none has its margin
+    limit = "0.6" if "--gpu" in words else f"{0.8 * asked / 2**30:.4f}"  # more than one row takes, but for the margin
     report = planned(capsys, *words_of(small, *words, "--limit", limit))
     assert report["recommended"] is None and len(report["choices"]) > 1, "all of them were looked at"
     assert not any(names & set(choice["settings"]) for choice in report["choices"])
