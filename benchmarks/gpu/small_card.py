@@ -32,7 +32,7 @@ from transformers import TrainerCallback
 from benchmarks.gpu.gpu_window import Window
 from benchmarks.gpu.gpu_work import LENGTHS, Point, job_of
 from benchmarks.lib.common import quiet, scratch_arguments, shown
-from benchmarks.lib.memory_work import counted, in_fresh_process
+from benchmarks.lib.memory_work import counted, in_fresh_process, limit_memory
 from benchmarks.lib.outcome import Figure, Grid, finish
 from benchmarks.lib.text_job import LOOPS, OurTrainer, StockTrainer, padded
 from scu_trainer.errors import OutOfMemory
@@ -64,7 +64,7 @@ def trained(contender: str, point: Point, limit_gib: float) -> dict[str, Any]:
     job = replace(job_of(point, None, Window(point.device, point.steps)), steps=point.steps)
     looks, on_card = Looks(point.device), point.device == "cuda"
     if on_card:
-        torch.cuda.set_per_process_memory_fraction(limit_gib * GIB / torch.cuda.get_device_properties(0).total_memory)
+        limit_memory(point.device, int(limit_gib * GIB))
     kind, loops = StockTrainer, {}
     if contender == "ours":
         kind, loops = OurTrainer, {**LOOPS, "memory": MemorySettings(memory_limit_gb=limit_gib)}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.hardware.presets import presets
+
+if TYPE_CHECKING:
+    import torch
 
 OTHER_CARDS: dict[str, dict[str, float]] = {
     r"H[12]00 NVL": {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60.0},
@@ -23,6 +26,13 @@ NVIDIA's data sheets of these cards (NVL and PCIe boards of H100 and H200, GH200
 sparsity, for which the sheets of Hopper and Ada state twice the figure; fp32 is that of the
 ordinary cores.
 """
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls a card; the kind of any other device."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def known_tflops(device_name: str, precision: str) -> Optional[float]:

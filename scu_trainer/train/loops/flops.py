@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer
 
-from scu_trainer.hardware.peaks import known_tflops
+from scu_trainer.hardware.peaks import device_name, known_tflops
 from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.models.asking import float32_settings
 from scu_trainer.models.loading.offloaded import input_device
@@ -150,7 +150,7 @@ def find_peak(trainer: Trainer, stated_tflops: Optional[float]) -> tuple[Optiona
     device, precision = input_device(trainer.model), precision_of(trainer)
     if device.type == "cpu":
         return Peak(measured_tflops(precision), f"measured matmul peak, {precision}"), None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device_name(device)
     tflops = known_tflops(name, precision)
     if tflops is None:
         return None, f"no peak is known for {name} in {precision}; give peak_tflops"

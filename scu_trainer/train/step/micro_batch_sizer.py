@@ -19,6 +19,7 @@ import torch
 from scu_trainer.control import microbatch as control
 from scu_trainer.control import splitting
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.hardware.peaks import device_name
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.rows import Row
@@ -527,10 +528,6 @@ class MicroBatchSizer:
     def forget_window(self) -> None:
         """Give back the last window's batches."""
         self._window = None
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def law_of(settings: MemorySettings) -> control.SizerConfig:
