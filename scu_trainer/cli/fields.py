@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -62,7 +63,9 @@ def our_parser(*more: type) -> HfArgumentParser:
 
     class Parser(HfArgumentParser):
         def error(self, message: str):
-            raise SettingsError(plain_words(message))
+            file = re.search(r"unrecognized arguments: .*?([^\s:]+\.(?:ya?ml|json))\b", message)  # other tools take one
+            where = f"; a file of settings is given by --config {shlex.quote(file[1])}" if file else ""
+            raise SettingsError(plain_words(message) + where)
 
     otherwise = {"regularization": regularization_flags(), "memory": memory_flags()}
     kinds = [_grouped(otherwise.get(title, kind), title) for title, kind in SETTINGS.items()]

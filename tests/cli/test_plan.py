@@ -120,6 +120,16 @@ def test_to_ask_about_deepspeed_makes_no_rank_of_a_process(small):
     assert os.environ == before and not torch.distributed.is_initialized()
 
 
+def test_a_job_with_zero3_is_planned_as_one_that_keeps_all_weights(small, capsys):
+    """Models without content cannot be divided among processes."""
+    pytest.importorskip("deepspeed")
+    words = words_of(small, "--use_cpu", "true", "--tuning", "full", "--scu", "false", "--limit", "16")
+    zero2, zero3 = (planned(capsys, *words, "--deepspeed", f"ds_configs/{name}.json") for name in ("zero2", "zero3"))
+    parts = [report["predicted"]["parts"] for report in (zero2, zero3)]
+    assert parts[0]["weights"] == parts[1]["weights"] > 0
+    assert zero2["not_counted"] == [] and "ZeRO-3" in zero3["not_counted"][0]
+
+
 def test_a_job_for_several_processes_is_planned_in_one(small, capsys):
     assert planned(capsys, *words_of(small, "--gpu", "H100", "--fsdp", "full_shard"))["fits"]
 
@@ -156,6 +166,7 @@ def test_a_limit_that_nothing_fits(small, capsys):
         (["--use_muon", "true", "--optim", "adafactor"], "use_muon replaces optim"),
         (["--bar", "3"], "unknown option --bar; --help lists the options"),  # --bias is not near
         (["--", "x"], "unknown option --; --help lists the options"),
+        (["x.yaml"], "unrecognized arguments: x.yaml; a file of settings is given by --config x.yaml"),
         (["--confg", "x.yaml"], "unknown option --confg (did you mean '--config'?)"),
         (["--lora_target_modules", "nope", "--gpu", "t4"], "the model has no module 'nope'"),
         (["--task", "sensor-classification", "--streaming", "true"], "streaming"),

@@ -96,6 +96,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     from scu_trainer.cli.planning import screen as plan_screen
     from scu_trainer.hardware.estimate import MARGIN
     from scu_trainer.hardware.optimizer_bytes import uncounted
+    from scu_trainer.train.memory_estimate.plan import divided_by_zero3
 
     target = _target(options, flags)
     job = _job(options.config, flags, target)
@@ -113,7 +114,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         # Memory control cuts micro-batches until they fit; without it they keep their size.
         "fits": tried[0].fits and (job.memory.memory_control or tried[0].step == tried[0].whole),
         "predicted": plan_screen.predicted(tried[0].as_asked, tried[0].whole),
-        "not_counted": [text for text in (uncounted(tried[0].choice.optim),) if text],
+        "not_counted": [text for text in (uncounted(tried[0].choice.optim), divided_by_zero3(job)) if text],
         "choices": [plan_screen.as_dict(planned, tried[0], target.device) for planned in tried],
         "recommended": None if best is None else settings_of(best, tried[0], job, target.device),
     }
@@ -182,6 +183,7 @@ def source_of(job: Job, target: Target) -> Source:
     from scu_trainer.hardware.heap import keep_freed
     from scu_trainer.models.loading.names import with_adapter_as_model
     from scu_trainer.train.memory_estimate.plan import FromConfiguration, FromParts
+    from scu_trainer.train.step.distributed.deepspeed_start import models_kept_whole
 
     if job.efficiency.keep_freed_memory and target.device == "cpu":
         keep_freed()  # as training will have it, and the heap that is looked at
@@ -190,7 +192,8 @@ def source_of(job: Job, target: Target) -> Source:
         return FromConfiguration(job, _configuration(job), target.device)
     from rich.console import Console
 
-    return FromParts(job, job.kind.load(job, Console(quiet=True)), target.device)
+    with models_kept_whole(job.training):
+        return FromParts(job, job.kind.load(job, Console(quiet=True)), target.device)
 
 
 def _configuration(job: Job) -> Any:
@@ -277,10 +280,12 @@ def planned_choice(
 ) -> Optional[Planned]:
     """None for a choice with which the model's code fails. Raises ModelError if it fails for what was asked."""
     from scu_trainer.train.memory_estimate.plan import planned
+    from scu_trainer.train.step.distributed.deepspeed_start import models_kept_whole
     from scu_trainer.train.step.recovery.memory import is_out_of_memory
 
     try:
-        return planned(source, choice, target.limit_bytes, job.memory.min_batch_size)
+        with models_kept_whole(job.training):
+            return planned(source, choice, target.limit_bytes, job.memory.min_batch_size)
     except Exception as error:  # whatever a model's own code says to tensors without content
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise

@@ -70,6 +70,14 @@ def choice_of(job: Job) -> SettingChoice:
     )
 
 
+def divided_by_zero3(job: Job) -> Optional[str]:
+    """Why the prediction is of a process that keeps all of the weights; None without ZeRO-3."""
+    zero = getattr(job.training, "hf_deepspeed_config", None)
+    if zero is None or not zero.is_zero3():
+        return None
+    return "what ZeRO-3 saves by dividing weights among processes or moving them to main memory"
+
+
 def with_choice(job: Job, choice: SettingChoice) -> Job:
     model = replace(
         job.model,

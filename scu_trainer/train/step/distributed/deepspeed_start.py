@@ -150,6 +150,23 @@ def process_group_kept() -> Iterator[None]:
             leave_process_group(succeeded=False)
 
 
+@contextlib.contextmanager
+def models_kept_whole(training: Any) -> Iterator[None]:
+    """Inside, transformers makes models as it does without ZeRO-3, which would divide their weights among processes:
+    for models that are only looked at. ``training``: TrainingArguments."""
+    zero = getattr(training, "hf_deepspeed_config", None)
+    if zero is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(zero)
+
+
 def leave_process_group(succeeded: bool) -> None:
     """The last thing that a launched process does. After success the ranks wait for each other: the first holds the
     store that the others talk to while they close their connections. One that failed alone would wait forever."""
