@@ -67,6 +67,16 @@ def test_answers_are_learned_with_their_ends(encode, template):
     assert document.read.rendered_away == ()
 
 
+def test_a_turn_that_is_not_learned_leaves_the_others_as_the_template_marks_them(encode):
+    every = learned(encode, encode(CONVERSATION))
+    for turn in (2, 4):
+        kept = CONVERSATION[6 - turn]["content"]
+        said = learned(
+            encode, encode([*CONVERSATION[:turn], {**CONVERSATION[turn], "weight": 0}, *CONVERSATION[turn + 1 :]])
+        )
+        assert kept in said and said.strip(" ") in every
+
+
 @pytest.mark.parametrize("template", ["phi3"])
 def test_answers_are_learned_where_only_the_last_turn_has_an_end_of_text(encode):
     """As in the template of Phi 3.5 itself, which ends there whatever speaks last."""

@@ -352,7 +352,7 @@ CASES = {
         ],
         {},
         "messages (messages)",
-        ["Yes, tea." + END + "\n"],
+        ["Yes, tea." + END],
         {},
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
     if learn == "all":
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids, [True] * len(ids), text
-    if learn == "assistant" and _GENERATION.search(template) and not _has_weights(chat):
+    is_marked = learn == "assistant" and _GENERATION.search(template) is not None
+    if is_marked and not _has_weights(chat):
         return *_by_generation_marks(tokenizer, chat), text
     first = chat.prompt_turns or 0 if learn == "completion" else 0
     if learn == "completion" and not any(message.get("weight") == 0 for message in chat.messages[first:]):
@@ -98,7 +100,10 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
             if not _GENERATION.search(template):
                 raise
             return *_by_answers(tokenizer, chat, first), text
-    return *_by_spans(tokenizer, text, spans), text
+    ids, learned = _by_spans(tokenizer, text, spans)
+    if is_marked:  # a span goes on to the next turn: with the line break between them, which the template leaves out
+        learned = [*map(operator.and_, learned, _by_generation_marks(tokenizer, chat)[1])]
+    return ids, learned, text
 
 
 def _renderer(tokenizer, chat: Chat):
