@@ -101,6 +101,76 @@ def test_a_template_whose_last_answer_has_another_end_is_refused(encode):
     assert "renders the start of the conversation differently" in encode(CONVERSATION).example
 
 
+FORGETS_REASONING = (
+    "{% set last = messages | map(attribute='role') | list %}{% for turn in messages %}<|im_start|>{{ turn.role }}\n"
+    "{% set words = turn.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% if turn.role == 'assistant' and 'user' not in last[loop.index0 :] %}"
+    "<think>\n{{ turn.content.split('</think>')[0].removeprefix('<think>').strip() if '</think>' in turn.content }}"
+    "\n</think>\n\n{% endif %}{{ words }}"
+    "{% for call in turn.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen3, whose answers have their reasoning, an empty one too, until the next question."""
+
+ASKS_FOR_REASONING = (
+    "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content.split('</think>')[-1] }}"
+    "{{ eos_token if turn.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+"""As DeepSeek R1, which asks with "<think>" and renders answers without."""
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+def test_answers_are_learned_where_reasoning_is_rendered_in_the_last_alone(encode):
+    encode.tokenizer.chat_template = FORGETS_REASONING
+    last = f"<think>\n\n</think>\n\nBlack, with milk.<|im_end|>\n{encode.tokenizer.eos_token}"
+    assert learned(encode, encode(CONVERSATION)) == f"Green.<|im_end|>\n{last}"
+    thought = [
+        *CONVERSATION[:2],
+        {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nGreen."},
+        *CONVERSATION[3:],
+    ]
+    document = encode(thought)
+    assert learned(encode, document) == f"Green.<|im_end|>\n{last}"
+    assert document.read.rendered_away == ("reasoning",)
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+@pytest.mark.parametrize("asked_with", ["", "<think>\n"])
+def test_calls_are_learned_where_reasoning_is_rendered_in_the_last_alone(encode, asked_with):
+    """Those that begin like what is asked with, too."""
+    encode.tokenizer.chat_template = FORGETS_REASONING.replace(
+        "assistant\n{% endif", f"assistant\n{asked_with}{{% endif"
+    )
+    call = {"function": {"name": "shelf", "arguments": {}}}
+    calls = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "two"}]
+    said = learned(encode, encode([CONVERSATION[1], *calls, *CONVERSATION[2:]]))
+    last = f"<think>\n\n</think>\n\nBlack, with milk.<|im_end|>\n{encode.tokenizer.eos_token}".removeprefix(asked_with)
+    assert said == f"<tool_call>shelf</tool_call><|im_end|>\nGreen.<|im_end|>\n{last}"
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+def test_answers_are_learned_where_the_prompt_asks_with_more_than_stands_before_them(encode):
+    """An answer that begins like what is asked with is learned from its first character."""
+    encode.tokenizer.chat_template = ASKS_FOR_REASONING
+    answer = {"role": "assistant", "content": "<table>"}
+    document = encode([*CONVERSATION[:2], answer, CONVERSATION[3], answer])
+    eos = encode.tokenizer.eos_token
+    assert learned(encode, document) == f"<table>{eos}<table>{eos}"
+    assert document.read.rendered_away == ("'<think>', with which it asks for an answer",)
+    pair = encode(None, prompt=CONVERSATION[:2], completion=[answer, CONVERSATION[3], answer])
+    assert learned(encode, pair) == f"<table>{eos}<|user|>And now?<|assistant|><table>{eos}"
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+@pytest.mark.parametrize(
+    "words", ["{{ turn.content | upper }}", "{{ turn.content[:4] }}", "{{ turn.content | length }}"]
+)
+def test_a_template_that_changes_words_is_refused_where_their_place_is_needed(encode, words):
+    encode.tokenizer.chat_template = FORGETS_REASONING.replace("{{ words }}", words)
+    assert "the chat template" in encode(CONVERSATION).example
+
+
 def test_a_prompt_is_the_beginning_of_its_conversation(encode, template):
     """What the model is asked with is what it has seen before the answer."""
     render = encode.tokenizer.apply_chat_template

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 
@@ -19,6 +22,9 @@ MOST_TEMPLATE_BYTES = 2**20
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError)
 """A template is a program: it adds up, indexes and calls what a message lacks or holds."""
+
+_WORDS = "x7Qz0J4k"
+"""A mark among the words of a message: letters and digits, which no template escapes."""
 
 _MARKER = re.compile(r"<\|[a-z_]+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -53,7 +59,7 @@ def changing_end(tokenizer) -> str:
     except BadRow:
         return ""
     asked, learned = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    apart = next((n for n, token in enumerate(asked) if [token] != learned[n : n + 1]), len(asked))
+    apart = _shared(asked, learned)
     same, whole = tokenizer.decode(asked[:apart]), tokenizer.decode(asked)  # SentencePiece decodes a lone blank to ""
     return whole[len(same) :] if texts[1].startswith(texts[0]) else ""
 
@@ -75,10 +81,26 @@ def chat_template_of(tokenizer, model_name: str) -> str:
         ) from None
 
 
-def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[int], list[bool], str]:
-    """Token ids, whether each is learned, and the rendered text.
+class Encoded(NamedTuple):
+    """Token ids, whether each is learned, the rendered text, and what the template asks for an answer with but leaves
+    out before some that are learned."""
 
-    ``learn`` is "all", "assistant" (what the assistant says, with its end-of-turn marker) or "completion" (all after
+    ids: list[int]
+    learned: list[bool]
+    text: str
+    asked_with: tuple[str, ...] = ()
+
+
+class _Span(NamedTuple):
+    """Characters of the whole text that are learned. ``asked_with``: as of ``Encoded``."""
+
+    begin: int
+    end: int
+    asked_with: str = ""
+
+
+def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
+    """``learn`` is "all", "assistant" (what the assistant says, with its end-of-turn marker) or "completion" (all after
     the prompt's turns; its answers alone where a turn is marked as not to be learned). Raises BadRow if the template
     refuses the conversation.
     """
@@ -86,24 +108,25 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> tuple[list[
     text = render(chat.messages)
     if learn == "all":
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids, [True] * len(ids), text
-    is_marked = learn == "assistant" and _GENERATION.search(template) is not None
-    if is_marked and not _has_weights(chat):
-        return *_by_generation_marks(tokenizer, chat), text
+        return Encoded(ids, [True] * len(ids), text)
+    has_marks = _GENERATION.search(template) is not None
+    if learn == "assistant" and has_marks and not _has_weights(chat):
+        return Encoded(*_by_generation_marks(tokenizer, chat), text)
     first = chat.prompt_turns or 0 if learn == "completion" else 0
-    if learn == "completion" and not any(message.get("weight") == 0 for message in chat.messages[first:]):
-        spans = [_span(render, chat.messages, first, len(chat.messages), tokenizer.eos_token)]
-    else:
-        try:
-            spans = _assistant_spans(render, chat, first, tokenizer.eos_token)
-        except BadRow:  # a template that ends only the last turn, such as ours, still marks its answers
-            if not _GENERATION.search(template):
-                raise
-            return *_by_answers(tokenizer, chat, first), text
+    is_whole = learn == "completion" and not any(message.get("weight") == 0 for message in chat.messages[first:])
+    turns = [(n, n + 1) for n, message in enumerate(chat.messages) if n >= first and is_answer(message)]
+    turns = [(first, len(chat.messages))] if is_whole else turns
+    try:
+        spans = [_span(render, chat.messages, *turn, tokenizer.eos_token) for turn in turns]
+    except BadRow:  # a template that ends only the last turn, such as ours, still marks its answers
+        if has_marks and not is_whole:
+            return Encoded(*_by_answers(tokenizer, chat, first), text)
+        spans = [_span_by_words(render, chat.messages, *turn, tokenizer.eos_token) for turn in turns]
     ids, learned = _by_spans(tokenizer, text, spans)
-    if is_marked:  # a span goes on to the next turn: with the line break between them, which the template leaves out
+    if has_marks and learn == "assistant":
+        # A span goes on to the next turn: with the line break between them, which the template leaves out.
         learned = [*map(operator.and_, learned, _by_generation_marks(tokenizer, chat)[1])]
-    return ids, learned, text
+    return Encoded(ids, learned, text, tuple(dict.fromkeys(span.asked_with for span in spans if span.asked_with)))
 
 
 def _renderer(tokenizer, chat: Chat):
@@ -178,24 +201,84 @@ def _has_weights(chat: Chat) -> bool:
     return any(message["role"] == "assistant" and not is_answer(message) for message in chat.messages)
 
 
-def _assistant_spans(render, chat: Chat, first: int, eos: str | None) -> list[tuple[int, int]]:
-    turns = [number for number, message in enumerate(chat.messages) if number >= first and is_answer(message)]
-    return [_span(render, chat.messages, turn, turn + 1, eos) for turn in turns]
-
-
-def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -> tuple[int, int]:
+def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -> _Span:
     """Characters of the whole text that ``messages[first:end]`` fill, by the difference of two renderings."""
     whole, after = render(messages), render(messages[:end])
     if not whole.startswith(after):
         after = _unfinished(render, messages[:end], eos)[0]
     before = render(messages[:first], add_generation_prompt=True) if first else _start(render, messages[:end], eos)
     if not (after.startswith(before) and whole.startswith(after)):
-        raise BadRow(
-            "the chat template renders the start of the conversation differently when more follows, so the learned "
-            "tokens cannot be found; mark the assistant's words with {% generation %} in the template, or learn all "
-            "tokens with --assistant_only_loss false --completion_only_loss false"
-        )
-    return len(before), len(after)
+        raise _not_found()
+    return _Span(len(before), len(after))
+
+
+def _not_found() -> BadRow:
+    return BadRow(
+        "the chat template renders the start of the conversation differently when more follows, so the learned "
+        "tokens cannot be found; mark the assistant's words with {% generation %} in the template, or learn all "
+        "tokens with --assistant_only_loss false --completion_only_loss false"
+    )
+
+
+def _span_by_words(render, messages: list[dict], first: int, end: int, eos: str | None) -> _Span:
+    """As ``_span``, also where a template renders a turn otherwise once more follows (Qwen3 leaves its reasoning out),
+    or asks for an answer with words that it puts before none ("<think>", DeepSeek R1): by what stands between the words
+    of the message before and those of the answer, and behind these, in the whole text as where the model is asked."""
+    try:
+        return _span(render, messages, first, end, eos)
+    except BadRow:
+        if first == 0:
+            raise
+    whole, asked, alone = render(messages), render(messages[:first], True), render(messages[:end])
+    before = _place(whole, render, messages, first - 1)
+    header = asked[_place(asked, lambda cut: render(cut, True), messages[:first], first - 1) :]
+    between = whole[before : _beginning(whole, render, messages, first)]
+    shared = _shared(between, header)
+    last = _place(whole, render, messages, end - 1)
+    rest = alone[_place(alone, render, messages[:end], end - 1) :]
+    if not whole.startswith(rest, last):
+        rest = rest.removesuffix(eos or "")
+        if not rest or not whole.startswith(rest, last):  # answers that end otherwise where more follows
+            raise _not_found()
+    if not shared:
+        raise _not_found()
+    return _Span(before + shared, last + len(rest), header[shared:] if shared == len(between) else "")
+
+
+def _shared(one: Sequence, other: Sequence) -> int:
+    """How long the beginning is in which both are alike."""
+    apart = (place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(apart, min(len(one), len(other)))
+
+
+def _place(text: str, render, messages: list[dict], turn: int) -> int:
+    """Where the words of message ``turn``, or the name of its last call, end in ``text``, which ``render`` makes of
+    ``messages``. Raises BadRow where a mark behind them changes more than itself."""
+    marked = copy.deepcopy(messages)
+    content, calls = messages[turn].get("content", ""), marked[turn].get("tool_calls")
+    if not content.strip() and not calls:
+        raise _not_found()
+    if content.strip():
+        end = len(content.rstrip())
+        marked[turn]["content"] = content[:end] + _WORDS + content[end:]
+    else:
+        calls[-1]["function"]["name"] += _WORDS
+    before, found, after = render(marked).partition(_WORDS)
+    if not found or before + after != text:
+        raise _not_found()
+    return len(before)
+
+
+def _beginning(text: str, render, messages: list[dict], turn: int) -> int:
+    """Where the words of message ``turn`` begin behind their reasoning, or would before its calls; as ``_place``."""
+    marked = copy.deepcopy(messages)
+    content = messages[turn].get("content", "")
+    answer = content.rpartition("</think>")[2].lstrip()
+    marked[turn]["content"] = content.removesuffix(answer) + _WORDS + answer
+    before, found, _ = render(marked).partition(_WORDS)
+    if not found or not text.startswith(before):
+        raise _not_found()
+    return len(before)
 
 
 def _unfinished(render, messages: list[dict], eos: str | None) -> tuple[str, str]:
@@ -219,12 +302,12 @@ def _start(render, messages: list[dict], eos: str | None) -> str:
     return text[: begin + len(mark)]
 
 
-def _by_spans(tokenizer, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+def _by_spans(tokenizer, text: str, spans: list[_Span]) -> tuple[list[int], list[bool]]:
     if not tokenizer.is_fast:
         raise DataError(
             "this tokenizer does not report which characters a token covers (it is not a fast tokenizer), so the "
             "answers alone cannot be learned; set --assistant_only_loss false --completion_only_loss false"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    learned = [any(begin < last and end > first for first, last in spans) for begin, end in encoded["offset_mapping"]]
+    learned = [any(begin < span.end and end > span.begin for span in spans) for begin, end in encoded["offset_mapping"]]
     return encoded["input_ids"], learned
