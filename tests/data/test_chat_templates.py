@@ -91,14 +91,16 @@ def test_answers_are_learned_where_only_the_last_turn_has_an_end_of_text(encode)
 
 
 @pytest.mark.parametrize("template", ["phi3"])
-def test_a_template_whose_last_answer_has_another_end_is_refused(encode):
-    """The end of the answers before, which is not that of the last one, would not be learned."""
+def test_of_answers_that_end_otherwise_than_the_last_one_the_end_is_not_learned(encode):
+    """As gpt-oss, where that of the last one alone is what the model is to say."""
     encode.tokenizer.chat_template = (
         "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content }}"
         "{{ eos_token if loop.last and turn.role == 'assistant' else '<|end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    assert "renders the start of the conversation differently" in encode(CONVERSATION).example
+    document, eos = encode(CONVERSATION), encode.tokenizer.eos_token
+    assert learned(encode, document) == f"Green.Black, with milk.{eos}"
+    assert document.read.rendered_away == (f"{eos!r}, with which it ends an answer",)
 
 
 FORGETS_REASONING = (

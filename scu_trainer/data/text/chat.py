@@ -82,21 +82,21 @@ def chat_template_of(tokenizer, model_name: str) -> str:
 
 
 class Encoded(NamedTuple):
-    """Token ids, whether each is learned, the rendered text, and what the template asks for an answer with but leaves
-    out before some that are learned."""
+    """Token ids, whether each is learned, the rendered text, and what the template leaves out around answers that are
+    learned, in words."""
 
     ids: list[int]
     learned: list[bool]
     text: str
-    asked_with: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 class _Span(NamedTuple):
-    """Characters of the whole text that are learned. ``asked_with``: as of ``Encoded``."""
+    """Characters of the whole text that are learned. ``left_out``: as of ``Encoded``."""
 
     begin: int
     end: int
-    asked_with: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
@@ -126,7 +126,7 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
     if has_marks and learn == "assistant":
         # A span goes on to the next turn: with the line break between them, which the template leaves out.
         learned = [*map(operator.and_, learned, _by_generation_marks(tokenizer, chat)[1])]
-    return Encoded(ids, learned, text, tuple(dict.fromkeys(span.asked_with for span in spans if span.asked_with)))
+    return Encoded(ids, learned, text, tuple(dict.fromkeys(words for span in spans for words in span.left_out)))
 
 
 def _renderer(tokenizer, chat: Chat):
@@ -229,20 +229,37 @@ def _span_by_words(render, messages: list[dict], first: int, end: int, eos: str 
     except BadRow:
         if first == 0:
             raise
-    whole, asked, alone = render(messages), render(messages[:first], True), render(messages[:end])
-    before = _place(whole, render, messages, first - 1)
+    whole = render(messages)
+    begin, asked_with = _begin_by_words(whole, render, messages, first)
+    last, ends_with = _end_by_words(whole, render, messages, end, eos)
+    left_out = [asked_with and f"{asked_with!r}, with which it asks for an answer"]
+    left_out += [ends_with and f"{ends_with!r}, with which it ends an answer"]
+    return _Span(begin, last, tuple(filter(None, left_out)))
+
+
+def _begin_by_words(whole: str, render, messages: list[dict], first: int) -> tuple[int, str]:
+    """Where an answer begins in ``whole``, and what the prompt for it has beyond what is before its words."""
+    asked = render(messages[:first], add_generation_prompt=True)
     header = asked[_place(asked, lambda cut: render(cut, True), messages[:first], first - 1) :]
+    before = _place(whole, render, messages, first - 1)
     between = whole[before : _beginning(whole, render, messages, first)]
     shared = _shared(between, header)
-    last = _place(whole, render, messages, end - 1)
-    rest = alone[_place(alone, render, messages[:end], end - 1) :]
-    if not whole.startswith(rest, last):
-        rest = rest.removesuffix(eos or "")
-        if not rest or not whole.startswith(rest, last):  # answers that end otherwise where more follows
-            raise _not_found()
     if not shared:
         raise _not_found()
-    return _Span(before + shared, last + len(rest), header[shared:] if shared == len(between) else "")
+    return before + shared, header[shared:].strip() if shared == len(between) else ""
+
+
+def _end_by_words(whole: str, render, messages: list[dict], end: int, eos: str | None) -> tuple[int, str]:
+    """Where the answer before message ``end`` ends in ``whole``; and its own end, where it has another one there, as
+    gpt-oss ends answers of the past: the model is not to say that, and it is not learned."""
+    last, alone = _place(whole, render, messages, end - 1), render(messages[:end])
+    rest = alone[_place(alone, render, messages[:end], end - 1) :]
+    for own_end in (rest, rest.removesuffix(eos or "")):
+        if whole.startswith(own_end, last) and (own_end or not rest):
+            return last + len(own_end), ""
+    if messages[end - 1].get("tool_calls"):  # they are behind its words
+        raise _not_found()
+    return last, rest.strip()
 
 
 def _shared(one: Sequence, other: Sequence) -> int:

@@ -141,9 +141,8 @@ class Encoder:
         empty = [] if part == "all" else [message for message in _answers(content) if not says_something(message)]
         for message in empty:
             message["weight"] = 0
-        ids, learned, text, asked_with = encode_chat(self.tokenizer, template, content, part)
-        missing = rendered_away(content, text, learns_prompt=all(learned))
-        missing += tuple(f"{words.strip()!r}, with which it asks for an answer" for words in asked_with)
+        ids, learned, text, left_out = encode_chat(self.tokenizer, template, content, part)
+        missing = rendered_away(content, text, learns_prompt=all(learned)) + left_out
         turns = content.messages if part == "assistant" else ()
         unknown = tuple(turn["role"] for turn in turns if turn["role"] not in KNOWN_ROLES)
         unread = [f"{key} of messages" for key in keys_left_out(self.tokenizer, content, text)]
