@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import RegularizationSettings as Settings
+from scu_trainer.train.trainer import SCUTrainer
 from tests import processes
 from tests.tiny import UnevenRows, llama, pad, trained, weights_of
 from tests.train.test_resume import StopAt
@@ -54,8 +56,18 @@ def main(folder: Path) -> None:
         }
         for name, run in runs.items()
     }
+    changes = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    assert trained(llama(), folder / "slow", kind=SlowRank, **changes).is_stock
     torch.save(outcome, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
+
+
+class SlowRank(SCUTrainer):
+    """Its last rank writes its random state when the others have written theirs."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        time.sleep(self.args.process_index)
+        super()._save_rng_state(output_dir)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +110,12 @@ def test_two_ranks_are_one_run(ranks, tmp_path):
     assert local["data_bpt"] == pytest.approx(one["data_bpt"], rel=1e-6)
     assert local["tokens"] == one["tokens"] == two["tokens"]
     assert first["local counts"]["tokens_n"] == first["model"]["tokens_n"]
+
+
+def test_a_checkpoint_without_any_loop_waits_for_the_slowest_rank(ranks):
+    folder = ranks[1] / "slow"
+    assert [path.name for path in folder.glob("*checkpoint-*")] == ["checkpoint-1"]
+    assert {path.name for path in folder.rglob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
 
 
 if __name__ == "__main__":

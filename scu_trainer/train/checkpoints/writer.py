@@ -90,6 +90,7 @@ class CheckpointWriter:
             if self.trainer.args.should_save:
                 _rebuild(staging)
             self._fill(staging, stock_save)
+            self._wait()  # a slower rank still writes its random state under the name that goes
             if self.trainer.args.should_save:
                 name()
             self._wait()
