@@ -58,6 +58,7 @@ def main(folder: Path) -> None:
     }
     changes = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     assert trained(llama(), folder / "slow", kind=SlowRank, **changes).is_stock
+    trained(llama(), folder / "machines" / os.environ["RANK"], **changes)
     torch.save(outcome, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
 
@@ -76,6 +77,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     done = processes.run([__file__, folder], ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "stderr").write_text(done.stderr)
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)], folder
 
 
@@ -116,6 +118,12 @@ def test_a_checkpoint_without_any_loop_waits_for_the_slowest_rank(ranks):
     folder = ranks[1] / "slow"
     assert [path.name for path in folder.glob("*checkpoint-*")] == ["checkpoint-1"]
     assert {path.name for path in folder.rglob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
+def test_machines_that_do_not_share_the_folder_of_checkpoints_are_told(ranks):
+    told = [line for line in (ranks[1] / "stderr").read_text().splitlines() if "random numbers" in line]
+    assert len(told) == 1 and told[0].startswith("checkpoint-1 is without rng_state_1.pth, which another process wrote")
+    assert told[0].endswith("set output_dir to a folder that all machines share")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, h
         return Findings(f"it holds no optimizer state ({WEIGHTS_ONLY_HINT})")
     spare = [one.text for one in found if _is_spare(checkpoint, one)]
     changes = [one.text for one in found if one.text not in spare]
-    changes += [f"{name} is missing" for name in _random_states(world_size) if not (checkpoint / name).is_file()]
+    changes += [f"{name} is missing" for name in random_states(world_size) if not (checkpoint / name).is_file()]
     changes += _torn_states(checkpoint)
     changes += _of_another_step(checkpoint)
     return Findings(None, tuple(dict.fromkeys(changes)), tuple(spare))
@@ -223,7 +223,8 @@ def step_inside(checkpoint: Path) -> int:
     return int(json_object(checkpoint / STATE)["global_step"])
 
 
-def _random_states(world_size: Optional[int]) -> list[str]:
+def random_states(world_size: Optional[int]) -> list[str]:
+    """Files of a checkpoint that each rank writes itself."""
     if world_size is None:
         return []
     return ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]

@@ -21,6 +21,7 @@ from scu_trainer.run_files import free_bytes, make_room, readable
 from scu_trainer.safe_paths import remove_inside
 from scu_trainer.train.checkpoints import format as files
 from scu_trainer.train.checkpoints.compatibility import facts_of_arguments
+from scu_trainer.train.checkpoints.findings import random_states
 
 logger = logging.getLogger("scu_trainer")
 
@@ -131,10 +132,24 @@ class CheckpointWriter:
             files.rotate(final.parent, final, limit, None if best is None else Path(best))
 
     def _publish(self, staged: Path, final: Path) -> None:
+        self._tell_of_other_folders(staged, final)
         states = {loop.state_file: type(loop).__name__ for loop in self.trainer.loops if loop.state_file is not None}
         facts = self.facts or facts_of_arguments(self.trainer.args)
         files.seal(staged, {"step": self.trainer.state.global_step, "loops": states, **facts})
         files.publish(staged, final)
+
+    def _tell_of_other_folders(self, staged: Path, final: Path) -> None:
+        """What other ranks wrote is elsewhere where a machine has a folder of its own under the same name."""
+        args = self.trainer.args
+        if args.world_size == 1 or args.save_only_model or args.save_on_each_node or self.newest is not None:
+            return
+        missing = [name for name in random_states(args.world_size) if not (staged / name).is_file()]
+        if missing:
+            logger.warning(
+                "%s is without %s, which another process wrote to a folder that is not seen here, so a run that "
+                "resumes from it would draw other random numbers: set output_dir to a folder that all machines share",
+                *(final.name, ", ".join(missing)),
+            )
 
     def _name_best(self, final: Path, staged: Path) -> None:
         """The stock Trainer looks for the best checkpoint beside this one, and writes its path into the state."""
