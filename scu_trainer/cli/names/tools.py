@@ -28,16 +28,13 @@ class Tool:
     sections: Collection[str] = ()
 
 
-def _tool(title: str, module: Any) -> Tool:
-    sections = getattr(module, "SECTIONS", ())
-    return Tool(title, module.TABLE, module.SIGNS, module.defaults, module.differences, sections)
-
-
 TOOLS = {
-    "trl": _tool("TRL", trl),
-    "llama-factory": _tool("LLaMA-Factory", llama_factory),
-    "axolotl": _tool("Axolotl", axolotl),
-    "unsloth": _tool("Unsloth", unsloth),
+    "trl": Tool("TRL", trl.TABLE, trl.SIGNS, trl.defaults, trl.differences),
+    "llama-factory": Tool(
+        "LLaMA-Factory", llama_factory.TABLE, llama_factory.SIGNS, llama_factory.defaults, llama_factory.differences
+    ),
+    "axolotl": Tool("Axolotl", axolotl.TABLE, axolotl.SIGNS, axolotl.defaults, axolotl.differences),
+    "unsloth": Tool("Unsloth", unsloth.TABLE, unsloth.SIGNS, unsloth.defaults, unsloth.differences, unsloth.SECTIONS),
 }
 
 ANYWHERE: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.table.items()}, **NAMES}
