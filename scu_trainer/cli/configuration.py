@@ -33,7 +33,7 @@ from scu_trainer.cli.names.translation import as_flags, flags_of, translated
 from scu_trainer.cli.presets import fitted
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.figures import counted
-from scu_trainer.hardware.probe import usable_cores
+from scu_trainer.hardware.probe import has_cuda, usable_cores
 from scu_trainer.secrets import redact, redact_data
 from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings, RetentionSettings
 from scu_trainer.settings.base import check_values, plain, require, short
@@ -214,7 +214,7 @@ def _read(
     from transformers import TrainingArguments
 
     parser = our_parser(TrainingArguments)
-    has_accelerator = _has_cuda() or torch.backends.mps.is_available()
+    has_accelerator = has_cuda() or torch.backends.mps.is_available()
     parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not has_accelerator)
     names = field_names(parser)
     flags, read_as = translated(flags, names)
@@ -304,7 +304,7 @@ def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[
         return task, []
     so_far = parser.parse_args(arguments)
     cores = max(1, int(usable_cores()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    values, notes = fitted(task, so_far, given, cores=cores, has_cuda=_has_cuda())
+    values, notes = fitted(task, so_far, given, cores=cores, has_cuda=has_cuda())
     parser.set_defaults(**values)
     return task, notes
 
@@ -370,12 +370,6 @@ def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
     given = {name: value for name, value in vars(typed).items() if value is not None}
     changed = {name: parser.get_default(name) for name, value in given.items() if value != parser.get_default(name)}
     return redact_data(json.loads(json.dumps(changed, default=str)))
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def as_yaml(job: Job) -> str:

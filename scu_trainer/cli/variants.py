@@ -16,6 +16,7 @@ from typing import Any, Optional
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, nearest
+from scu_trainer.hardware.probe import has_cuda
 from scu_trainer.run_files import write_json
 from scu_trainer.runs.launch import require_files
 from scu_trainer.runs.studies.budget import Attempt, Sizes, first_that_fits
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     console = plain_console()
     chosen = _chosen(options)
-    has_gpu = _has_gpu()
+    has_gpu = has_cuda()
     if options.list:
         console.print(_list(chosen, has_gpu))
         return 0
@@ -75,12 +76,6 @@ def _chosen(options: argparse.Namespace) -> list[Variant]:
         if name not in BY_NAME:
             raise SettingsError(f"unknown variant {name!r}{nearest(name, BY_NAME)}; known: {', '.join(BY_NAME)}")
     return [variant for variant in VARIANTS if not options.names or variant.name in options.names]
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _plan(options: argparse.Namespace, scratch: Path) -> VariantPlan:

@@ -1,6 +1,6 @@
 """What is here: cores, memory, disks, accelerators, packages. Reads, never changes; decides nothing.
 
-torch is imported only by ``accelerators``, and only there can a probe take longer than some milliseconds.
+torch is imported only by ``accelerators`` and ``has_cuda``: only there can a probe take longer than some milliseconds.
 """
 
 from __future__ import annotations
@@ -124,6 +124,13 @@ def _memory(index: int, free: dict[str, int]) -> tuple[int, int]:
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         return total_bytes, free_bytes
     return properties.total_memory, free[uuid]
+
+
+def has_cuda() -> bool:
+    """Whether torch has a CUDA device here."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def uuid_of(properties: Any) -> str:

@@ -41,7 +41,7 @@ def no_training(monkeypatch, tmp_path):
         monkeypatch.setattr(variants, "run", run)
         monkeypatch.setattr(variants, "_reference_model", lambda: tmp_path / "model")
         monkeypatch.setattr(variants, "_child", lambda *words: '{"weights": 1000, "linear_weights": 800}')
-        monkeypatch.setattr(variants, "_has_gpu", lambda: False)
+        monkeypatch.setattr(variants, "has_cuda", lambda: False)
         return started
 
     return install

@@ -9,11 +9,11 @@ import shutil
 import socket
 
 import pytest
+import torch
 
 from scu_trainer.cli.main import main
 from scu_trainer.cli.subjects import subject_of
 from scu_trainer.cli.talking import serve
-from scu_trainer.hardware import probe
 from scu_trainer.serve import vllm
 from tests import tiny
 from tests.hub.runs import train
@@ -139,8 +139,8 @@ def test_vllm_needs_a_key_and_a_gpu(folder, capsys, monkeypatch):
     assert "a key is needed" in refused(capsys, folder, "--engine", "vllm")
     assert "--use_cpu is for --engine transformers" in refused(capsys, folder, "--engine", "vllm", "--use_cpu")
     for kinds, engine in (((), "transformers"), (("mps",), "transformers"), (("cuda",), "vllm")):
-        found = tuple(probe.Accelerator(kind, 0, "Card", 2**34, 2**34) for kind in kinds)
-        monkeypatch.setattr(probe, "accelerators", lambda found=found: found)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda kinds=kinds: "cuda" in kinds)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda kinds=kinds: "mps" in kinds)
         assert serve._engine(serve._parser().parse_args([str(folder)])) == engine
 
 

@@ -17,6 +17,7 @@ from scu_trainer.cli.publishing.merge import MergeOptions, default_output, is_me
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.errors import RequirementError, SettingsError, StorageError, require_packages
+from scu_trainer.hardware.probe import has_cuda
 from scu_trainer.listening import HOST, bound, check_address, in_address, is_loopback, own_names
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.secrets import remember
@@ -155,17 +156,11 @@ def _access(key: Optional[str]) -> str:
 def _engine(options: argparse.Namespace) -> str:
     if options.engine != "auto":
         return options.engine
-    return "vllm" if not options.use_cpu and _has_vllm() and _has_gpu() else "transformers"
+    return "vllm" if not options.use_cpu and _has_vllm() and has_cuda() else "transformers"
 
 
 def _has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
-
-
-def _has_gpu() -> bool:
-    from scu_trainer.hardware.probe import accelerators
-
-    return any(item.kind == "cuda" for item in accelerators())
 
 
 def _check_vllm(options: argparse.Namespace, key: Optional[str]) -> None:
