@@ -221,6 +221,27 @@ def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+def figures_table(
+    titles: Sequence[str],
+    rows: Iterable[Iterable[str]],
+    left: Sequence[str],
+    title: Optional[str] = None,
+    framed: bool = True,
+    **column: Any,
+) -> Table:
+    """``rows`` under ``titles``; figures end at the right of their columns, what is under those of ``left`` begins at
+    the left. ``column`` is rich's, for each."""
+    from rich.box import HEAVY_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=HEAVY_HEAD if framed else None, pad_edge=False)
+    for name in titles:
+        table.add_column(name, justify="left" if name in left else "right", **column)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
     """Keep everything but the result off standard output."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from scu_trainer.cli.fields import parse_with_fields
-from scu_trainer.cli.main import guarded, plain_console, quiet_stdout
+from scu_trainer.cli.main import figures_table, guarded, plain_console, quiet_stdout
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.report.words import duration
@@ -117,15 +117,9 @@ def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bo
 
 
 def _table(found: Sequence[Measured]):
-    from rich.table import Table
-
-    table = Table(pad_edge=False)
-    for title in ("mode", "rows", "steps", "s/step", "evaluations", "total", "peak memory"):
-        table.add_column(title, justify="left" if title == "mode" else "right", no_wrap=True)
-    for item in found:
-        if item.figures is not None:
-            table.add_row(item.mode, *_cells(item.figures))
-    return table
+    titles = ("mode", "rows", "steps", "s/step", "evaluations", "total", "peak memory")
+    rows = [[item.mode, *_cells(item.figures)] for item in found if item.figures is not None]
+    return figures_table(titles, rows, left=["mode"], no_wrap=True)
 
 
 def _cells(figures: dict[str, Any]) -> list[str]:

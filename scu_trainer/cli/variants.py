@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.cli.main import guarded, plain_console
+from scu_trainer.cli.main import figures_table, guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, nearest
 from scu_trainer.hardware.probe import has_cuda
@@ -125,28 +125,19 @@ def _run_all(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: boo
 
 
 def _table(outcomes: Sequence[Outcome]):
-    from rich.table import Table
-
-    table = Table(title="paths", title_justify="left", pad_edge=False)
-    for title in ("variant", "peak memory", "step", "held-out bits per token", "loops"):
-        table.add_column(title, justify="left" if title in ("variant", "loops") else "right")
-    for row in rows_of(outcomes):
-        table.add_row(*row)
-    return table
+    titles = ("variant", "peak memory", "step", "held-out bits per token", "loops")
+    return figures_table(titles, rows_of(outcomes), left=["variant", "loops"], title="paths")
 
 
 def _parts(outcomes: Sequence[Outcome]):
     """What the peak is made of, by the prediction that each run began with."""
-    from rich.table import Table
-
     names = [name for name in PARTS if any(outcome.parts.get(name) for outcome in outcomes)]
-    table = Table(title="predicted peak by part, MiB", title_justify="left", pad_edge=False)
-    for title in ("variant", *names):
-        table.add_column(title, justify="left" if title == "variant" else "right")
-    for outcome in outcomes:
-        if outcome.parts:
-            table.add_row(outcome.name, *(f"{outcome.parts.get(name, 0) / 2**20:,.1f}" for name in names))
-    return table
+    rows = [
+        [outcome.name, *(f"{outcome.parts.get(name, 0) / 2**20:,.1f}" for name in names)]
+        for outcome in outcomes
+        if outcome.parts
+    ]
+    return figures_table(["variant", *names], rows, left=["variant"], title="predicted peak by part, MiB")
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
@@ -195,14 +186,9 @@ def record(outcomes: Sequence[Outcome], plan: VariantPlan, argv: Sequence[str]) 
 
 
 def _list(chosen: Sequence[Variant], has_gpu: bool):
-    from rich.table import Table
-
-    table = Table(pad_edge=False)
-    for title in ("variant", "what it saves or is for", "here"):
-        table.add_column(title)
-    for variant in chosen:
-        table.add_row(variant.name, variant.saves, missing(variant, has_gpu) or "can run")
-    return table
+    titles = ("variant", "what it saves or is for", "here")
+    rows = [[variant.name, variant.saves, missing(variant, has_gpu) or "can run"] for variant in chosen]
+    return figures_table(titles, rows, left=titles)
 
 
 # -- the first that fits -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from scu_trainer.cli.main import facts_table, plain_console
+from scu_trainer.cli.main import facts_table, figures_table, plain_console
 from scu_trainer.figures import bits_of
 from scu_trainer.runs import words
 from scu_trainer.runs.monitor import View
@@ -30,23 +30,20 @@ def show_table(reports: Sequence[Report], root: Path) -> None:
 
 
 def _table(reports: Sequence[Report]):
-    from rich.table import Table
-
-    table = Table(pad_edge=False)
-    for title in ("run", "status", "device", "step", "loss, bits", "S", "left"):  # nothing is cut on a narrow screen
-        table.add_column(title, overflow="fold", justify="left" if title in ("run", "status", "device") else "right")
-    for report in reports:
-        found = report.progress
-        table.add_row(
+    rows = [
+        [
             report.run.name,
             words.status_words(report),
             words.devices(report),
-            words.steps(found),
-            words.number(None if found.loss is None else bits_of(found.loss)),
-            words.number(found.s, 4),
+            words.steps(report.progress),
+            words.number(None if report.progress.loss is None else bits_of(report.progress.loss)),
+            words.number(report.progress.s, 4),
             words.left(report),
-        )
-    return table
+        ]
+        for report in reports
+    ]
+    titles = ("run", "status", "device", "step", "loss, bits", "S", "left")
+    return figures_table(titles, rows, left=titles[:3], overflow="fold")  # nothing is cut on a narrow screen
 
 
 def show_facts(report: Report) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from scu_trainer.cli.main import figures_table
 from scu_trainer.figures import counted
 from scu_trainer.report.comparison import text as words
 from scu_trainer.runs.studies.comparison_arms import Arm
@@ -48,13 +49,11 @@ class Screen:
 
 
 def print_arms(console: Console, arms: Sequence[Arm]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for title in ("arm", "what it is", "sets"):
-        table.add_column(title, overflow="fold")
-    for arm in arms:
-        settings = [f"{key} {plain(value)}" for key, value in arm.settings.items()]
-        table.add_row(arm.name, arm.what, "\n".join(settings))
-    console.print(table)
+    titles = ("arm", "what it is", "sets")
+    rows = [
+        [arm.name, arm.what, "\n".join(f"{key} {plain(value)}" for key, value in arm.settings.items())] for arm in arms
+    ]
+    console.print(figures_table(titles, rows, left=titles, framed=False, overflow="fold"))
 
 
 def print_record(console: Console, record: Mapping[str, Any]) -> None:

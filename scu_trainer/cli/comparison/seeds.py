@@ -14,7 +14,7 @@ from rich.table import Table
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code
-from scu_trainer.cli.main import plain_console
+from scu_trainer.cli.main import figures_table, plain_console
 from scu_trainer.report.comparison.statistics import FEW_SEEDS, t_interval, t_quantile
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
@@ -57,16 +57,15 @@ class Seeds(Start):
 
 
 def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("seed", "held-out bits before", "after", "best during training", "steps", "run"):
-        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
+    rows = []
     for run in runs:
         found = run["metrics"]
         names = ("held_out_bpt_before", "held_out_bpt", "best_held_out_bpt")
         figures = ["-" if found.get(name) is None else f"{found[name]:.3f}" for name in names]
         end = run["folder"] if run["status"] == "finished" else f"{run['status']}: {run['error']}"
-        table.add_row(str(run["seed"]), *figures, str(found.get("steps", "-")), end)
-    return table
+        rows.append([str(run["seed"]), *figures, str(found.get("steps", "-")), end])
+    titles = ("seed", "held-out bits before", "after", "best during training", "steps", "run")
+    return figures_table(titles, rows, left=["run"], framed=False, overflow="fold")
 
 
 def spread(runs: Sequence[Mapping[str, Any]]) -> list[str]:

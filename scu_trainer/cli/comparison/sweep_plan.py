@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.cli.main import figures_table
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_json, write_json, write_text
 from scu_trainer.runs.studies.comparison_plan import differences
@@ -60,15 +61,10 @@ def shown(value: Any) -> str:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], base: Optional[float], names: Sequence[str]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("trial", *names, "held-out bits", "run"):
-        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
-    table.add_row("as it is", *("" for _ in names), "-" if base is None else f"{base:.4f}", "runs/base")
+    cells = [["as it is", *("" for _ in names), "-" if base is None else f"{base:.4f}", "runs/base"]]
     for row in sorted(rows, key=lambda row: (row["held_out_bpt"] is None, row["held_out_bpt"] or 0.0)):
         figure = row["state"] if row["held_out_bpt"] is None else f"{row['held_out_bpt']:.4f}"
-        table.add_row(
-            str(row["trial"]), *(shown(row["values"].get(name, "-")) for name in names), figure, row["folder"]
-        )
-    return table
+        values = [shown(row["values"].get(name, "-")) for name in names]
+        cells.append([str(row["trial"]), *values, figure, row["folder"]])
+    titles = ["trial", *names, "held-out bits", "run"]
+    return figures_table(titles, cells, left=["run"], framed=False, overflow="fold")

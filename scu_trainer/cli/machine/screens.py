@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from scu_trainer.cli.main import figures_table
 from scu_trainer.figures import counted
 from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading
 from scu_trainer.run_files import gib
@@ -52,14 +53,12 @@ def screen(reading: MonitorReading):
     """For a terminal."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
-    from rich.table import Table
 
-    table = Table(pad_edge=False)
-    for title in ("memory", "", "used", "highest", "of"):
-        table.add_column(title, justify="left" if title in ("memory", "") else "right", no_wrap=True)
+    rows = []
     for level in reading.levels:
         bar = ProgressBar(total=level.total_bytes, completed=level.used_bytes, width=18)
-        table.add_row(level.name, bar, *map(gib, (level.used_bytes, level.highest_bytes, level.total_bytes)))
+        rows.append([level.name, bar, *map(gib, (level.used_bytes, level.highest_bytes, level.total_bytes))])
+    table = figures_table(["memory", "", "used", "highest", "of"], rows, left=["memory", ""], no_wrap=True)
     return table if reading.run is None else Group(table, *run_lines(reading.run))
 
 
