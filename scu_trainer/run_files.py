@@ -362,7 +362,7 @@ def _replace(path: Path, content: bytes) -> None:
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
 def _replace_or_overwrite(path: Path, content: Row) -> None:
@@ -386,9 +386,9 @@ def _is_full(error: Optional[BaseException]) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def sync_directory(path: Path) -> None:
-    """Make a rename in ``path`` last through a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make what was written to a file, or renamed in a folder, last through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scu_trainer.errors import StorageError
-from scu_trainer.run_files import make_room
+from scu_trainer.run_files import make_room, sync
 
 if TYPE_CHECKING:
     import datasets
@@ -69,11 +69,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
 def _flush_to_disk(folder: Path) -> None:
     """Without this a power cut after the rename could leave a complete name with empty files."""
     for path in [*(path for path in folder.rglob("*") if path.is_file()), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 def write_arrow(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Optional
 
 import xxhash
 
-from scu_trainer.run_files import give_usual_mode, sync_directory
+from scu_trainer.run_files import give_usual_mode, sync
 from scu_trainer.safe_paths import remove_inside
 
 MANIFEST = "manifest.json"
@@ -70,7 +70,7 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
     with ThreadPoolExecutor(1) as hashing:  # the processor hashes while the disk takes what was written
         found = [(path, hashing.submit(_hash_of_new, path)) for path in _files(folder)]
         for path, _ in found:
-            _sync(path)
+            sync(path)
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": content.result()}
         for path, content in found
@@ -81,8 +81,8 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     for inner in (path for path in folder.rglob("*") if path.is_dir()):
-        sync_directory(inner)
-    sync_directory(folder)
+        sync(inner)
+    sync(folder)
 
 
 def publish(staged: Path, final: Path) -> None:
@@ -91,7 +91,7 @@ def publish(staged: Path, final: Path) -> None:
     if os.path.lexists(final):  # on a kill between the two renames the older checkpoints and the sealed one are there
         final.rename(staging / f"replaced-{final.name}")
     staged.rename(final)
-    sync_directory(final.parent)
+    sync(final.parent)
     remove_inside(final.parent, staging.name, OURS)
 
 
@@ -231,14 +231,6 @@ def _difference(path: Path, name: str, entry: dict[str, Any], hashes: bool) -> O
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hash_of_new(path: Path) -> str:
