@@ -40,7 +40,7 @@ def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
     if folder.exists():
         return folder
-    with _storage_errors(folder.parent):
+    with storage_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock")
         lock.acquire()
@@ -55,11 +55,11 @@ def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
     new = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(new, ignore_errors=True)  # left by a killed process: the lock says that nobody works on it
-    with _storage_errors(folder.parent):
+    with storage_errors(folder.parent):
         new.mkdir()
     try:
         build(new)
-        with _storage_errors(folder.parent):
+        with storage_errors(folder.parent):
             _flush_to_disk(new)
             new.rename(folder)
     finally:
@@ -77,14 +77,14 @@ def write_arrow(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.Re
     import pyarrow
 
     batches = iter(batches)
-    with _storage_errors(path.parent):
+    with storage_errors(path.parent):
         writer = pyarrow.ipc.new_stream(str(path), schema)
     try:
         for batch in batches:  # outside the guard: what reading raises is not the disk's fault
-            with _storage_errors(path.parent):
+            with storage_errors(path.parent):
                 writer.write_batch(batch)
     finally:
-        with _storage_errors(path.parent):
+        with storage_errors(path.parent):
             writer.close()
 
 
@@ -124,10 +124,11 @@ class StoredArrays(Mapping[str, "numpy.ndarray"]):
 
 
 @contextmanager
-def _storage_errors(folder: Path):
+def storage_errors(folder: Path, what: str = "cached data"):
+    """Turns an OSError into a StorageError that says what could not be written, and what to do."""
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot write cached data to {folder}: {error}; {make_room()} or set cache_dir to another folder"
+            f"cannot write {what} to {folder}: {error}; {make_room()} or set cache_dir to another folder"
         ) from error

@@ -20,8 +20,8 @@ import torch
 from scu_trainer.data.images.decode import CONVERTIBLE, MODES, NORMALISING, Pixels, decode_all
 from scu_trainer.data.images.records import ImageSource
 from scu_trainer.data.statistics import Dropping
-from scu_trainer.data.store import built_once, digest_of
-from scu_trainer.errors import DataError, StorageError
+from scu_trainer.data.store import built_once, digest_of, storage_errors
+from scu_trainer.errors import DataError
 from scu_trainer.figures import counted
 from scu_trainer.run_files import require_room
 
@@ -205,7 +205,7 @@ def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind
         about.drop(reason, place)
     decoded = decode_all(source.read(numbers.tolist()), kind.processor, kind.channels)
     usable = _usable(decoded, skip_bad_rows, about)
-    try:
+    with storage_errors(folder, "images"):
         kept = _write_pixels(folder / "pixels.u8", zip(numbers.tolist(), usable, strict=True), kind)
         if not kept:
             raise DataError(f"{source.name} has no image to learn from; dropped: {about.dropped_in_words()}")
@@ -214,8 +214,6 @@ def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind
             numpy.save(folder / f"{name}s.npy", numpy.array(values, kind_of_number))
         (folder / "places.json").write_text(json.dumps([image.place for image in kept]))
         (folder / "about.json").write_text(json.dumps(vars(about)))
-    except OSError as error:
-        raise StorageError(f"cannot write images to {folder}: {error}; set cache_dir to another folder") from error
 
 
 class _Kept(NamedTuple):

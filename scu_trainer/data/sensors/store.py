@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -20,8 +20,8 @@ import numpy
 import torch
 
 from scu_trainer.data.sensors.format import FORMS
+from scu_trainer.data.store import storage_errors
 from scu_trainer.errors import StorageError
-from scu_trainer.run_files import make_room
 
 Sample = tuple[int, dict[str, numpy.ndarray]]
 """Label, and arrays by name as ``format.read_arrays`` gives them; those of missing branches are left out."""
@@ -33,7 +33,7 @@ def write_store(folder: Path, names: Sequence[str], samples: Iterable[Sample]) -
     lengths: dict[str, list[int]] = {name: [] for name in names}
     shapes: dict[str, list[int]] = {}
     with contextlib.ExitStack() as files:
-        with _written_to(folder):
+        with storage_errors(folder, "recordings"):
             outputs = {name: files.enter_context(open(folder / f"{name}.bin", "wb")) for name in names}
         for label, arrays in samples:
             labels.append(label)
@@ -43,21 +43,11 @@ def write_store(folder: Path, names: Sequence[str], samples: Iterable[Sample]) -
                 lengths[name].append(0 if array is None else len(array))
                 if array is not None:
                     shapes[name] = list(array.shape[1:])
-                    with _written_to(folder):
+                    with storage_errors(folder, "recordings"):
                         outputs[name].write(numpy.ascontiguousarray(array).data)
     ends = {name: numpy.cumsum([0, *counts]) for name, counts in lengths.items()}
     numpy.savez(folder / "index.npz", labels=numpy.array(labels), digests=numpy.array(digests, dtype="S40"), **ends)
     (folder / "shapes.json").write_text(json.dumps(shapes))
-
-
-@contextlib.contextmanager
-def _written_to(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write recordings to {folder}: {error}; {make_room()} or set cache_dir elsewhere"
-        ) from error
 
 
 def _digest(arrays: dict[str, numpy.ndarray]) -> str:
