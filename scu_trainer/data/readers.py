@@ -18,7 +18,7 @@ from typing import NamedTuple, Optional
 from scu_trainer.data.json_files import read_json_file, read_json_lines, to_utf_8
 from scu_trainer.data.opening import opened, shown_name
 from scu_trainer.data.records import Record, table_records
-from scu_trainer.errors import DataError
+from scu_trainer.errors import DataError, nearest
 from scu_trainer.figures import counted, first_few
 
 BLANK_TWICE = 2  # a document of a single .txt ends at this many blank lines
@@ -247,6 +247,17 @@ def split_among(splits: Iterable[str], wanted: Sequence[str]) -> Optional[str]:
         if same:
             return next((name for name in (word, named_split(word)) if name in same), same[0])
     return None
+
+
+def require_split(name: str, splits: Iterable[str], wanted: Sequence[str], shown: Iterable[str]) -> str:
+    """``split_among``. ``shown``: what the splits are called to a person. Raises DataError where none is wanted."""
+    chosen = split_among(splits, wanted)
+    if chosen is None:
+        raise DataError(
+            f"{name} has the splits {', '.join(shown)}, none of the requested: {', '.join(wanted)}"
+            f"{nearest(wanted[0], splits)}; choose one with --dataset_split"
+        )
+    return chosen
 
 
 def held_out_beside(

@@ -33,8 +33,8 @@ from scu_trainer.data.readers import (
     read_file,
     read_sections,
     require_kind,
+    require_split,
     shown_name,
-    split_among,
 )
 from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError, nearest
@@ -360,12 +360,7 @@ def _selected(rows, wanted: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
 
 def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: DataSettings, build) -> Source:
     """The first wanted split, and the first held-out split beside it."""
-    chosen = split_among(splits, wanted)
-    if chosen is None:
-        raise DataError(
-            f"{name} has the splits {', '.join(splits)}, none of the requested: {', '.join(wanted)}"
-            f"{nearest(wanted[-1], splits)}. Choose one with --dataset_split"
-        )
+    chosen = require_split(name, splits, wanted, shown=splits)
     source = build(f"{name} ({chosen})", splits[chosen])
     if len(wanted) > 1:
         return source

@@ -16,10 +16,10 @@ import numpy
 
 from scu_trainer.data.images.records import EMPTY_CLASS, LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
 from scu_trainer.data.images.tables import how_to_save
-from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, shown_name, split_among, split_of
+from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, require_split, shown_name, split_of
 from scu_trainer.data.records import Record
 from scu_trainer.data.sources import files_and_links, notes_of_links, refuse_hub_settings
-from scu_trainer.errors import DataError, nearest
+from scu_trainer.errors import DataError
 from scu_trainer.figures import counted
 from scu_trainer.settings.base import short
 
@@ -52,13 +52,7 @@ def folder_source(
         refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None)
         return _noted(_of_classes(folder, _search(folder, labels), skip_bad, classes, labels), descended)
     by_name = {**{path.name: path for path in splits.values()}, **splits}
-    chosen = by_name.get(split_among(by_name, wanted))
-    if chosen is None:
-        found = ", ".join(path.name for path in splits.values())
-        raise DataError(
-            f"{folder} has the splits {found}, none of the requested: {', '.join(wanted)}"
-            f"{nearest(wanted[0], by_name)}; choose one with dataset_split"
-        )
+    chosen = by_name[require_split(str(folder), by_name, wanted, shown=[path.name for path in splits.values()])]
     inner, more = _only_folders(chosen, classes)
     source = _of_classes(inner, _search(inner, labels), skip_bad, classes, labels)
     source = _noted(source, (*descended, *more, *_not_read(folder, splits)))

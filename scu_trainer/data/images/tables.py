@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
-from scu_trainer.data.readers import held_out_beside, split_among
+from scu_trainer.data.readers import held_out_beside, require_split
 from scu_trainer.data.sources import load_saved, refuse_hub_settings
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.settings import DataSettings
@@ -42,12 +42,7 @@ def table_source(
         is_slice = "[" in wanted[0] and not Path(name).expanduser().is_dir()
         refuse_hub_settings(name, wanted[0] if len(wanted) == 1 and not is_slice else None)
         return _of_table(name, loaded, own, classes)
-    chosen = split_among(loaded, wanted)
-    if chosen is None:
-        raise DataError(
-            f"{name} has the splits {', '.join(loaded)}, none of the requested: {', '.join(wanted)}"
-            f"{nearest(wanted[0], loaded)}; choose one with dataset_split"
-        )
+    chosen = require_split(name, loaded, wanted, shown=loaded)
     source = _of_table(f"{name} ({chosen})", loaded[chosen], own, classes)
     if len(wanted) > 1:
         return source
