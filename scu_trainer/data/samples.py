@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, Optional
 
@@ -61,10 +61,6 @@ class SampleStatistics(Dropping):
         """Labels of one pass over the training samples: one each."""
         return self.train
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-like."""
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """A few lines for a person."""
         lines = [f"{self.item}s: {self.read:,} read, {self.train:,} for training, {self.eval:,} held out"]
@@ -73,10 +69,7 @@ class SampleStatistics(Dropping):
             names = ", ".join([*islice(self.per_class, MOST_NAMES), *(["..."] if len(counts) > MOST_NAMES else [])])
             fewest = f"{min(counts):,} to " if min(counts) < max(counts) else ""
             lines.append(f"classes: {len(counts)} ({names}), {fewest}{counted(max(counts), self.item)} each")
-        lines += [
-            f"dropped: {count:,} × {reason}, first: {self.examples[reason][0]}"
-            for reason, count in sorted(self.dropped.items())
-        ]
+        lines += self.lines_of_dropped()
         if self.heldout_duplicates:
             seen = counted(self.heldout_duplicates, f"held-out {self.item} is", f"held-out {self.item}s are")
             lines.append(f"{seen} also in the training data")

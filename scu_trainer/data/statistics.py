@@ -12,7 +12,7 @@ MOST_EXAMPLES = 3  # per reason
 
 
 class Dropping:
-    """Counts, by reason, what is left out; of each reason the first few places are kept as examples."""
+    """A data class that counts, by reason, what is left out, and keeps the first few places of each as examples."""
 
     dropped: dict[str, int]
     examples: dict[str, list[str]]
@@ -30,6 +30,17 @@ class Dropping:
     @property
     def is_anything_dropped(self) -> bool:
         return bool(self.dropped)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-like."""
+        return asdict(self)
+
+    def lines_of_dropped(self, so_far: str = "") -> list[str]:
+        """For a person, by reason."""
+        return [
+            f"dropped{so_far}: {count:,} × {reason}, first: {self.examples[reason][0]}"
+            for reason, count in sorted(self.dropped.items())
+        ]
 
     def dropped_in_words(self) -> str:
         """Phrase for a message, for instance "2 × empty text (notes.jsonl row 3)", or "nothing"."""
@@ -102,10 +113,6 @@ class DataStatistics(Dropping):
         self.empty_answers += other.empty_answers
         self.role_places = {**other.role_places, **self.role_places}
 
-    def as_dict(self) -> dict:
-        """JSON-like."""
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """A few lines for a person."""
         so_far = " so far" if self.streaming else ""
@@ -147,10 +154,7 @@ class DataStatistics(Dropping):
         return lines
 
     def _lines_of_losses(self, so_far: str) -> list[str]:
-        lines = [
-            f"dropped{so_far}: {count:,} × {reason}, first: {self.examples[reason][0]}"
-            for reason, count in sorted(self.rows_dropped.items())
-        ]
+        lines = self.lines_of_dropped(so_far)
         for what, count in self.rendered_away.items():
             lines.append(f"the chat template leaves out {what}, in {counted(count, 'conversation')}")
         if self.empty_answers:
