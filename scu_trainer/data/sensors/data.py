@@ -17,7 +17,7 @@ import numpy
 from scu_trainer.data.readers import HELD_OUT_SPLITS, split_among
 from scu_trainer.data.samples import Contents, PreparedSamples
 from scu_trainer.data.sensors.manifest import HELD_OUT
-from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source
+from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source, some
 from scu_trainer.data.sensors.store import Recordings
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.words.tokenizer import END, SPECIAL, UNKNOWN, tokenizer_of, word_tokenizer
@@ -150,10 +150,10 @@ def _divided(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recor
     if has_other:
         return source.recordings(numbers), source.recordings(numbers[:0])
     if is_marked.any():
-        held_out = _some(numpy.flatnonzero(is_marked), data.max_eval_documents, seed)
+        held_out = some(numpy.flatnonzero(is_marked), data.max_eval_documents, seed)
     else:
         share = data.validation_split_percentage / 100
-        held_out = _some(_share_of_each_class(offered.labels, numbers, share, seed), data.max_eval_documents, seed)
+        held_out = some(_share_of_each_class(offered.labels, numbers, share, seed), data.max_eval_documents, seed)
     return source.recordings(numpy.setdiff1d(numbers, held_out)), source.recordings(held_out)
 
 
@@ -185,7 +185,7 @@ def _of_its_own(source: SensorSource, data: DataSettings, own: SensorSettings, c
     source.statistics.read += other.statistics.read
     source.statistics.add_dropped(other.statistics.dropped, other.statistics.examples)
     source.statistics.notes += [note for note in other.statistics.notes if note not in source.statistics.notes]
-    return other.recordings(_some(numpy.arange(len(other.offered.keys)), data.max_eval_documents, 0))
+    return other.recordings(some(numpy.arange(len(other.offered.keys)), data.max_eval_documents, 0))
 
 
 def _share_of_each_class(labels: numpy.ndarray, numbers: numpy.ndarray, share: float, seed: int) -> numpy.ndarray:
@@ -196,12 +196,6 @@ def _share_of_each_class(labels: numpy.ndarray, numbers: numpy.ndarray, share: f
         count = max(1, round(share * len(members))) if share > 0 and len(members) > 1 else 0
         chosen.append(members[:count])
     return numpy.sort(numpy.concatenate(chosen))
-
-
-def _some(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndarray:
-    if limit is None or limit >= len(numbers):
-        return numbers
-    return numpy.sort(numpy.random.default_rng(seed).permutation(numbers)[:limit])
 
 
 # -- the statistics ----------------------------------------------------------------------------------------------------

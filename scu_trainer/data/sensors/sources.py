@@ -148,7 +148,9 @@ def folder_source(
         )
     statistics = SampleStatistics("recording")
     rejections = Rejections(statistics, skip_bad_rows)
-    entries = with_labels_in_range(_chosen(read_manifest(root, rejections), limit), own.num_classes, rejections)
+    listed = read_manifest(root, rejections)
+    chosen = [listed[number] for number in some(numpy.arange(len(listed)), limit, seed=0)]
+    entries = with_labels_in_range(chosen, own.num_classes, rejections)
     names = class_names(entries, own.num_classes, known)
     labels, entries = _labelled(entries, names, rejections)
     wanted = array_names(own.branches)
@@ -162,11 +164,11 @@ def folder_source(
     return _opened(name, folder, names, offered)
 
 
-def _chosen(entries: list[Entry], limit: Optional[int]) -> list[Entry]:
+def some(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndarray:
     """By chance: the first rows of a manifest may all be of one class."""
-    if limit is None or limit >= len(entries):
-        return entries
-    return [entries[number] for number in sorted(numpy.random.default_rng(0).permutation(len(entries))[:limit])]
+    if limit is None or limit >= len(numbers):
+        return numbers
+    return numpy.sort(numpy.random.default_rng(seed).permutation(numbers)[:limit])
 
 
 def _stamp(entry: Entry) -> list[int]:
