@@ -11,6 +11,7 @@ from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest, EvaluationResult
 from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
 from scu_trainer.figures import counted, perplexity
+from scu_trainer.hardware.probe import installed_version
 
 if TYPE_CHECKING:
     from scu_trainer.train.evaluation.harness import TaskFigure
@@ -153,8 +154,6 @@ def tasks_report(
     subjects: list[Subject], answers: list[EvaluationResult], asked: HarnessOptions, options: EvalOptions
 ) -> Any:
     """How the harness was asked, and a row per task, metric and model."""
-    from scu_trainer.train.evaluation.harness import harness_version
-
     first = {figure.key: figure for figure in answers[0].figures}
     results = []
     for number, (subject, result) in enumerate(zip(subjects, answers, strict=True)):
@@ -163,7 +162,7 @@ def tasks_report(
         _say_rounding(rows, subjects[0], subject, result)
         results += rows
     return {
-        "harness": f"lm_eval {harness_version()}",
+        "harness": f"lm_eval {installed_version('lm_eval')}",
         "names": asked.names,
         "limit": asked.limit,
         "apply_chat_template": asked.apply_chat_template,

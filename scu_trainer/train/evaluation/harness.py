@@ -154,12 +154,6 @@ class Harness:
             raise SettingsError(f"the tokenizer of {name} has no chat template; drop --apply_chat_template")
 
 
-def harness_version() -> str:
-    from importlib.metadata import version
-
-    return version("lm_eval")
-
-
 # -- finding tasks -----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
 import platform
@@ -16,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from scu_trainer.hardware import cgroup
-from scu_trainer.hardware.probe import accelerators, ram_bytes
+from scu_trainer.hardware.probe import accelerators, installed_version, ram_bytes
 from scu_trainer.hardware.profile import cpu as profiled_cpu
 from scu_trainer.run_files import RunStatus
 from scu_trainer.train.run_directory.console import seconds_left
@@ -42,13 +41,8 @@ def names_in_use(output_dir: Path) -> list[Path]:
 
 
 def versions() -> dict[str, Optional[str]]:
-    found: dict[str, Optional[str]] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    packages = {package: installed_version(package) for package in PACKAGES}
+    return {"python": platform.python_version(), "platform": platform.platform(), **packages}
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
