@@ -126,17 +126,13 @@ def rotate(run: Path, newest: Path, limit: Optional[int], best: Optional[Path]) 
     older = [path for path in checkpoints(run) if step_of(path) < step_of(newest)]
     kept = {newest.name} | {path.name for path in older if best is not None and path.name == best.name}
     for path in older:
-        if len(kept) < limit and _is_whole(path):
+        # by sizes: hashes of all that is kept would be read at every save
+        if len(kept) < limit and fault_of_files(path, hashes=False) is None:
             kept.add(path.name)
     removed = [path.name for path in older if path.name not in kept]
     for name in removed:
         remove_inside(run, name, OURS)
     return removed
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """By sizes: hashes of all that is kept would be read at every save."""
-    return fault_of_files(checkpoint, hashes=False) is None
 
 
 def set_aside(run: Path, step: int, kept: Optional[Path] = None) -> list[str]:
