@@ -15,7 +15,7 @@ from scu_trainer.hub.local_paths import is_local
 from scu_trainer.hub.push import push, require_open, require_revision, sent_notes, token_for
 from scu_trainer.models.loading.hub_errors import without_again
 from scu_trainer.models.loading.names import base_of, located
-from scu_trainer.run_files import read_json
+from scu_trainer.runs.studies.comparison_state import is_finished
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
@@ -55,17 +55,12 @@ def after_training(job: Job) -> None:
     from scu_trainer.train.job.job import is_main_process
 
     run = Path(job.training.output_dir)
-    if not is_main_process() or not _is_finished(run):
+    if not is_main_process() or not is_finished(run):
         return
     if not write_card(run):
         print(f"kept: {run / CARD} was edited, and no new card was written")
     if job.training.push_to_hub:
         _push(run, job.training)
-
-
-def _is_finished(run: Path) -> bool:
-    has_results = (run / "run.json").is_file() and (run / "scu_metrics.json").is_file()
-    return has_results and read_json(run / "run.json").get("status") == "finished"
 
 
 def _push(run: Path, training: TrainingArguments) -> None:
