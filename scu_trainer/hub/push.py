@@ -131,7 +131,7 @@ def push(
         "url": f"{endpoint()}/{repo_id}",
         "commit": commit.oid,
         "is_changed": commit.oid != before.sha,
-        "removed": _superseded(before, upload),
+        "removed": superseded(_names(before), upload),
         "replaced": sorted({item.path_in_repo for item in upload.items} & _names(before)),
         "before": before.sha,
         "is_card_kept": is_card_kept,
@@ -157,7 +157,7 @@ def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], mes
     """Operations are made again each time: they remember what the Hub had when it was asked."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    gone = _superseded(api.model_info(repo_id, revision=revision), upload)
+    gone = superseded(_names(api.model_info(repo_id, revision=revision)), upload)
     operations = [CommitOperationAdd(item.path_in_repo, item.source) for item in upload.items]
     operations += [CommitOperationDelete(name) for name in gone]
     return api.create_commit(repo_id, operations, commit_message=message, revision=revision)
@@ -168,10 +168,6 @@ def _has_edited_card(api: Any, info: Any) -> bool:
     if CARD not in _names(info):
         return False
     return not is_ours(Path(api.hf_hub_download(info.id, CARD, revision=info.sha)))
-
-
-def _superseded(info: Any, upload: Upload) -> list[str]:
-    return superseded(_names(info), upload)
 
 
 def _names(info: Any) -> set[str]:
@@ -206,25 +202,20 @@ def _require_private(info: Any) -> None:
 
 def _again(request: Callable[[], T], say: Say) -> T:
     """``request`` until it succeeds, or fails for a reason that stays, or has had all of its repetitions."""
+    import httpx2
     from huggingface_hub.errors import HfHubHTTPError
 
     for wait_s in (*WAITS_S, None):
         try:
             end_stalls()
             return request()
-        except (HfHubHTTPError, OSError, RuntimeError, _transport_error()) as error:
+        except (HfHubHTTPError, OSError, RuntimeError, httpx2.TransportError) as error:
             if wait_s is None or not is_passing(error):
                 raise
             line = hub_line(error, "")
         say(f"{redact(line).partition(';')[0]}; again in {wait_s} s")
         time.sleep(wait_s)
     raise AssertionError("the last repetition returns or raises")
-
-
-def _transport_error() -> type[Exception]:
-    import httpx2
-
-    return httpx2.TransportError
 
 
 class _Said(logging.Handler):
