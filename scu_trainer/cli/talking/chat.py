@@ -34,11 +34,12 @@ HELP = {
     "/help": "these lines",
     "/exit": "end, as Ctrl-D does",
 }
+HELP_LINES = [f"{name:<14} {said}" for name, said in HELP.items()]
 DESCRIPTION = """\
 RUN is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. Answers appear as they
 are generated; Ctrl-C stops an answer. From a pipe every line is a question, and only the answers are printed.
 
-  """ + "\n  ".join(f"{name:<14} {said}" for name, said in HELP.items())
+  """ + "\n  ".join(HELP_LINES)
 
 
 def _parser() -> Parser:
@@ -144,7 +145,7 @@ class Chat:
         """Whether the chat goes on."""
         name, _, rest = line[1:].partition(" ")
         acts = {"system": self._set_system, "reset": lambda _: self._reset(), "save": self._save,
-                "help": lambda _: self._quietly(self._help())}  # fmt: skip
+                "help": lambda _: self._quietly("\n".join(HELP_LINES))}  # fmt: skip
         if name in ("exit", "quit"):
             return False
         if name not in acts:
@@ -152,9 +153,6 @@ class Chat:
             raise SettingsError(f"/{name} is not a command{nearest(name, known)}; commands: /{', /'.join(known)}")
         acts[name](rest.strip())
         return True
-
-    def _help(self) -> str:
-        return "\n".join(f"{name:<14} {said}" for name, said in HELP.items())
 
     def _set_system(self, text: str) -> None:
         self.system = text
