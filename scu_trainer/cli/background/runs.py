@@ -167,7 +167,7 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
     _check_flags(flags)
     check_known(flags, _parser().of_action("start")._option_string_actions)
     options.config = options.config or _written_for_this_machine()
-    entries, text = _read(Path(options.config))
+    entries, text = read_file(Path(options.config)), Path(options.config).read_text()
     check_early(options.config, flags)
     name = options.name or _free_name(options, entries)
     settings = Options(
@@ -190,11 +190,6 @@ def _written_for_this_machine() -> str:
         )
     screens.say(f"{OPTIMAL} is used, because there is no --config")
     return OPTIMAL
-
-
-def _read(config: Path) -> tuple[dict, str]:
-    entries = read_file(config)
-    return entries, config.read_text()
 
 
 def _check_flags(flags: Sequence[str]) -> None:
