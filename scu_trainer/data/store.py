@@ -60,16 +60,12 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         build(new)
         with storage_errors(folder.parent):
-            _flush_to_disk(new)
+            # Without this a power cut after the rename could leave a complete name with empty files.
+            for path in [*(path for path in new.rglob("*") if path.is_file()), new]:
+                sync(path)
             new.rename(folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-
-def _flush_to_disk(folder: Path) -> None:
-    """Without this a power cut after the rename could leave a complete name with empty files."""
-    for path in [*(path for path in folder.rglob("*") if path.is_file()), folder]:
-        sync(path)
 
 
 def write_arrow(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
