@@ -68,7 +68,8 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
     skip = 0 if plan.held_out else len(held_out)
     if skip:
         statistics.notes.append(f"streaming: the first {skip} documents are held out")
-    rows = in_memory(held_out_rows(_numbered(held_out), plan.settings, statistics), held_out_schema())
+    numbered = (NumberedDocument(number, one.input_ids, one.labels) for number, one in enumerate(held_out))
+    rows = in_memory(held_out_rows(numbered, plan.settings, statistics), held_out_schema())
     features = datasets.Features.from_arrow_schema(training_schema(plan.settings.isolate_documents))
     stream = TrainingStream(plan, skip, statistics)
     train = datasets.IterableDataset.from_generator(stream, features=features)
@@ -121,8 +122,3 @@ def _first_documents(plan: EncodingPlan, source: Source, limit: int, statistics:
     if not documents:
         raise DataError(f"{source.name} has no usable document; dropped: {statistics.dropped_in_words()}")
     return documents
-
-
-def _numbered(documents: list[Document]) -> Iterator[NumberedDocument]:
-    for number, document in enumerate(documents):
-        yield NumberedDocument(number, document.input_ids, document.labels)
