@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Optional
+from typing import Optional
 
 from scu_trainer.figures import before_and_after
 from scu_trainer.hub import card_training
@@ -68,7 +68,11 @@ def _what(facts: Facts, base_id: Optional[str]) -> str:
     if facts.step is not None:
         lines.append(f"- weights of step {facts.step}, a checkpoint of the run")
     if facts.merge:
-        lines.append(_merge_line(facts.merge))
+        lines.append(
+            f"- merged into {facts.merge['dtype']}: logits on {facts.merge['rows']} rows of "
+            f"{facts.merge['checked_on']} differ from the adapter's by {facts.merge['difference']:.1e} of the largest, "
+            f"where {facts.merge['tolerance']:g} is allowed"
+        )
     return "\n".join([lines[0], "", *lines[1:]])
 
 
@@ -84,13 +88,6 @@ def _base(facts: Facts, base_id: Optional[str]) -> str:
     if facts.base:
         return f"{public_name(facts.base)}, a folder that is not on the Hub"
     return f"none: {facts.settings.get('architecture', 'the model')} started from random weights"
-
-
-def _merge_line(merge: dict[str, Any]) -> str:
-    return (
-        f"- merged into {merge['dtype']}: logits on {merge['rows']} rows of {merge['checked_on']} differ from the "
-        f"adapter's by {merge['difference']:.1e} of the largest, where {merge['tolerance']:g} is allowed"
-    )
 
 
 def _load(facts: Facts, name: str, base_id: Optional[str]) -> str:
