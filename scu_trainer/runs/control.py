@@ -115,7 +115,9 @@ def _begin(run: Run, record: RunRecord, hands: Hands) -> RunRecord:
     # After the record: "queued" beside a process that has ended would be a run that was killed.
     RunStatus(run.path / "run.json").update(status="queued", pid=None, error=None, eta_s=None)
     _write_start_line(run, record.starts)
-    child = (hands.spawn or hands.platform.spawn)(_words(run), record.cwd, _environment_of(record), run.console)
+    # -P: a folder named like a package, where the command is typed, must not be imported in its place.
+    words = [sys.executable, "-P", "-m", "scu_trainer.cli.background.supervisor", str(run.path.absolute())]
+    child = (hands.spawn or hands.platform.spawn)(words, record.cwd, _environment_of(record), run.console)
     return _registered(run, child, hands)
 
 
@@ -125,11 +127,6 @@ def _write_start_line(run: Run, starts: int) -> None:
             file.write(f"{START_LINE}{starts}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     except OSError as error:
         raise StorageError(f"cannot write {run.console}: {error.strerror}; check the path and its rights") from error
-
-
-def _words(run: Run) -> list[str]:
-    # -P: a folder named like a package, where the command is typed, must not be imported in its place.
-    return [sys.executable, "-P", "-m", "scu_trainer.cli.background.supervisor", str(run.path.absolute())]
 
 
 def environment() -> dict[str, str]:
