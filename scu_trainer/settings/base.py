@@ -115,7 +115,8 @@ def check_values(
         if item.name not in values:
             continue
         is_name = {*_parts(hints[item.name])} <= {str, type(None)}
-        for value in _single(values[item.name]):
+        given = values[item.name]
+        for value in given if isinstance(given, (list, tuple)) else [given]:
             if isinstance(value, str):
                 check_text(prefix + item.name, value, is_name=is_name)
             elif _is_number(value):
@@ -129,10 +130,6 @@ def _parts(hint: Any) -> Iterator[Any]:
             yield from _parts(part)
     else:
         yield hint
-
-
-def _single(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> None:
