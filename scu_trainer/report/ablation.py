@@ -185,7 +185,8 @@ def _means(found: Comparison, part: str, name: str) -> tuple[list[Line], list[st
     """A line per arm: the mean over seeds at the steps that all of them have. And the arms without one."""
     lines, without = [], []
     for place, arm in enumerate(found.arms):
-        curves = [dict(zip(*points(getattr(run, part), name), strict=True)) for run in _runs_of(found, arm)]
+        runs = [run for (of_arm, _), run in found.runs.items() if of_arm == arm]
+        curves = [dict(zip(*points(getattr(run, part), name), strict=True)) for run in runs]
         curves = [curve for curve in curves if curve]
         steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
         if not steps:
@@ -197,16 +198,8 @@ def _means(found: Comparison, part: str, name: str) -> tuple[list[Line], list[st
     return lines, without
 
 
-def _runs_of(found: Comparison, arm: str) -> list[RunFiles]:
-    return [run for (name, _), run in found.runs.items() if name == arm]
-
-
 FIGURES = re.compile(r"(: | by )[+-]?[\d.]+ \([^)]*\)")
 """In a verdict: the difference and its interval, which have a column of their own."""
-
-
-def _words(verdict: Optional[str]) -> str:
-    return FIGURES.sub("", verdict) if verdict else "-"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -225,7 +218,7 @@ def result_rows(found: Comparison) -> tuple[list[str], list[list[str]]]:
             _or_dash(row.get("tracking_error"), ".1%"),
             _or_dash(row.get("settling_step"), ".0f"),
             _or_dash(row.get("overhead_fraction"), ".2%"),
-            _words(row.get("verdict")),
+            FIGURES.sub("", row.get("verdict") or "-"),
         ]
         for row in found.content["table"]
     ]
