@@ -18,10 +18,10 @@ import zipfile
 from pathlib import Path
 from typing import Optional, Union
 
-from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 
 from scu_trainer.errors import CheckpointError
+from scu_trainer.models.loading.names import is_safetensors
 from scu_trainer.train.checkpoints.format import MANIFEST, Difference, differences, json_object, step_of
 from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS, misfit, read_state
 
@@ -123,7 +123,7 @@ def _is_torn(path: Path, name: str) -> bool:
         return False
     if path.suffix == ".json":
         return json_object(path) is None
-    return not (_is_safetensors(path) if path.suffix == ".safetensors" else zipfile.is_zipfile(path))
+    return not (is_safetensors(path) if path.suffix == ".safetensors" else zipfile.is_zipfile(path))
 
 
 def _damage_of_state(path: Path) -> Optional[str]:
@@ -143,7 +143,7 @@ def _damage_of_state(path: Path) -> Optional[str]:
 def _unreadable(checkpoint: Path) -> Optional[str]:
     """Weights and optimizer whose end, or beginning, is missing; no content is read."""
     for path in sorted(checkpoint.glob("*.safetensors")):
-        if WEIGHTS.fullmatch(path.name) and not _is_safetensors(path):
+        if WEIGHTS.fullmatch(path.name) and not is_safetensors(path):
             return f"{path.name} is damaged"
     for pattern in ZIPPED:
         torn = next((path for path in sorted(checkpoint.glob(pattern)) if _is_torn_zip(path)), None)
@@ -158,15 +158,6 @@ def _unreadable(checkpoint: Path) -> Optional[str]:
         if missing is not None and not is_whole:
             return f"{missing} is missing, which {index.name} names"
     return None
-
-
-def _is_safetensors(path: Path) -> bool:
-    """Its header says how long the file must be, and opening it compares that."""
-    try:
-        with safe_open(path, framework="numpy"):
-            return True
-    except (SafetensorError, OSError):
-        return False
 
 
 def _is_torn_zip(path: Path) -> bool:
@@ -202,7 +193,7 @@ def _rotten(checkpoint: Path, found: list[Difference]) -> Optional[str]:
 def _torn_states(checkpoint: Path) -> list[str]:
     """Of the loops. Whoever runs without them needs none of it."""
     there = [checkpoint / name for name in TENSORS if os.path.lexists(checkpoint / name)]
-    torn = [f"{path.name} is missing" for path in there if not _is_safetensors(path)]
+    torn = [f"{path.name} is missing" for path in there if not is_safetensors(path)]
     for name in SHAPES:
         if os.path.lexists(checkpoint / name):
             try:
