@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.data import formats
-from scu_trainer.data.readers import kind_of, read_file
-from scu_trainer.data.sources import files_and_links, named_columns
+from scu_trainer.data.readers import READERS, kind_of, read_file
+from scu_trainer.data.sources import files_and_links, is_saved, named_columns
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.figures import counted
 from scu_trainer.settings import DataSettings
@@ -88,7 +88,6 @@ LOOKS_LIKE = (
     (MEDIA_NOT_READ, formats.IMAGES),
 )
 
-READ_ROW_BY_ROW = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 ROWS_LOOKED_AT = 64
 MOST = 0.9
 
@@ -125,10 +124,10 @@ def before_training(statistics: Any) -> Iterator[Finding]:
 def _first_file(path: Path) -> Optional[Path]:
     """With columns, and cheap to begin. None where there is none, and for folders of the datasets library."""
     if not path.is_dir():
-        return path if path.is_file() and kind_of(path) in READ_ROW_BY_ROW else None
-    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return path if path.is_file() and kind_of(path) in READERS else None
+    if is_saved(path):
         return None
-    return next((file for file in files_and_links(path)[0] if kind_of(file) in READ_ROW_BY_ROW), None)
+    return next((file for file in files_and_links(path)[0] if kind_of(file) in READERS), None)
 
 
 def _pairs(rows: list[dict[str, Any]]) -> Iterator[Finding]:
