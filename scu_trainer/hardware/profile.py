@@ -11,9 +11,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware import cgroup
@@ -95,10 +95,6 @@ class Profile:
     ram: Ram
     disks: tuple[Disk, ...]
     packages: dict[str, Optional[str]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-like."""
-        return asdict(self)
 
 
 def profile(paths: Iterable[Path], measure_disks: bool = True, root: Path = cgroup.ROOT) -> Profile:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Optional
 
@@ -99,7 +100,7 @@ def _profile(options: argparse.Namespace) -> int:
 
     found = profile((Path("runs"), default_cache_dir(None)), measure_disks=not options.no_disk_speed)
     if options.json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(asdict(found), indent=2))
     else:
         plain_console().print(facts_table(profile_facts(found)))
     return 0
