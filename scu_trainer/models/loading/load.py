@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Union
@@ -222,6 +223,16 @@ def _packing(config: PretrainedConfig, settings: ModelSettings, device: torch.de
         return None
     skeleton = skeleton_of(config, settings.trust_remote_code)
     return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
+
+
+def classes_of(config: PretrainedConfig) -> tuple[str, ...]:
+    """Names of the classes of a classifier, by label."""
+    return tuple(config.id2label[number] for number in range(config.num_labels))
+
+
+def fields_of_classes(names: Sequence[str]) -> dict[str, Any]:
+    """Of a configuration, from which ``classes_of`` reads ``names``."""
+    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
 
 def read_config(name: str, settings: ModelSettings) -> PretrainedConfig:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import AdapterPlan
 from scu_trainer.models.loading.dispatch import Free, Placement, place
-from scu_trainer.models.loading.load import for_evaluation, read_model
+from scu_trainer.models.loading.load import classes_of, fields_of_classes, for_evaluation, read_model
 from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter
 from scu_trainer.models.loading.safety import require_safe_weights
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
@@ -48,11 +48,7 @@ class Heads:
         """Of the configuration."""
         weight = {} if self.report_weight is None else {"report_weight": self.report_weight}
         report = {"report_words": list(self.report_words), "report_length": self.report_length, **weight}
-        return {
-            "id2label": dict(enumerate(self.label_names)),
-            "label2id": {name: number for number, name in enumerate(self.label_names)},
-            **(report if self.report_words else {}),
-        }
+        return {**fields_of_classes(self.label_names), **(report if self.report_words else {})}
 
 
 def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
@@ -86,10 +82,6 @@ def branches_of(config: Optional[TridentConfig], own: SensorSettings) -> list[st
     )
 
 
-def label_names_of(config: TridentConfig) -> list[str]:
-    return [config.id2label[number] for number in range(config.num_labels)]
-
-
 def trained_label_names(settings: ModelSettings) -> Optional[list[str]]:
     """Classes of the head that ``model_name_or_path`` was saved with. An adapter does not tell them, the run that it
     lies in does; None for a model from scratch, and for an adapter outside of a run."""
@@ -97,7 +89,7 @@ def trained_label_names(settings: ModelSettings) -> Optional[list[str]]:
         return None
     path = Path(settings.model_name_or_path).expanduser()
     if not is_adapter(path):
-        return label_names_of(stored_config(settings))
+        return list(classes_of(stored_config(settings)))
     run = next((folder for folder in (path, path.parent) if (folder / RUN_FILE).is_file()), None)
     return None if run is None else list(read_json(run / RUN_FILE)["data"]["per_class"])
 
@@ -143,7 +135,7 @@ def make_trident(
     _require_takes(config, shapes)
     model = _loaded(settings, own, config, heads, device, placement)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
-    if label_names_of(config) != list(heads.label_names):
+    if classes_of(config) != tuple(heads.label_names):
         count = len(heads.label_names)
         lines.append(f"the head is replaced: {count} classes that are not the model's {config.num_labels}")
     if heads.report_words and not config.report_words:
@@ -174,9 +166,9 @@ def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Hea
     config, path = stored_config(settings), Path(settings.model_name_or_path).expanduser()
     label_names = heads.label_names
     _require_takes(config, shapes)
-    if not is_adapter(path) and label_names_of(config) != list(label_names):
+    if not is_adapter(path) and classes_of(config) != tuple(label_names):
         raise ModelError(
-            f"the classes of {settings.model_name_or_path} ({', '.join(label_names_of(config)[:5])}) are not those of "
+            f"the classes of {settings.model_name_or_path} ({', '.join(classes_of(config)[:5])}) are not those of "
             f"the recordings ({', '.join(label_names[:5])}); give recordings that it was trained for"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -247,7 +239,7 @@ def _loaded(
     if inside:
         raise ModelError(f"{name!r} lacks weights of a TRIDENT: {inside[0]}; give the folder of a complete model")
     is_new_head = any(key.startswith(f"{HEAD}.") for key in lacking)
-    if label_names_of(config) != list(heads.label_names) and not is_new_head:
+    if classes_of(config) != tuple(heads.label_names) and not is_new_head:
         model.classifier.reset_parameters()  # as many classes, but other ones
     return prepare_quantized(model) if settings.tuning == "qlora" else model
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scu_trainer.errors import ModelError
 from scu_trainer.figures import first_few
 from scu_trainer.models.asking import evaluating
-from scu_trainer.models.loading.load import for_evaluation, loading_dtype, read_model
+from scu_trainer.models.loading.load import classes_of, fields_of_classes, for_evaluation, loading_dtype, read_model
 from scu_trainer.models.loading.names import as_model_error, base_of, is_adapter, located
 from scu_trainer.models.loading.safety import announce_code, require_safe_weights
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs
-from scu_trainer.models.vision.view import View, classes_of, known_classes, load_config
+from scu_trainer.models.vision.view import View, known_classes, load_config
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
@@ -91,7 +91,7 @@ def _from_scratch(name: str, label_names: Sequence[str], view: View) -> PreTrain
             f"image_size {min(view.size)} is too small for {name}, which makes one place of {REDUCTION} x {REDUCTION} "
             f"pixels; set image_size to {REDUCTION} or more (images are enlarged), or leave it out"
         )
-    shared = {"num_channels": view.channels, **_classes(label_names)}
+    shared = {"num_channels": view.channels, **fields_of_classes(label_names)}
     if name in RESNETS:
         return ResNetForImageClassification(ResNetConfig(**RESNETS[name], **shared))
     config = EfficientNetConfig(**EFFICIENTNET_B0, image_size=min(view.size), batch_norm_momentum=0.1, **shared)
@@ -116,13 +116,6 @@ def with_living_signal(model: nn.Module) -> nn.Module:
     return model
 
 
-def _classes(label_names: Sequence[str]) -> dict[str, Any]:
-    return {
-        "id2label": dict(enumerate(label_names)),
-        "label2id": {name: number for number, name in enumerate(label_names)},
-    }
-
-
 def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTrainedModel, list[str]]:
     from transformers import AutoModelForImageClassification
 
@@ -139,7 +132,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
             loading_dtype(settings),
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=settings.attn_implementation,
-            **_classes(label_names),
+            **fields_of_classes(label_names),
         )
     inside = [key for key in random if key.startswith(f"{model.base_model_prefix}.")]
     if inside:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.loading.load import read_config
+from scu_trainer.models.loading.load import classes_of, read_config
 from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter, located
 from scu_trainer.models.loading.safety import announce_code
 from scu_trainer.settings import ModelSettings
@@ -85,11 +85,6 @@ def known_classes(settings: ModelSettings) -> tuple[str, ...]:
             "with the names of the classes in id2label"
         )
     return classes_of(load_config(settings))
-
-
-def classes_of(config: PretrainedConfig) -> tuple[str, ...]:
-    """Names of the classes, by label."""
-    return tuple(config.id2label[number] for number in range(config.num_labels))
 
 
 def _plain_processor(size: int, channels: int) -> BaseImageProcessor:
