@@ -27,7 +27,9 @@ from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
 
-MERGE_FILE = "merge.json"
+MERGE_FILE, EXPORT_FILE, PRUNE_FILE = "merge.json", "scu_export.json", "prune.json"
+"""Beside weights that were made from those of a run: what they are."""
+
 BASE, MERGED = "base", "merged"
 """Words for models made from another: what it was tuned from, and that with its adapter merged in."""
 
@@ -98,14 +100,14 @@ class Subject:
 
     @property
     def answers_plain_text(self) -> bool:
-        """Whether its run, or the run that was merged, learned answers to questions for which the tokenizer had no
-        chat template."""
+        """Whether its run, or the run that its weights were made from, learned answers to questions for which the
+        tokenizer had no chat template."""
         from scu_trainer.data.records import AS_PLAIN_TEXT
 
-        merge = Path(self.source) / MERGE_FILE
-        if self.run is None and merge.is_file():
-            return bool(read_json(merge).get("answers_plain_text"))
-        formats = (self.run or {}).get("data", {}).get("formats", {})
+        made = [Path(self.source) / name for name in (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)]
+        if self.run is None:
+            return any(bool(read_json(file).get("answers_plain_text")) for file in made if file.is_file())
+        formats = self.run.get("data", {}).get("formats", {})
         return any(AS_PLAIN_TEXT in name for name in formats)
 
     def consenting(self, options: Any, **changes: Any) -> Subject:

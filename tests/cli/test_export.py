@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scu_trainer.cli.main import main
+from scu_trainer.cli.subjects import subject_of
+from scu_trainer.data.records import AS_PLAIN_TEXT
 from scu_trainer.models.exports import gguf
 from scu_trainer.models.exports.llama_cpp import in_llama_cpp
 from tests import processes
@@ -99,6 +102,24 @@ def test_safetensors(folder, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "a").dtype == torch.bfloat16
     merged = exported(capsys, folder / "lora", "--to", "safetensors", "--output", tmp_path / "b")
     assert "adapter_sha256" in merged and "README.md" in names(tmp_path / "b")
+
+
+def test_a_run_that_answers_plain_text_is_asked_so_in_every_format(folder, tmp_path, capsys, converter_forks):
+    run = tmp_path / "plain"
+    shutil.copytree(folder / "full", run)
+    (run / "chat_template.jinja").unlink()
+    described = json.loads((run / "training_config.json").read_text())
+    described["data"]["formats"] = {f"question and answer (question, answer){AS_PLAIN_TEXT}": 9}
+    (run / "training_config.json").write_text(json.dumps(described))
+    facts = exported(capsys, run, "--to", "ollama")
+    template = 'TEMPLATE """{{ range .Messages }}{{ .Content }}\n\n{{ end }}"""\n'
+    assert template in (tmp_path / "plain-ollama" / "Modelfile").read_text()
+    assert "no chat template: end a question with a blank line" in facts["notes"]
+    exported(capsys, run, "--to", "safetensors")
+    assert main(["prune", str(run), "--amount", "0.5"]) == 0
+    shutil.rmtree(run)
+    for name in ("plain-safetensors", "plain-pruned"):
+        assert subject_of(str(tmp_path / name)).answers_plain_text
 
 
 def test_a_hub_id_or_folder_of_another_is_checked_on_text_that_is_always_there(

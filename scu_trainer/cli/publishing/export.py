@@ -27,7 +27,7 @@ from scu_trainer.cli.publishing.merge import (
     write_new,
 )
 from scu_trainer.cli.publishing.merge import screen as merged_screen
-from scu_trainer.cli.subjects import Subject, subject_of
+from scu_trainer.cli.subjects import EXPORT_FILE, Subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError, nearest, require_packages
 from scu_trainer.models.exports.gguf import OUTTYPES
 from scu_trainer.models.loading.load import causal_config
@@ -35,7 +35,6 @@ from scu_trainer.models.loading.names import base_of, is_adapter
 from scu_trainer.run_files import read_json, readable, write_json, write_text
 from scu_trainer.settings.tasks import TEXT
 
-EXPORT_FILE = "scu_export.json"
 FORMATS = ("safetensors", "gguf", "ollama", "onnx")
 GGUF = ("gguf", "ollama")
 
@@ -233,7 +232,10 @@ class _Exporting(Conversion):
         shutil.rmtree(weights)
         file = next(folder.glob("*.gguf"))
         outtype = file.stem.rpartition("-")[2].lower()
-        self.facts |= comparison.in_llama_cpp(self.parts.model, self.parts.processor, file, self.inputs, outtype)
+        plain = self.facts["answers_plain_text"]
+        self.facts |= comparison.in_llama_cpp(
+            self.parts.model, self.parts.processor, file, self.inputs, outtype, plain
+        )
         self.facts |= {"outtype": outtype, "written_by": self._converter(), "read_by": "llama.cpp (xllamacpp)"}
         self.facts["next"] = f"llama-cli -m {self._typed(file.name)}"
         if self.options.format == "ollama":
@@ -255,7 +257,7 @@ class _Exporting(Conversion):
         from scu_trainer.talk.model import stop_tokens
 
         model, tokenizer = self.parts.model, self.parts.processor
-        template, note = ollama.template_of(tokenizer)
+        template, note = ollama.template_of(tokenizer, self.facts["answers_plain_text"])
         stops = [tokenizer.decode([token]) for token in stop_tokens(model, tokenizer)]
         positions = getattr(model.config, "max_position_embeddings", None)
         write_text(folder / ollama.MODELFILE, ollama.modelfile(file_name, template, stops, positions))

@@ -153,7 +153,6 @@ def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, An
     about = {
         "adapter": subject.source,
         "adapter_sha256": adapter_hash(Path(subject.source)),
-        "answers_plain_text": subject.answers_plain_text,
     }
     with run_log():
         require_space(subject, output, options)
@@ -249,6 +248,7 @@ class Conversion:
         facts = {
             "format": 1,
             **about,
+            "answers_plain_text": subject.answers_plain_text,
             "output": str(output),
             "dtype": str(dtype).removeprefix("torch."),
             "rows": len(next(iter(inputs.values()))),

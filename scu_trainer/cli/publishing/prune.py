@@ -13,7 +13,7 @@ from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import default_output, require_new, shown, write_new
-from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
+from scu_trainer.cli.subjects import PRUNE_FILE, Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.hub.facts import run_of
 from scu_trainer.models.loading.names import is_adapter
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from scu_trainer.train.job.components import TrainingComponents
     from scu_trainer.train.job.source import Source
 
-PRUNE_FILE = "prune.json"
 TASKS = (TEXT, "image-classification")
 WEIGHED_ROWS, ROWS_AT_ONCE = 256, 32
 """Training rows by which units are weighed, and statistics of BatchNorm measured."""
@@ -156,6 +155,7 @@ class _Pruning:
         self.facts: dict[str, Any] = {
             "format": 1,
             "source": subject.source,
+            "answers_plain_text": subject.answers_plain_text,
             "output": str(output),
             "amount": amount,
             "unit": self.task.unit,

@@ -27,10 +27,11 @@ QUESTION, ANSWER = "How are you?", "Fine: 1 < 2, thanks."
 
 
 def in_llama_cpp(
-    model: nn.Module, tokenizer: Any, file: Path, inputs: Mapping[str, torch.Tensor], outtype: str
+    model: nn.Module, tokenizer: Any, file: Path, inputs: Mapping[str, torch.Tensor], outtype: str,
+    answers_plain_text: bool,
 ) -> dict[str, Any]:
     """difference, tolerance, and at how many ``positions`` (the middle and the end of every row) the most likely next
-    token is the ``same_likeliest``. Raises ModelError where the model or its tokens are others."""
+    token is the ``same_likeliest``. ``answers_plain_text``: see Talker. Raises ModelError where the model or its tokens are others."""
     most = (getattr(model.config, "max_position_embeddings", None) or 2**30) - 1  # one token is drawn after a row
     rows = [
         row[mask.bool()].tolist()[:most]
@@ -39,7 +40,7 @@ def in_llama_cpp(
     with llama_cpp.in_llama_cpp(file, max(map(len, rows)) + 8) as read:
         _require_same_tokens(read, tokenizer, [tokenizer.decode(row) for row in rows])
         measured = [_against(model, read, row[:end]) for row in rows for end in {max(1, len(row) // 2), len(row)}]
-        note = _template_note(read, tokenizer)
+        note = _template_note(read, tokenizer, answers_plain_text)
     tolerance = max(GGUF_TOLERANCE[outtype], merge_tolerance(model, model.dtype))
     difference = max(found for found, _ in measured)
     _require(difference, tolerance, outtype, "--outtype f32")
@@ -76,10 +77,11 @@ def _against(model: nn.Module, read: LlamaCpp, row: list[int]) -> tuple[float, b
     return difference, int(expected.argmax()) == int(found.argmax())
 
 
-def _template_note(read: LlamaCpp, tokenizer: Any) -> str:
+def _template_note(read: LlamaCpp, tokenizer: Any, answers_plain_text: bool) -> str:
     """What llama.cpp makes of the chat template, which is a program in a language that it reads in its own way."""
     if not getattr(tokenizer, "chat_template", None):
-        return "no chat template: it continues a text"
+        asked = "end a question with a blank line" if answers_plain_text else "it continues a text"
+        return f"no chat template: {asked}"
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     turns.append({"role": "user", "content": QUESTION})
     expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)

@@ -15,6 +15,9 @@ from typing import Any, Optional
 
 MODELFILE = "Modelfile"
 NO_TEMPLATE = "{{ .Prompt }}"
+PLAIN_ANSWERS = "{{ range .Messages }}{{ .Content }}\n\n{{ end }}"
+"""As plain_prompt of data/records.py."""
+
 SYSTEM, USER, ASSISTANT, START, END = "system", "user", "assistant", "", "end"
 TURNS = ((USER,), (USER, ASSISTANT, USER), (USER, ASSISTANT, USER, ASSISTANT, USER))
 CONVERSATIONS = tuple(roles for turns in TURNS for roles in (turns, (SYSTEM, *turns)))
@@ -76,9 +79,12 @@ def borders_of(tokenizer: Any) -> Optional[Borders]:
     return borders if is_same and (USER, END) in texts and is_writable else None
 
 
-def template_of(tokenizer: Any) -> tuple[Optional[str], str]:
-    """(template in Ollama's language, a line that says how it was made); no template: Ollama looks for one itself."""
+def template_of(tokenizer: Any, answers_plain_text: bool = False) -> tuple[Optional[str], str]:
+    """(template in Ollama's language, a line that says how it was made); no template: Ollama looks for one itself.
+    ``answers_plain_text``: see Talker."""
     if not getattr(tokenizer, "chat_template", None):
+        if answers_plain_text:
+            return PLAIN_ANSWERS, "Modelfile: no chat template, a blank line follows the question"
         return NO_TEMPLATE, "Modelfile: no chat template, the prompt is continued"
     borders = borders_of(tokenizer)
     if borders is None:
