@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel, ViTConfig
 
@@ -115,6 +116,26 @@ def test_models_and_adapters_are_told_apart(model_dir, adapter_dir):
     check_source(str(adapter_dir))
     assert is_adapter(adapter_dir) and not is_adapter(model_dir)
     assert base_of(adapter_dir) == str(model_dir)
+
+
+@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head"]])
+def test_an_adapter_whose_embedding_has_grown_is_what_peft_reads(model_dir, tmp_path, saved):
+    """As other programs save one after they have added tokens, in reserve of those of the tokenizer too."""
+    model = tiny.LlamaForCausalLM.from_pretrained(model_dir)
+    rows = len(load_tokenizer(settings(model_dir))) + 5
+    model.resize_token_embeddings(rows)
+    model = tiny.lora(model, modules_to_save=saved)
+    for weight in model.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    base = tiny.LlamaForCausalLM.from_pretrained(model_dir)
+    base.resize_token_embeddings(rows)
+    tokens = torch.arange(rows - 9, rows)[None]
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(base, str(tmp_path))(tokens).logits
+        chosen = settings(tmp_path)
+        assert torch.equal(load_for_evaluation(str(tmp_path), chosen)(tokens).logits, expected)
+        assert torch.equal(prepare_for_tuning(load_model(chosen), chosen).eval()(tokens).logits, expected)
 
 
 def test_a_base_that_was_named_from_a_folder_above_is_found_from_anywhere(

@@ -233,9 +233,7 @@ class _Exporting(Conversion):
         file = next(folder.glob("*.gguf"))
         outtype = file.stem.rpartition("-")[2].lower()
         plain = self.facts["answers_plain_text"]
-        self.facts |= comparison.in_llama_cpp(
-            self.parts.model, self.parts.processor, file, self.inputs, outtype, plain
-        )
+        self.facts |= comparison.in_llama_cpp(self.parts.model, self.parts.processor, file, self.inputs, outtype, plain)
         self.facts |= {"outtype": outtype, "written_by": self._converter(), "read_by": "llama.cpp (xllamacpp)"}
         self.facts["next"] = f"llama-cli -m {self._typed(file.name)}"
         if self.options.format == "ollama":

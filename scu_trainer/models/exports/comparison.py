@@ -27,11 +27,16 @@ QUESTION, ANSWER = "How are you?", "Fine: 1 < 2, thanks."
 
 
 def in_llama_cpp(
-    model: nn.Module, tokenizer: Any, file: Path, inputs: Mapping[str, torch.Tensor], outtype: str,
+    model: nn.Module,
+    tokenizer: Any,
+    file: Path,
+    inputs: Mapping[str, torch.Tensor],
+    outtype: str,
     answers_plain_text: bool,
 ) -> dict[str, Any]:
     """difference, tolerance, and at how many ``positions`` (the middle and the end of every row) the most likely next
-    token is the ``same_likeliest``. ``answers_plain_text``: see Talker. Raises ModelError where the model or its tokens are others."""
+    token is the ``same_likeliest``. ``answers_plain_text``: see Talker. Raises ModelError where the model or its tokens
+    are others."""
     most = (getattr(model.config, "max_position_embeddings", None) or 2**30) - 1  # one token is drawn after a row
     rows = [
         row[mask.bool()].tolist()[:most]

@@ -6,9 +6,11 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError, nearest
+from scu_trainer.models.loading.names import as_model_error, rows_of_adapter
 from scu_trainer.models.quantize import is_mamba
 from scu_trainer.settings.model import MUTATING
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from scu_trainer.settings import ModelSettings
 
 logger = logging.getLogger("scu_trainer")
+
+SAVED_WHOLE = ("", "base_layer.", "modules_to_save.")
+"""What stands before the last part in peft's names of a module's own weight, in the file of an adapter."""
 
 
 def active_config(model: nn.Module) -> Optional[PeftConfig]:
@@ -180,6 +185,30 @@ def grow_embeddings(model: nn.Module, rows: int) -> None:
     """Rows for new tokens, by transformers' default around the mean of the others; nothing where there are enough."""
     if rows > 0 and rows > model.get_input_embeddings().weight.shape[0]:  # a classifier of images has no embedding
         model.resize_token_embeddings(rows)
+
+
+def grow_for_adapter(model: nn.Module, adapter: Path) -> None:
+    """Rows for the tokens that an adapter has trained, or whose whole embedding peft has saved with it."""
+    grow_embeddings(model, max(rows_of_adapter(adapter), _saved_rows(model, adapter)))
+
+
+def _saved_rows(model: nn.Module, adapter: Path) -> int:
+    """Of the embedding among the weights of an adapter, by the header of their file; 0 where it is not among them."""
+    from safetensors import safe_open
+    from torch import nn
+
+    file = adapter / "adapter_model.safetensors"
+    if not file.is_file():
+        return 0
+    with as_model_error(str(adapter), "adapter"), safe_open(file, framework="pt") as saved:
+        shapes = {key: saved.get_slice(key).get_shape() for key in saved.keys()}
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module is model.get_input_embeddings()
+    ]
+    keys = (f"base_model.model.{name}.{kind}weight" for name in names for kind in SAVED_WHOLE)
+    return max((shapes[key][0] for key in keys if key in shapes), default=0)
 
 
 def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:

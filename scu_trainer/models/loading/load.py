@@ -16,7 +16,7 @@ from scu_trainer.models.loading.adapters import (
     AdapterPlan,
     adapter_config,
     choose_weights,
-    grow_embeddings,
+    grow_for_adapter,
     save_rows_alone,
 )
 from scu_trainer.models.loading.causal import require_causal
@@ -280,7 +280,7 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
             )
         return choose_weights(model, settings)
     if is_adapter(adapter):
-        grow_embeddings(model, rows_of_adapter(adapter))
+        grow_for_adapter(model, adapter)
         if has_offloaded_weights(model):
             require_safe_adapter(adapter, settings.allow_pickle)
             with as_model_error(str(adapter), "adapter"):
@@ -309,7 +309,7 @@ def for_evaluation(model: PreTrainedModel, name: str, settings: ModelSettings) -
     """``model`` with the adapter in the folder ``name`` if there is one, frozen and in evaluation mode."""
     path = Path(name).expanduser()
     if is_adapter(path):
-        grow_embeddings(model, rows_of_adapter(path))
+        grow_for_adapter(model, path)
         model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     return model.eval().requires_grad_(False)
 

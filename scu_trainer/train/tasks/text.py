@@ -19,7 +19,7 @@ from scu_trainer.errors import ModelError
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import isolates
 from scu_trainer.models.kernels import best_attention
-from scu_trainer.models.loading.adapters import CAUSAL, add_tokens, grow_embeddings
+from scu_trainer.models.loading.adapters import CAUSAL, add_tokens, grow_embeddings, grow_for_adapter
 from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
 from scu_trainer.models.loading.load import (
     causal_config,
@@ -28,7 +28,7 @@ from scu_trainer.models.loading.load import (
     load_tokenizer,
     plan_placement,
 )
-from scu_trainer.models.loading.names import is_adapter, located, rows_of_adapter, with_adapter_as_model
+from scu_trainer.models.loading.names import is_adapter, located, with_adapter_as_model
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.regularization import SAMPLED
@@ -97,8 +97,10 @@ class TextTask:
         say_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
-        if new_rows or is_adapter(start):
-            grow_embeddings(model, new_rows[-1] + 1 if new_rows else rows_of_adapter(start))
+        if is_adapter(start):
+            grow_for_adapter(model, start)
+        elif new_rows:
+            grow_embeddings(model, new_rows[-1] + 1)
         require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
         asked = packing.asked_of(model, len(tokenizer))
         if asked.applied(job.data) != packing.applied(job.data):
