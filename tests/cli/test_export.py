@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 import shutil
 import sys
 from types import SimpleNamespace
@@ -78,6 +79,14 @@ def test_ollama_gets_template_and_stops(folder, capsys, converter_forks):
     text = (output / "Modelfile").read_text()
     assert text.startswith('FROM ./lora-checkpoint-1-f16.gguf\nTEMPLATE """')
     assert 'PARAMETER stop "<|im_end|>"\n' in text and "PARAMETER num_ctx 128\n" in text
+
+
+def test_what_to_type_next_of_a_folder_that_looks_like_an_option(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder / "full", "-full")
+    facts = exported(capsys, "./-full", "--to", "safetensors")
+    assert facts["next"] == "scu-trainer push ./-full-safetensors --repo_id OWNER/NAME --dry_run"
+    assert main(shlex.split(facts["next"])[1:]) == 0
 
 
 def test_onnx_runtime_gives_the_logits_of_the_run(folder, tmp_path, capsys):

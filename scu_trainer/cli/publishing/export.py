@@ -260,7 +260,7 @@ class _Exporting(Conversion):
         positions = getattr(model.config, "max_position_embeddings", None)
         write_text(folder / ollama.MODELFILE, ollama.modelfile(file_name, template, stops, positions))
         self.facts["notes"].append(note)
-        self.facts["next"] = f"ollama create {shlex.quote(self._name())} -f {self._typed(ollama.MODELFILE)}"
+        self.facts["next"] = f"ollama create {ollama.model_name(self._name())} -f {self._typed(ollama.MODELFILE)}"
 
     def _onnx(self, folder: Path) -> None:
         import importlib.metadata
@@ -294,4 +294,4 @@ class _Exporting(Conversion):
 
     def _typed(self, file: str = "") -> str:
         """As an argument of a command, also where it has spaces."""
-        return shlex.quote(str(Path(self._shown(), file)))
+        return shlex.quote("/".join(filter(None, (self._shown(), file))))

@@ -136,7 +136,8 @@ def screen(facts: dict[str, Any]) -> str:
 def shown(output: str) -> str:
     """As one would type it here."""
     path = Path(output)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else output
+    inside = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else output
+    return f"./{inside}" if inside.startswith("-") else inside  # which would be an option
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Source: https://docs.ollama.com/modelfile and https://docs.ollama.com/template
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -120,6 +121,11 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> Optional[str]:
     first = tokenizer.bos_token
     is_put_there = first and tokenizer("a")["input_ids"][:1] == [tokenizer.convert_tokens_to_ids(first)]
     return text.removeprefix(first) if is_put_there else text
+
+
+def model_name(name: str) -> str:
+    """``name`` as Ollama takes it (types/model/name.go there): letters of ASCII, digits, and - _ . behind the first."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "model"
 
 
 def modelfile(file_name: str, template: Optional[str], stops: Sequence[str], positions: Optional[int]) -> str:

@@ -72,6 +72,13 @@ def test_without_a_template_the_prompt_is_gone_on_with(tokenizer):
     assert text == 'FROM ./a.gguf\nTEMPLATE """{{ .Prompt }}"""\nPARAMETER stop "say \\"end\\"\\n"\n'
 
 
+@pytest.mark.parametrize(
+    ("name", "taken"), [("qwen2.5_lora-1", "qwen2.5_lora-1"), ("-my 'run' \u7a7a 2", "my-run-2"), ("\u7a7a", "model")]
+)
+def test_a_model_has_a_name_that_ollama_takes(name, taken):
+    assert ollama.model_name(name) == taken
+
+
 def declared(**changes) -> dict:
     return {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}, **changes}
 
