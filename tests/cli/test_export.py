@@ -105,6 +105,12 @@ def test_onnx_runtime_gives_the_logits_of_the_run(folder, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
 
 
+def test_a_type_that_onnx_runtime_does_not_compute_in_is_refused(folder, tmp_path, capsys):
+    told = refused(capsys, folder / "lora", "--to", "onnx", "--dtype", "bfloat16", "--output", tmp_path / "out")
+    assert "ONNX Runtime cannot run what was written" in told and "Try --dtype float32" in told
+    assert names(tmp_path) == set()
+
+
 def test_safetensors(folder, tmp_path, capsys):
     facts = exported(capsys, folder / "full", "--to", "safetensors", "--dtype", "bfloat16", "--output", tmp_path / "a")
     assert facts["difference"] <= facts["tolerance"] == 0.05

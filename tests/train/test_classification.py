@@ -82,13 +82,20 @@ def test_the_best_step_is_the_most_accurate():
     assert best_held_out([{"step": 3, "eval_bpt": 4.0}, {"step": 4, "eval_bpt": 3.0}]) == {"step": 4, "bpt": 3.0}
 
 
-def table_shown(folder: Path, width: int) -> str:
+def table_shown(folder: Path, width: int, **changes) -> str:
     from rich.console import Console
 
     before = DocumentScores(numpy.full(10, 2.3), numpy.ones(10, dtype=int), numpy.arange(10) == 0)
     after = DocumentScores(numpy.full(10, 0.1), numpy.ones(10, dtype=int), numpy.arange(10) != 0)
     best = {"step": 3, "bpt": 0.2, "accuracy": 1.0}
-    own = {"item": "image", "unit": "label", "has_base": False, "best_held_out": best}
+    own = {
+        "item": "image",
+        "unit": "label",
+        "has_base": False,
+        "has_new_tokens": False,
+        "best_held_out": best,
+        **changes,
+    }
     console = Console(record=True, width=width)
     print_table(console, {**own, **held_out_figures(before, after)}, folder, "trained 3 steps")
     return console.export_text()
@@ -106,6 +113,9 @@ def test_the_table_speaks_of_accuracy(tmp_path):
     for words in ("bits per label", "100.0% at step 3", "10 images"):
         assert words in shown
     assert "--against base" not in shown
+    assert "eval x --against base\n" in table_shown(Path("x"), 100, has_base=True)
+    told = table_shown(Path("x"), 100, has_base=True, has_new_tokens=True)
+    assert "eval x\n" in told and "chat x --against base\n" in told, "eval compares models of the same tokens alone"
     assert "scu-trainer report ./-x\n" in table_shown(Path("-x"), 100)
 
 

@@ -28,19 +28,27 @@ def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Pat
         with _quiet(), torch.no_grad():
             OnnxExporter().export(model.eval(), dict(inputs), OnnxConfig(dynamic=True)).save_pretrained(folder)
     except Exception as error:  # an operator without a translation, a shape that cannot be free, and many kinds more
-        reason = str(error).strip().splitlines()
-        raise ModelError(
-            f"ONNX cannot hold {type(model).__name__}: {reason[0] if reason else type(error).__name__}"
-        ) from error
+        raise ModelError(f"ONNX cannot hold {type(model).__name__}: {_first_line(error)}") from error
 
 
 def onnx_logits(folder: Path, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """float32 on the CPU: of what was written, as ONNX Runtime computes it there."""
+    """float32 on the CPU: of what was written, as ONNX Runtime computes it there. Raises ModelError where it cannot."""
     from transformers.exporters import ExportedModel
 
-    with _quiet():
-        exported = ExportedModel.from_pretrained(str(folder))
-    return exported(**inputs).logits.float().cpu()
+    try:
+        with _quiet():
+            exported = ExportedModel.from_pretrained(str(folder))
+        return exported(**inputs).logits.float().cpu()
+    except Exception as error:  # those of ONNX Runtime are of no narrower kind
+        raise ModelError(
+            f"ONNX Runtime cannot run what was written ({_first_line(error)}); nothing is kept. Try --dtype float32, "
+            "which is the default, or --to safetensors"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -420,6 +420,7 @@ def _train(
         "item": job.kind.item,
         "unit": job.kind.unit,
         "has_base": job.task.task == TEXT,  # other models get a new head, or start from nothing
+        "has_new_tokens": bool(job.model.new_tokens),
         **held_out_figures(before.value, after),
         **held_out_by_source(before.value, after, parts.data),
         "best_held_out": best_held_out(trainer.state.log_history),

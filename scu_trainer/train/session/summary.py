@@ -105,7 +105,8 @@ def print_table(
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
     console.print(table)
-    against = " --against base" if figures["has_base"] else ""
+    is_scored = figures["has_base"] and not figures["has_new_tokens"]  # eval wants the same tokens of both
+    against = " --against base" if is_scored else ""
     folder = shlex.quote(f"./{output_dir}" if str(output_dir).startswith("-") else str(output_dir))  # no option
     console.print(f"next: scu-trainer eval {folder}{against}", soft_wrap=True)
     if figures["has_base"]:  # a model that writes
