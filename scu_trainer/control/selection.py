@@ -9,7 +9,7 @@ says what it skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -71,7 +71,7 @@ def noise_guard(
     excluded = suspects[:cap]
     readmitted = _longest_unseen(snapshot, excluded, law.guard_readmit, rng)
     out = _members(snapshot, excluded) & ~_members(snapshot, readmitted)
-    notes = _cap_notes(suspects.size, cap, ids.size, epoch) + _spared_notes(spared, epoch)
+    notes = tuple(_guard_notes(suspects.size, cap, ids.size, spared, epoch))
     skipped = {"noise_guard": ids[out[ids]]}
     return Selection(ids[~out[ids]], skipped, suspects=suspects, readmitted=readmitted, notes=notes)
 
@@ -157,23 +157,18 @@ def _members(snapshot: Snapshot, ids: np.ndarray) -> np.ndarray:
     return mask
 
 
-def _cap_notes(suspects: int, cap: int, rows: int, epoch: int) -> tuple[str, ...]:
-    if suspects <= cap:
-        return ()
-    return (
-        f"epoch {epoch}: {suspects} of {rows} rows look noisy, but noise_guard excludes {cap} at most; the other "
-        f"{suspects - cap}, those with the lowest loss, stay in. So many suspects may mean that the model has not "
-        "learned yet, or that the labels are wrong throughout",
-    )
-
-
-def _spared_notes(spared: int, epoch: int) -> tuple[str, ...]:
-    if not spared:
-        return ()
-    return (
-        f"epoch {epoch}: {spared} rows that look noisy stay in, because half of their class is already left out: look "
-        "at the labels of that class",
-    )
+def _guard_notes(suspects: int, cap: int, rows: int, spared: int, epoch: int) -> Iterator[str]:
+    if suspects > cap:
+        yield (
+            f"epoch {epoch}: {suspects} of {rows} rows look noisy, but noise_guard excludes {cap} at most; the other "
+            f"{suspects - cap}, those with the lowest loss, stay in. So many suspects may mean that the model has not "
+            "learned yet, or that the labels are wrong throughout"
+        )
+    if spared:
+        yield (
+            f"epoch {epoch}: {spared} rows that look noisy stay in, because half of their class is already left out: "
+            "look at the labels of that class"
+        )
 
 
 def _in_final_epochs(law: CurriculumConfig, epoch: int, epochs: Optional[float]) -> bool:
