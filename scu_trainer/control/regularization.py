@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Optional
+from dataclasses import dataclass, replace
+from typing import Optional
 
 DECOUPLED_GAIN = 2.0
 """-d ln(ParamBPT) / d(-ln(1 - u)): exact when every trainable weight moves toward its w0 by the same fraction u."""
@@ -96,13 +96,6 @@ class ControllerState:
     best_held_out_bpt: Optional[float] = None
     best_held_out_s: Optional[float] = None
     held_out_misses: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ControllerState:
-        return cls(**values)
 
 
 def initial_state(law: ControllerConfig) -> ControllerState:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def main(folder: Path) -> None:
     outcome = {
         name: {
             "weights": weights_of(run.model),
-            "state": run.regularizer.state.to_dict(),
+            "state": asdict(run.regularizer.state),
             "tokens_n": run.regularizer.progress.tokens_n,
             "world": run.accelerator.num_processes,
         }

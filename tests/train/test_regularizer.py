@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -141,7 +142,7 @@ def test_a_window_that_is_not_finite_decides_nothing():
     one_step(regularizer, 1)
     before = regularizer.state
     row = one_step(regularizer, 2, losses=(math.nan,))
-    assert regularizer.state == type(before)(**{**before.to_dict(), "skipped": 1, "skipped_steps": 1})
+    assert regularizer.state == replace(before, skipped=1, skipped_steps=1)
     assert math.isnan(row["loss"])
 
 
@@ -280,7 +281,7 @@ def test_lost_control_is_said_once_with_the_way_out():
 def test_lost_control_is_said_when_s_leaves_late():
     """Stuck at the bound just above target first, far above only after the 20th decision."""
     regularizer = started()
-    high = dict(regularizer.state.to_dict(), saturated="high", decisions=50)
+    high = dict(asdict(regularizer.state), saturated="high", decisions=50)
     for step in range(1, 2 * STUCK_DECISIONS):
         s_ema = 0.105 if step <= STUCK_DECISIONS else 0.2
         regularizer.state = type(regularizer.state)(**{**high, "s_ema": s_ema, "reached_step": 1})

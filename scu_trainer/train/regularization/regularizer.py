@@ -88,7 +88,7 @@ class Regularizer:
         self._steps_per_epoch, self._seed = steps_per_epoch, seed
         self._every = self.settings.control_frequency if self.steers else max(1, logging_steps)
         if self._loaded is not None:
-            self.state = control.ControllerState.from_dict(self._loaded["state"])
+            self.state = control.ControllerState(**self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
             self._interval = [
                 (torch.tensor(math.nan if loss is None else loss, dtype=torch.float64), items)  # JSON has no NaN
@@ -111,7 +111,7 @@ class Regularizer:
     def state_dict(self) -> dict[str, Any]:
         return {
             "settings": asdict(self.settings),
-            "state": self.state.to_dict(),
+            "state": asdict(self.state),
             "progress": asdict(self.progress),
             # Steps since the last decision: with control_frequency above 1 a checkpoint falls between two decisions.
             "interval": [[float(loss), float(items)] for loss, items in self._interval],
