@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from scu_trainer.train.step.recovery.memory import is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from tests import faults, tiny
 
 

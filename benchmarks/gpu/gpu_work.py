@@ -32,7 +32,8 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.models.kernels import best_attention
 from scu_trainer.train.run_directory.logs import run_log
-from scu_trainer.train.step.recovery.memory import free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 RANK = 16
 LEARNING_RATES = {"lora": 1e-3, "qlora": 1e-3, "full": 5e-5}

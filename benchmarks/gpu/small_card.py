@@ -38,7 +38,7 @@ from benchmarks.lib.text_job import LOOPS, OurTrainer, StockTrainer, padded
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.run_directory.logs import run_log
-from scu_trainer.train.step.recovery.memory import is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 GIB = 2**30
 SEGMENTS = {"as it comes": {}, "expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}

@@ -32,7 +32,7 @@ from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loops.memory import MemoryLoop
 from scu_trainer.train.run_directory.logs import run_log
-from scu_trainer.train.step.recovery.memory import is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 NO_BATCH_LEFT = "No executable batch size found"
 """What ``auto_find_batch_size`` ends with."""

@@ -23,7 +23,8 @@ from scu_trainer.serve.front import Front
 from scu_trainer.serve.guard import MODELS
 from scu_trainer.serve.questions import ASKED, Asker
 from scu_trainer.talk.model import Talker
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
 UNAVAILABLE = 503
 

@@ -214,7 +214,8 @@ def test_a_system_without_proc(tmp_path):
 UNDER_A_LIMIT = """
 import json, re, resource, sys, torch
 from pathlib import Path
-from scu_trainer.train.step.recovery.memory import CpuGauge, is_out_of_memory, wanted_bytes
+from scu_trainer.train.step.recovery.memory import CpuGauge
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory, wanted_bytes
 
 MIB = 2**20
 name, size = sys.argv[1:]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scu_trainer.errors import ControlError
 from scu_trainer.train.step.recovery import out_of_memory
-from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory, wanted_bytes
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory, wanted_bytes
 from tests import faults
 
 MIB = 2**20

@@ -281,7 +281,7 @@ def planned_choice(
     """None for a choice with which the model's code fails. Raises ModelError if it fails for what was asked."""
     from scu_trainer.train.memory_estimate.plan import planned
     from scu_trainer.train.step.distributed.deepspeed_start import models_kept_whole
-    from scu_trainer.train.step.recovery.memory import is_out_of_memory
+    from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
     try:
         with models_kept_whole(job.training):

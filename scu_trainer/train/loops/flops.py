@@ -19,7 +19,7 @@ from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.analysis import untouched
 from scu_trainer.train.loss.rows.products import by_onednn, is_onednn_faster
 from scu_trainer.train.step.batches.rows import pick, rows_of
-from scu_trainer.train.step.recovery.memory import forget_traceback
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
 
 ROWS_TO_COUNT = 2
 MATRIX_SIDE = 1024

@@ -20,7 +20,7 @@ from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import RowLosses, row_scores
 from scu_trainer.train.loss.rows.shared_prefixes import FEWEST_TOKENS
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time, placed
-from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
 Found = tuple[Optional[bool], Optional[str]]
 """(whether it gives the stock loss; why it does not). None: that is not finite, or the model cannot be asked yet."""

@@ -27,7 +27,7 @@ from scu_trainer.train.loss.loss_path import without_index
 from scu_trainer.train.loss.wrapped_loss import RowLoss
 from scu_trainer.train.loss.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_to_ask
 from scu_trainer.train.step.batches.rows import pick
-from scu_trainer.train.step.recovery.memory import is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("scu_trainer")
 

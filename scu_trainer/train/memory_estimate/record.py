@@ -13,7 +13,7 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_main_process
 from scu_trainer.train.memory_estimate.predict import predict
 from scu_trainer.train.memory_estimate.shapes import Step
-from scu_trainer.train.step.recovery.memory import forget_traceback, is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
 WORTH_SAYING = 0.01
 """Share of the peak below which a part is not named."""

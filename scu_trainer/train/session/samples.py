@@ -16,7 +16,8 @@ from scu_trainer.models.asking import evaluating
 from scu_trainer.train.evaluation.answers import Prompt, answered, prompts_of, stop_tokens
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.step.distributed.sharded import is_sharded, training_precision
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
 logger = logging.getLogger("scu_trainer")
 

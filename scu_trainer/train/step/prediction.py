@@ -25,8 +25,8 @@ from scu_trainer.train.loss.rows.model_loss import counting_owner, defined_betwe
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.recovery.halving import Halving
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
-from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
+from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory, is_out_of_memory_in_loader
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import generators, plain_attributes, put_back_attributes, replaced
 

@@ -16,7 +16,7 @@ from scu_trainer.train.loss.analysis.no_trace import unlogged
 from scu_trainer.train.loss.loss_path import without_index
 from scu_trainer.train.loss.rows.model_loss import counting
 from scu_trainer.train.step.batches.rows import pick, rows_of
-from scu_trainer.train.step.recovery.memory import forget_traceback
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
 
 SHARDED = "the weights are sharded, and the search would need all ranks at once"

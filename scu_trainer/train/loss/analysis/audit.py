@@ -18,7 +18,8 @@ from scu_trainer.train.loss.analysis.measuring import LossOf, gradient_error, me
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state, untouched
 from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 MOST_DOUBLINGS = 15

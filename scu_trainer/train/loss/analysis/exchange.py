@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 
 from scu_trainer.train.loss.rows.model_loss import comes_from
-from scu_trainer.train.step.recovery.memory import forget_traceback
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
 
 EXCHANGES = frozenset(
     "gather_for_metrics gather_object all_gather all_gather_object all_gather_into_tensor all_reduce all_to_all "

@@ -34,7 +34,8 @@ from scu_trainer.train.loss.analysis.own_draws import ONCE_PER_BATCH, draws_once
 from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of, left_out_by
 from scu_trainer.train.step.batches.reduction import Reduction, Targets
 from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
-from scu_trainer.train.step.recovery.memory import forget_traceback, free_memory, is_out_of_memory
+from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, retry_unchanged
 
 FOLLOWS = 0.75

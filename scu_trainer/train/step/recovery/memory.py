@@ -44,21 +44,6 @@ from accelerate.utils.memory import clear_device_cache
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware import cgroup
 from scu_trainer.hardware.heap import give_back_freed
-from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory, wanted_bytes
-
-__all__ = [
-    "CpuGauge",
-    "CudaGauge",
-    "Gauge",
-    "MemoryReading",
-    "MpsGauge",
-    "forget_traceback",
-    "free_memory",
-    "gauge_for",
-    "is_out_of_memory",
-    "wanted_bytes",
-]
-
 
 CPU = torch.device("cpu")
 
