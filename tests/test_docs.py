@@ -20,4 +20,4 @@ def test_sessions_in_the_docs(page):
 
 def test_there_are_sessions_to_run():
     text = (ROOT / "docs" / "memory.md").read_text()
-    assert len(doctest.DocTestParser().get_examples(text)) >= 10
+    assert len(doctest.DocTestParser().get_examples(text)) >= 20

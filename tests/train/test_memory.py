@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 import json
 import resource
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from scu_trainer.errors import RequirementError
-from scu_trainer.train.step.recovery import memory
 from scu_trainer.train.step.recovery.memory import CpuGauge, CudaGauge, MemoryReading, MpsGauge, free_memory, gauge_for
 from tests.faults import touch
 
@@ -46,13 +44,6 @@ def test_a_limit_below_what_is_used_leaves_no_room(limit_bytes):
     reading = MemoryReading(limit_bytes, used_bytes=80, peak_bytes=80)
     assert reading.free_bytes == 0
     assert reading.used_fraction >= 1
-
-
-@linux
-def test_documented_example():
-    result = doctest.testmod(memory)
-    assert result.attempted >= 6
-    assert result.failed == 0
 
 
 # --- main memory, for real

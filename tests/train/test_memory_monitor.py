@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import threading
 
 import pytest
 import torch
 
-from scu_trainer.train.step.recovery import memory_monitor
 from scu_trainer.train.step.recovery.memory import CpuGauge
 from scu_trainer.train.step.recovery.memory_monitor import MemoryMonitor
 from tests.faults import FakeGauge
@@ -146,9 +144,3 @@ def test_bad_options(options):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="asks for a machine without an accelerator")
 def test_without_a_gauge_it_watches_main_memory():
     assert isinstance(MemoryMonitor()._gauge, CpuGauge)
-
-
-def test_documented_example():
-    result = doctest.testmod(memory_monitor)
-    assert result.attempted >= 3
-    assert result.failed == 0

@@ -1,27 +1,6 @@
-"""Live memory: gauges that say how much is used and how much may be, what counts as out of memory, and freeing.
+"""Live memory: gauges that say how much is used and how much may be, and freeing.
 
-A gauge alone, in any loop of your own::
-
-    >>> import mmap
-    >>> import torch
-    >>> from scu_trainer.train.step.recovery.memory import gauge_for
-    >>> gauge = gauge_for(torch.device("cpu"))
-    >>> gauge.reset()
-    >>> pages = mmap.mmap(-1, 64 * 2**20)  # of the kernel's: malloc might hand out pages that it had kept
-    >>> block = torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
-    >>> del block, pages  # gives them back
-    >>> reading = gauge.read()
-    >>> reading.peak_bytes - reading.used_bytes > 60 * 2**20  # a sampler that looks now would have missed it
-    True
-    >>> reading.free_bytes == reading.limit_bytes - reading.used_bytes
-    True
-
-Recovering (``CatchOutOfMemory`` is in ``second_try.py``). Inside the block the failed step's tensors are still alive::
-
-    with CatchOutOfMemory() as caught:
-        run(micro-batch)
-    if caught.text is not None:
-        free_memory()  # and then smaller parts; the failed allocation wanted caught.wanted_bytes
+docs/memory.md has a gauge alone, in any loop of your own. How a recovery begins is in ``second_try.py``.
 """
 
 from __future__ import annotations

@@ -2,12 +2,6 @@
 
 It decides nothing: peaks fall between its samples (the controllers read a gauge that keeps its own peak), and it never
 resets a gauge, so it does not disturb them.
-
-    >>> from scu_trainer.train.step.recovery.memory_monitor import MemoryMonitor
-    >>> with MemoryMonitor(interval_s=0.01) as monitor:
-    ...     sample = monitor.metrics_queue.get(timeout=10)
-    >>> sorted(sample)
-    ['free_bytes', 'limit_bytes', 'peak_bytes', 'process_rss_bytes', 'time_s', 'used_bytes', 'used_fraction']
 """
 
 from __future__ import annotations
