@@ -13,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer
 
 from scu_trainer.hardware.peaks import device_name, known_tflops
-from scu_trainer.hardware.precision import AMPERE
-from scu_trainer.models.asking import float32_settings
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.analysis import untouched
+from scu_trainer.train.loss.analysis.measuring import rounds_to_tf32
 from scu_trainer.train.loss.rows.products import by_onednn, is_onednn_faster
 from scu_trainer.train.step.batches.rows import pick, rows_of
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
@@ -166,16 +165,7 @@ def precision_of(trainer: Trainer) -> str:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         if dtype in dtypes:
             return name
-    return "tf32" if _allows_tf32(trainer.model) else "fp32"
-
-
-def _allows_tf32(model: torch.nn.Module) -> bool:
-    """Whether some float32 products of ``model`` are rounded to TF32: of convolutions they are by default."""
-    device = input_device(model)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
-        return False
-    # Not get_float32_matmul_precision: it raises where torch.backends.fp32_precision was set, as transformers does.
-    return any(setting.fp32_precision == "tf32" for setting in float32_settings(model))
+    return "tf32" if rounds_to_tf32(trainer.model, input_device(trainer.model)) else "fp32"
 
 
 def measured_tflops(precision: str) -> float:

@@ -198,7 +198,8 @@ def tolerance(model: nn.Module, low_precision: bool) -> float:
     low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
     if low or low_precision:
         return ROUGH
-    return ROUGH_TF32 if _rounds_to_tf32(model) else EXACT
+    card = next((p.device for p in model.parameters() if p.is_cuda), None)
+    return ROUGH_TF32 if card is not None and rounds_to_tf32(model, card) else EXACT
 
 
 def training_loss(trainer: Trainer, inputs: Any, items: Any) -> torch.Tensor:
@@ -213,10 +214,10 @@ def tolerance_of(trainer: Trainer) -> float:
     return tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
 
 
-def _rounds_to_tf32(model: nn.Module) -> bool:
-    """Whether a card rounds the factors of some products of ``model`` to TF32: those of convolutions and recurrent
-    cells by default, of matrices where it is asked for."""
-    device = next((p.device for p in model.parameters() if p.is_cuda), None)
-    if device is None or torch.cuda.get_device_capability(device) < AMPERE:
+def rounds_to_tf32(model: nn.Module, device: torch.device) -> bool:
+    """Whether ``device`` is a card that rounds the factors of some products of ``model`` to TF32: those of convolutions
+    and recurrent cells by default, of matrices where it is asked for."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
         return False
+    # Not get_float32_matmul_precision: it raises where torch.backends.fp32_precision was set, as transformers does.
     return any(setting.fp32_precision == "tf32" for setting in float32_settings(model))
