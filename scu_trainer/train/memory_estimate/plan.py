@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -43,14 +43,6 @@ TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
 
 FEW_ROWS = (2, 3)
 """Rows of the micro-batches that are traced of a deep model; operations on a single row may copy less."""
-
-
-class Source(Protocol):
-    """A job whose settings can be varied."""
-
-    def step(self, choice: SettingChoice) -> Step: ...
-
-    def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate: ...
 
 
 def choice_of(job: Job) -> SettingChoice:
@@ -113,7 +105,7 @@ class FromConfiguration:
         alike = replace(choice, optim="", offload=False)
         if len(self._kinds) > (TRACED_WHOLE_ON_CPU if self.device == "cpu" else TRACED_WHOLE):
             deep = self._deep(alike, step.length)
-            events = None if deep is None else deep.events(step.rows)
+            events = None if deep is None else at_rows(step.rows, deep.few, deep.more)
             if events is not None:
                 before = deep.trained.size_bytes if step.micro_batches > 1 else None
                 parts = {**events.highest(before), "weights": deep.weights_bytes}
@@ -162,9 +154,6 @@ class Deep:
     trained: Trained
     compiled_bytes: int
 
-    def events(self, rows: int) -> Optional[Events]:
-        return at_rows(rows, self.few, self.more)
-
 
 def weights_of(model: nn.Module, layers: Sequence[nn.Module], all_layers: Sequence[nn.Module]) -> tuple[int, Trained]:
     """(bytes of weights and buffers, what is trained) of ``model`` with ``all_layers`` in the place of ``layers``."""
@@ -205,6 +194,10 @@ class FromParts:
         if choice.checkpoint_every_layer and not checkpoints(self.job):
             checkpoint_every_layer(subject.model)
         return estimate_of(subject, step, replace(held_by(self.job, self.parts), optim=choice.optim), self.device)
+
+
+Source = FromConfiguration | FromParts
+"""A job whose settings can be varied."""
 
 
 # -- which micro-batch fits --------------------------------------------------------------------------------------------
