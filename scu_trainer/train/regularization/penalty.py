@@ -37,7 +37,7 @@ MORE_ROOM_FOR_S = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class LowRankGroup:
     """Adapters of equal shape, handled as one batch of small products.
 
@@ -80,8 +80,10 @@ class Prior:
     """
 
     def __init__(self, model: nn.Module, prior: str = "init", measure: str = "effective") -> None:
-        trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-        named = {name: p for name, p in trained if not _was_made_empty(p)}
+        # Not those made empty, as by models with a part of zero layers (YOLOS); what sharding leaves has shape (0,).
+        named = {
+            name: p for name, p in model.named_parameters() if p.requires_grad and not (p.dim() > 1 and p.numel() == 0)
+        }
         if not named:
             raise ControlError(
                 "the model has no trainable weights, so there is nothing to regularize; check tuning and frozen "
@@ -155,8 +157,7 @@ class Prior:
             if state[name].shape != start.shape:
                 raise ControlError(f"the saved prior of {name} has shape {tuple(state[name].shape)}, not {start.shape}")
             start.copy_(state[name])
-        for group in self._groups:
-            group.b_starts_at_zero = self.kind == "zero" or not any(bool(w.any()) for w in group.b_prior)
+        self._groups = [self._low_rank_group(members) for members in self._members]
 
     def fingerprint(self) -> float:
         """Sum of squares of w0: cheap evidence that two runs decay toward the same point."""
@@ -309,11 +310,6 @@ def _decayed_copy(weight: torch.Tensor, start: torch.Tensor, shrink: float) -> t
         decay_stochastically(copy, start, shrink, torch.Generator(copy.device).manual_seed(0))
         return copy
     return copy.lerp_(start.to(copy.dtype).expand_as(copy), shrink)
-
-
-def _was_made_empty(parameter: nn.Parameter) -> bool:
-    """As by models with a part of zero layers (YOLOS). What sharding leaves behind has the one dimension (0,)."""
-    return parameter.dim() > 1 and parameter.numel() == 0
 
 
 def _reject_unusable(named: dict[str, nn.Parameter]) -> None:

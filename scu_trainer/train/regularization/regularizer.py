@@ -207,8 +207,9 @@ class Regularizer:
                 "give regularization_tokens (scu_tokens for the commands): the supervised tokens of one pass over the "
                 "training data"
             )
-        add = partial(_sum, self._losses)
-        loss = second_try(add, "adding up the losses of a step")
+        loss = second_try(
+            lambda: torch.stack([loss.float() for loss in self._losses]).sum(), "adding up the losses of a step"
+        )
         self._losses.clear()
         self._interval.append((loss, 1.0 if items is None else items))
 
@@ -373,10 +374,6 @@ class Regularizer:
             "growth": state.growth,
             "learning_rate": seen.learning_rate,
         }
-
-
-def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([loss.float() for loss in losses]).sum()
 
 
 def _own_share(
