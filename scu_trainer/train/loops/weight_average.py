@@ -119,16 +119,13 @@ class WeightAverage(Loop):
             yield
             return
         doing = "a copy of the weights in training, beside which their average is evaluated,"
-        weights = second_try(self._copies, doing, LESS)
+        weights = second_try(lambda: {name: tensor.clone() for name, tensor in self._tensors().items()}, doing, LESS)
         try:
             self._put_in()
             yield
         finally:
             for name, tensor in self._tensors().items():
                 tensor.copy_(weights[name])
-
-    def _copies(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def _put_in(self) -> None:
         if not self._count:
