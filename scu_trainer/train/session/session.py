@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
 from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import has_length
@@ -52,7 +54,6 @@ from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit
 from scu_trainer.train.run_directory.log_history import LogHistoryCallback
 from scu_trainer.train.run_directory.logs import RunLog, run_log
 from scu_trainer.train.run_directory.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
-from scu_trainer.train.session.optimizers import own_optimizer
 from scu_trainer.train.session.samples import Samples
 from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
@@ -329,6 +330,19 @@ def _loops(job: Job, parts: TrainingComponents) -> list[Loop]:
     if job.task.task == TEXT and job.data.sample_prompts and parts.data.eval is not None:
         loops.append(Samples(parts.data.eval, parts.processor, job.data.sample_prompts, job.data.sample_max_new_tokens))
     return loops
+
+
+def own_optimizer(job: Job, model: nn.Module) -> Optional[Optimizer]:
+    """LoRA+: two learning rates (Hayou et al. 2024, https://arxiv.org/abs/2402.12354), in the groups of peft; None
+    where the stock Trainer makes the optimizer."""
+    ratio = job.model.loraplus_lr_ratio
+    if ratio is None:
+        return None
+    from peft.optimizers import create_loraplus_optimizer
+
+    kind, arguments = SCUTrainer.get_optimizer_cls_and_kwargs(job.training, model)
+    arguments["loraplus_weight_decay"] = job.training.weight_decay
+    return create_loraplus_optimizer(model, kind, loraplus_lr_ratio=ratio, **arguments)
 
 
 def _learned(job: Job, parts: TrainingComponents) -> Any:
