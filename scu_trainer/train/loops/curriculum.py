@@ -56,6 +56,7 @@ from scu_trainer.train.loss.rows.row_readings import RowLosses, RowLossReading
 from scu_trainer.train.loss.rows.row_weights import RowWeights
 from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 logger = logging.getLogger("scu_trainer")
 
@@ -140,12 +141,12 @@ class CurriculumLoop(Loop):
         return self._stock_loader(rows)
 
     def _stock_loader(self, rows: Any) -> torch.utils.data.DataLoader:
-        trainer, own_collator = self.trainer, self.trainer.data_collator
+        trainer = self.trainer
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
         self._numbered = Numbered(rows, seed_of_data(trainer.args), trainer.args.dataloader_num_workers > 0)
-        trainer.data_collator = NumberedCollator(trainer._get_collator_with_removed_columns(own_collator, "training"))
-        try:
+        collate = NumberedCollator(trainer._get_collator_with_removed_columns(trainer.data_collator, "training"))
+        with replaced(trainer, "data_collator", collate):
             loader = trainer._get_dataloader(
                 dataset=self._numbered,
                 description="Training",
@@ -153,8 +154,6 @@ class CurriculumLoop(Loop):
                 sampler_fn=lambda dataset: self.sampler,
                 is_training=True,
             )
-        finally:
-            trainer.data_collator = own_collator
         # For ``loader.total_batch_size``. Not before: accelerate would take batches of other sizes for unfinished ones.
         self.sampler.batch_size = trainer._train_batch_size
         return loader

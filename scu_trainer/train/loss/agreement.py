@@ -225,11 +225,8 @@ def _answers(
 @contextlib.contextmanager
 def _kept_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     kept: list[torch.Tensor] = []
-    handle = module.register_forward_hook(lambda module, given, output: kept.append(output[0]))
-    try:
+    with module.register_forward_hook(lambda module, given, output: kept.append(output[0])):
         yield kept
-    finally:
-        handle.remove()
 
 
 def _short_row(inputs: Mapping[str, Any], words: int) -> Any:

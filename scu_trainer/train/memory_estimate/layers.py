@@ -87,15 +87,11 @@ def marked(layers: Sequence[nn.Module], events: Events) -> Iterator[None]:
             events.mark(("loss", 0))
         hidden.register_hook(lambda _: events.mark(("backward", number)))
 
-    hooks = []
-    for number, layer in enumerate(layers):
-        hooks.append(layer.register_forward_pre_hook(lambda *_, number=number: begin(number)))
-        hooks.append(layer.register_forward_hook(lambda _, __, output, number=number: end(number, output)))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_pre_hook(lambda *_, number=number: begin(number)))
+            hooks.enter_context(layer.register_forward_hook(lambda _, __, output, number=number: end(number, output)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def deepened(events: Events, stand_ins: Sequence[int]) -> Optional[Events]:

@@ -114,18 +114,16 @@ def trace(
 def _trained(subject: EstimatedStep, live: LiveBytes, after_others: bool) -> Iterator[None]:
     """Inside, gradients are counted as gradients; afterwards they are gone."""
     subject.model.train()
-    hooks = live.hold_gradients(subject.trained)
-    if after_others:
-        for weight in subject.trained:
-            weight.grad = torch.empty_like(weight)
-            live.count([weight.grad], GRADIENTS)
-    live.forget_peak()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_drop_gradients, subject.trained)
+        for hook in live.hold_gradients(subject.trained):
+            stack.enter_context(hook)
+        if after_others:
+            for weight in subject.trained:
+                weight.grad = torch.empty_like(weight)
+                live.count([weight.grad], GRADIENTS)
+        live.forget_peak()
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        _drop_gradients(subject.trained)
 
 
 def _step(heap: UntouchedHeap, blocks: Sequence[int]) -> None:

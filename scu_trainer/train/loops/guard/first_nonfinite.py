@@ -29,6 +29,7 @@ from scu_trainer.train.loops.guard.parts import SHARDED, Part, loss_of, row_name
 from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.memory import free_memory
+from scu_trainer.train.step.recovery.optimizer_parts import alike
 
 MOST_NAMED = 8
 """Rows that a message names."""
@@ -99,12 +100,9 @@ def weights_are_finite(model: nn.Module) -> bool:
 
     One pass over them and one wait for the device.
     """
-    by_kind: dict[tuple, list[torch.Tensor]] = {}
-    for _, tensor in _numbers(model):
-        if tensor.numel():
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    kinds = alike(tensor.detach() for _, tensor in _numbers(model) if tensor.numel())
     # The largest magnitude, unlike a sum of squares, is infinite only where a number is.
-    largest = [torch.stack(torch._foreach_norm(tensors, float("inf"))).float().max() for tensors in by_kind.values()]
+    largest = [torch.stack(torch._foreach_norm(tensors, float("inf"))).float().max() for tensors in kinds]
     return all(bool(torch.isfinite(norm)) for norm in largest)
 
 
@@ -215,12 +213,10 @@ class _Watch:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        hooks = [module.register_forward_hook(self._see, with_kwargs=True) for module in self._names]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for module in self._names:
+                hooks.enter_context(module.register_forward_hook(self._see, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def order_of(self, weight: str) -> int:
         """When the module of this weight was through: 0 the first, -1 not at all."""

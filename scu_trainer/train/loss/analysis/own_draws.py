@@ -53,16 +53,13 @@ class _Drawn(WithoutNoise):
         super().__init__()
         self.count, self._depth, self._outside = 0, 0, []
         self.before = host_states()
-        handles = [
+        with (
             of_torch.register_module_forward_pre_hook(self._enter),
             of_torch.register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
-            with torch.no_grad(), self:
-                self.loss = float(loss_of(inputs))
-        finally:
-            for handle in handles:
-                handle.remove()
+            torch.no_grad(),
+            self,
+        ):
+            self.loss = float(loss_of(inputs))
         self.after = host_states()
 
     @property
