@@ -45,7 +45,7 @@ from benchmarks.lib.byte_models import byte_rows, setups, train
 from benchmarks.lib.common import collator, embedded_data, embedded_model, quiet, scratch_arguments
 from benchmarks.lib.outcome import Figure, Grid, finish
 from scu_trainer import SCUTrainer
-from scu_trainer.control.guard.spikes import FEWEST, SpikeConfig, SpikeState, observe
+from scu_trainer.control.guard.spikes import FEWEST, SpikeState, observe
 from scu_trainer.data import PreparedData, default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.data.embedded import python_docs
 from scu_trainer.settings import SafetySettings
@@ -60,6 +60,7 @@ MODELS, SERIES_STEPS, FIRST_GROUP = 32, 600, 200
 BLOCK, BATCH, RATE, HELD_OUT_ROWS = 64, 4, 3e-3, 48
 BASES = ("embedded", "docs", "sums")
 MOST_FALSE_ALARMS = 1e-4
+THRESHOLD = SafetySettings().spike_threshold
 CYRILLIC = [chr(code) for code in range(0x410, 0x450)]
 KINDS = ("other script", "shuffled labels", "one token")
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ def alarms(series: Sequence[tuple[float, float]]) -> int:
     """Steps of a series of (loss, gradient norm) that would be taken back, or for which the band starts over."""
     state, count = SpikeState(), 0
     for loss, norm in series:
-        state, verdict = observe(SpikeConfig(), state, loss=loss, norm=norm)
+        state, verdict = observe(THRESHOLD, state, loss=loss, norm=norm)
         count += verdict.excess is not None
     return count
 
@@ -137,7 +138,7 @@ class ClipRows(Loop):
         self.loss += float(loss)
 
     def on_grad_norm(self, norm):
-        self.state, verdict = observe(SpikeConfig(), self.state, loss=self.loss, norm=float(norm))
+        self.state, verdict = observe(THRESHOLD, self.state, loss=self.loss, norm=float(norm))
         if verdict.is_spike:
             self._clip([p for p in self.trainer.model.parameters() if p.requires_grad])
         return norm

@@ -8,7 +8,9 @@ import random
 
 import pytest
 
-from scu_trainer.control.guard.divergence import SUSTAINED_STEPS, DivergenceConfig, DivergenceState, diverges, observe
+from scu_trainer.control.guard.divergence import SUSTAINED_STEPS, DivergenceState, diverges, observe
+
+FACTOR = 2.0
 
 
 def told_at(losses, every: int = 1) -> int | None:
@@ -16,7 +18,7 @@ def told_at(losses, every: int = 1) -> int | None:
     state = DivergenceState()
     for end in range(every, len(losses) + 1, every):
         mean = sum(losses[end - every : end]) / every
-        state = observe(DivergenceConfig(), state, step=end, steps=every, loss=mean)
+        state = observe(FACTOR, state, step=end, steps=every, loss=mean)
         if diverges(state):
             return end
     return None
@@ -37,46 +39,46 @@ def noisy(losses, spread: float, seed: int) -> list[float]:
 
 
 def test_the_mean_is_an_exponential_one_that_starts_from_its_first_value():
-    state = observe(DivergenceConfig(), DivergenceState(), step=1, steps=1, loss=4.0)
+    state = observe(FACTOR, DivergenceState(), step=1, steps=1, loss=4.0)
     assert (state.mean, state.first, state.variance) == (4.0, 4.0, 0.0)
-    state = observe(DivergenceConfig(), state, step=2, steps=1, loss=2.0)
+    state = observe(FACTOR, state, step=2, steps=1, loss=2.0)
     share = 0.05 / (1 - 0.95**2)
     assert state.mean == pytest.approx(4.0 - 2.0 * share)
     assert state.variance == pytest.approx(4.0 * share)
 
 
 def test_a_mean_over_many_steps_counts_as_that_many():
-    one_by_one, at_once = DivergenceState(), observe(DivergenceConfig(), DivergenceState(), step=10, steps=10, loss=2.0)
+    one_by_one, at_once = DivergenceState(), observe(FACTOR, DivergenceState(), step=10, steps=10, loss=2.0)
     for step in range(1, 11):
-        one_by_one = observe(DivergenceConfig(), one_by_one, step=step, steps=1, loss=2.0)
-    after = [observe(DivergenceConfig(), state, step=20, steps=10, loss=5.0).mean for state in (one_by_one, at_once)]
+        one_by_one = observe(FACTOR, one_by_one, step=step, steps=1, loss=2.0)
+    after = [observe(FACTOR, state, step=20, steps=10, loss=5.0).mean for state in (one_by_one, at_once)]
     assert after[0] == pytest.approx(after[1])
 
 
 def test_the_ceiling_is_the_factor_times_the_best_mean_once_the_spread_is_known():
     state = DivergenceState()
     for step in range(1, 200):
-        state = observe(DivergenceConfig(factor=1.5), state, step=step, steps=1, loss=2.0)
+        state = observe(1.5, state, step=step, steps=1, loss=2.0)
     assert (state.best, state.ceiling) == (pytest.approx(2.0), pytest.approx(3.0))
 
 
 def test_before_the_spread_is_known_it_is_taken_as_large_as_the_mean():
-    state = observe(DivergenceConfig(), DivergenceState(), step=4, steps=4, loss=2.0)
+    state = observe(FACTOR, DivergenceState(), step=4, steps=4, loss=2.0)
     assert state.ceiling == pytest.approx(2.0 + 10 * 2.0 / 2)
 
 
 def test_what_is_not_finite_is_not_taken_in():
-    state = observe(DivergenceConfig(), DivergenceState(), step=1, steps=1, loss=4.0)
-    assert observe(DivergenceConfig(), state, step=2, steps=1, loss=math.nan) == state
-    assert observe(DivergenceConfig(), state, step=2, steps=1, loss=math.inf) == state
-    assert observe(DivergenceConfig(), state, step=2, steps=0, loss=1.0) == state
+    state = observe(FACTOR, DivergenceState(), step=1, steps=1, loss=4.0)
+    assert observe(FACTOR, state, step=2, steps=1, loss=math.nan) == state
+    assert observe(FACTOR, state, step=2, steps=1, loss=math.inf) == state
+    assert observe(FACTOR, state, step=2, steps=0, loss=1.0) == state
 
 
 @pytest.mark.parametrize("observations", [0, 1, 30])
 def test_a_state_survives_json(observations):
     state = DivergenceState()
     for step in range(observations):
-        state = observe(DivergenceConfig(), state, step=step + 1, steps=1, loss=2.0)
+        state = observe(FACTOR, state, step=step + 1, steps=1, loss=2.0)
     assert DivergenceState.from_dict(json.loads(json.dumps(state.to_dict(), allow_nan=False))) == state
 
 

@@ -7,16 +7,16 @@ import math
 
 import pytest
 
-from scu_trainer.control.guard.spikes import FEWEST, MOST_IN_A_ROW, SPAN, SpikeConfig, SpikeState, observe
+from scu_trainer.control.guard.spikes import FEWEST, MOST_IN_A_ROW, SPAN, SpikeState, observe
 
-LAW = SpikeConfig(threshold=10.0)
+THRESHOLD = 10.0
 
 
 def after(values, state=None, name="norm"):
     """(state, verdicts) of steps with these logarithms of one of both, the other one being 1."""
     state, verdicts = state or SpikeState(), []
     for value in values:
-        state, verdict = observe(LAW, state, **{"loss": 1.0, "norm": 1.0, name: math.exp(value)})
+        state, verdict = observe(THRESHOLD, state, **{"loss": 1.0, "norm": 1.0, name: math.exp(value)})
         verdicts.append(verdict)
     return state, verdicts
 
@@ -57,7 +57,7 @@ def test_nothing_is_judged_before_the_band_is_known_and_a_fall_never():
 
 def test_a_loss_that_is_not_above_zero_is_not_judged():
     band, _ = after([0.0] * FEWEST)
-    state, verdict = observe(LAW, band, loss=-3.0, norm=1.0)
+    state, verdict = observe(THRESHOLD, band, loss=-3.0, norm=1.0)
     assert verdict.excess is None and state.losses == band.losses
 
 

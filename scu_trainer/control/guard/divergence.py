@@ -35,13 +35,6 @@ FEW = 5
 
 
 @dataclass(frozen=True)
-class DivergenceConfig:
-    """``factor``: times the best running mean at which a run is said to diverge, above 1."""
-
-    factor: float = 2.0
-
-
-@dataclass(frozen=True)
 class DivergenceState:
     """JSON-safe. Losses in nats or whatever unit the run logs.
 
@@ -68,15 +61,16 @@ class DivergenceState:
         return cls(**{**saved, "ceiling": math.inf if saved["ceiling"] is None else saved["ceiling"]})
 
 
-def observe(law: DivergenceConfig, state: DivergenceState, *, step: int, steps: int, loss: float) -> DivergenceState:
-    """``loss``: finite, the mean over the ``steps`` steps that end with number ``step``."""
+def observe(factor: float, state: DivergenceState, *, step: int, steps: int, loss: float) -> DivergenceState:
+    """``factor``: times the best running mean at which a run is said to diverge, above 1. ``loss``: finite, the mean
+    over the ``steps`` steps that end with number ``step``."""
     if not (math.isfinite(loss) and steps > 0):
         return state
     state = _averaged(state, step, steps, loss)
     assert state.mean is not None
     above = min(state.mean, loss) > state.ceiling  # the mean still remembers a spike that is over
     state = replace(state, above_since=(state.above_since or max(1, step - steps + 1)) if above else None)
-    ceiling = _ceiling(law, state)
+    ceiling = _ceiling(factor, state)
     if ceiling < state.ceiling:
         state = replace(state, best=state.mean, best_step=step, ceiling=ceiling)
     return state
@@ -101,12 +95,12 @@ def _averaged(state: DivergenceState, step: int, steps: int, loss: float) -> Div
     )
 
 
-def _ceiling(law: DivergenceConfig, state: DivergenceState) -> float:
+def _ceiling(factor: float, state: DivergenceState) -> float:
     assert state.mean is not None and state.first is not None  # there from the first loss on
     level = max(abs(state.mean), FLOOR * abs(state.first))
     variance = max(state.variance, state.mean**2) if state.observations < FEW else state.variance
     error = math.sqrt(variance / min(state.steps, 2 * SPAN_STEPS - 1))
-    return state.mean + max((law.factor - 1.0) * level, NOISE * error)
+    return state.mean + max((factor - 1.0) * level, NOISE * error)
 
 
 def diverges(state: DivergenceState) -> bool:

@@ -41,13 +41,6 @@ FLOORS = {"loss": 0.05, "gradient": 0.1}
 
 
 @dataclass(frozen=True)
-class SpikeConfig:
-    """``threshold``: standard deviations above the median at which the band ends."""
-
-    threshold: float = 12.0
-
-
-@dataclass(frozen=True)
 class SpikeState:
     """JSON-safe. ``losses``, ``norms``: logarithms of the newest SPAN steps that were no spikes, the oldest first.
 
@@ -90,11 +83,12 @@ class Verdict:
         return self.excess is not None and not self.is_shift
 
 
-def observe(law: SpikeConfig, state: SpikeState, *, loss: float, norm: float) -> tuple[SpikeState, Verdict]:
-    """``loss``, ``norm``: finite, of one optimizer step, the norm before clipping."""
+def observe(threshold: float, state: SpikeState, *, loss: float, norm: float) -> tuple[SpikeState, Verdict]:
+    """``threshold``: standard deviations above the median at which the band ends. ``loss``, ``norm``: finite, of one
+    optimizer step, the norm before clipping."""
     found = (_excess("loss", loss, state.losses), _excess("gradient", norm, state.norms))
     worst = max((one for one in found if one is not None), key=lambda one: one.deviations, default=None)
-    if worst is None or worst.deviations <= law.threshold:
+    if worst is None or worst.deviations <= threshold:
         kept = replace(state, losses=_with(state.losses, loss), norms=_with(state.norms, norm), in_a_row=0)
         return kept, Verdict()
     if state.in_a_row < MOST_IN_A_ROW:

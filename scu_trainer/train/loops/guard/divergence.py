@@ -28,7 +28,6 @@ class DivergenceWatch:
 
     def __init__(self, trainer: Trainer, settings: SafetySettings, epochs_differ: bool) -> None:
         self.trainer, self.settings, self._epochs_differ = trainer, settings, epochs_differ
-        self._law = control.DivergenceConfig(factor=settings.divergence_factor)
         self.begin()
 
     def begin(self) -> None:
@@ -53,7 +52,7 @@ class DivergenceWatch:
     def see(self, step: int, loss: float) -> None:
         """``loss``: logged after ``step``, the mean of the steps counted since the last one."""
         steps, self._counted = self._counted, 0
-        self._state = control.observe(self._law, self._state, step=step, steps=steps, loss=loss)
+        self._state = control.observe(self.settings.divergence_factor, self._state, step=step, steps=steps, loss=loss)
         if self.notices or not control.diverges(self._state):
             return
         self.notices.append(self._text())

@@ -39,7 +39,7 @@ class SpikeWatch:
 
     def __init__(self, trainer: Trainer, settings: SafetySettings) -> None:
         check_spike_guard(trainer.is_deepspeed_enabled)
-        self.trainer, self._law = trainer, control.SpikeConfig(threshold=settings.spike_threshold)
+        self.trainer, self._threshold = trainer, settings.spike_threshold
         self.begin()
 
     def begin(self) -> None:
@@ -52,13 +52,13 @@ class SpikeWatch:
 
     def is_spike(self, loss: float, norm: float) -> bool:
         """Of the step that is going on; both finite and the same on all ranks."""
-        self._state, verdict = control.observe(self._law, self._state, loss=loss, norm=norm)
+        self._state, verdict = control.observe(self._threshold, self._state, loss=loss, norm=norm)
         if verdict.excess is None:
             return False
         found = verdict.excess
         self.fault = (
             f"{SAID[found.name]} is {found.value:.4g}, usually about {found.usual:.4g}: {found.deviations:.3g} "
-            f"robust standard deviations above that, spike_threshold is {self._law.threshold:g}"
+            f"robust standard deviations above that, spike_threshold is {self._threshold:g}"
         )
         if verdict.is_shift:
             self._tell(
