@@ -8,8 +8,6 @@ from typing import Optional
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """What the curriculum does."""
-
     methods: tuple[str, ...]
     """Of token_budget, noise_guard, acmds, infobatch, length_warmup. None of them: uniform."""
     rows_per_batch: int

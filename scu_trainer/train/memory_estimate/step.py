@@ -54,7 +54,6 @@ class EstimatedStep:
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """Weights and buffers."""
     return [*model.parameters(), *model.buffers()]
 
 

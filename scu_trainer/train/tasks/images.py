@@ -48,8 +48,6 @@ FEWEST_ROWS = 4
 
 
 class ImageTask:
-    """See ``task.Task``."""
-
     name, item, unit = "image-classification", "image", "label"
     compute_metrics = staticmethod(class_metrics)
     preprocess_logits = staticmethod(preprocess_class_logits)

@@ -52,8 +52,6 @@ MEBIBYTE = 2**20
 
 
 class SensorTask:
-    """See ``task.Task``."""
-
     name, item, unit = "sensor-classification", "recording", "label"
     compute_metrics = staticmethod(class_and_report_metrics)
     preprocess_logits = staticmethod(preprocess_class_and_report)

@@ -60,8 +60,6 @@ PROBED_TOKENS = 32
 
 
 class TextTask:
-    """See ``task.Task``."""
-
     name, item, unit = "text-generation", "document", "token"
     compute_metrics = staticmethod(bpt_metrics)
     preprocess_logits = staticmethod(preprocess_logits)

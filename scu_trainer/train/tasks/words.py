@@ -37,8 +37,6 @@ PROBED_WORDS = 32
 
 
 class WordTask:
-    """See ``task.Task``."""
-
     name, item, unit = "word-generation", "document", "word"
     compute_metrics = staticmethod(bpt_metrics)
     preprocess_logits = staticmethod(preprocess_logits)
