@@ -74,14 +74,10 @@ class RegularizationLoop(Loop):
         self._begun_s = time.perf_counter()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.rate_factor = self._hold_factor(state.global_step)
-
-    def _hold_factor(self, step: int) -> float:
-        """Linear decay from 1 at the step that reached the target to 0 ``hold_steps`` later."""
+        """The rate decays linearly from the step that reached the target to 0 ``hold_steps`` later."""
         reached, steps = self.regularizer.state.reached_step, self.regularizer.settings.hold_steps
-        if reached is None or not steps:
-            return 1.0
-        return max(0.0, 1.0 - (step + 1 - reached) / (steps + 1))
+        decays = reached is not None and steps
+        self.rate_factor = max(0.0, 1.0 - (state.global_step + 1 - reached) / (steps + 1)) if decays else 1.0
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         loss = self.trainer.task_loss

@@ -171,7 +171,7 @@ class LossAnalysis:
     def _must_ask(self, batches: Sequence[Batch], known: Optional[Reduction], classes: bool) -> bool:
         """Where inputs, padding or classes are new, or rows tell kinds apart. ``known``: of such inputs."""
         if known is None and not self._by_keys:  # a question takes some ten short forwards: not in every step for good
-            return self._asked < MOST_QUESTIONS or _is_power_of_two(self._windows + 1)
+            return self._asked < MOST_QUESTIONS or (self._windows + 1).bit_count() == 1  # a power of two
         if known is None:  # where batches are whole for good, others are not asked about any more
             return any(one.is_exact for one in self._by_keys.values())
         if not known.is_exact:
@@ -254,7 +254,7 @@ class LossAnalysis:
             return True
         self._cut_windows += 1
         is_last = self._step == self.trainer.state.max_steps
-        if not (is_last or _is_power_of_two(self._windows) or _is_power_of_two(self._cut_windows)):
+        if not (is_last or 1 in (self._windows.bit_count(), self._cut_windows.bit_count())):  # powers of two
             return True
         found = self._audit(window, micro_batches, num_items)
         if found is None:  # this window tells nothing: a later one will
@@ -336,7 +336,3 @@ class LossAnalysis:
             "seconds": self.seconds,
             "notices": list(self.notices),
         }
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and not number & (number - 1)
