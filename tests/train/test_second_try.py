@@ -19,7 +19,7 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.step.recovery.loader_workers import CollatesAgain, ReadsAgain, loading_again
+from scu_trainer.train.step.recovery.loader_workers import ReadsAgain, collated_again, loading_again
 from scu_trainer.train.step.recovery.second_try import last_word, second_try
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
@@ -271,9 +271,9 @@ def test_a_collator_that_writes_into_its_rows_and_draws_gets_both_as_they_were()
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    assert CollatesAgain(collate)(rows) == ([1, 2], expected) and calls == [2, 2]
+    assert collated_again(collate, rows) == ([1, 2], expected) and calls == [2, 2]
     with pytest.raises(torch.OutOfMemoryError):
-        CollatesAgain(lambda rows: (_ for _ in ()).throw(oom()))(rows)
+        collated_again(lambda rows: (_ for _ in ()).throw(oom()), rows)
 
 
 def test_numbered_rows_need_no_copy_of_the_generators():

@@ -73,17 +73,12 @@ def shield(loader: Any) -> Any:
     return loader
 
 
-class CollatesAgain:
-    """``collate``, once more where it runs out of memory: a batch is a function of its rows, and none of them is lost.
+def collated_again(collate: Callable[[Any], Any], rows: Any) -> Any:
+    """``collate(rows)``, once more where it runs out of memory: a batch is a function of its rows, and none is lost.
 
     The second time gets the rows as they were: some collators write into them. Raises what ``collate`` raises then.
     """
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, rows: Any) -> Any:
-        return _again(functools.partial(self.collate, rows), functools.partial(self.collate, _copied(rows)))
+    return _again(functools.partial(collate, rows), functools.partial(collate, _copied(rows)))
 
 
 class ReadsAgain:
@@ -129,7 +124,7 @@ def loading_again(loader: Any) -> Any:
     if not isinstance(inner, DataLoader):
         return loader
     if inner.collate_fn is not None:
-        inner.collate_fn = CollatesAgain(inner.collate_fn)
+        inner.collate_fn = functools.partial(collated_again, inner.collate_fn)
     if inner.num_workers == 0 and not isinstance(inner.dataset, IterableDataset):
         inner._get_iterator = functools.partial(_reading_again, inner)
     return loader
