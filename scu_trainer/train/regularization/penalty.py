@@ -26,15 +26,12 @@ from scu_trainer.errors import ControlError
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.regularization.distances import Pair, SquaredDistances, exact_squares, read_together
 from scu_trainer.train.regularization.effective import DoraUpdate, low_rank_pairs, other_updates
-from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.second_try import MORE_ROOM, second_try
 
 Tensors = list[torch.Tensor]
 Result = TypeVar("Result")
 
-MORE_ROOM_FOR_S = (
-    "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use tuning: lora, "
-    "or set scu: false; resume_from_checkpoint: true resumes from the newest checkpoint"
-)
+MORE_ROOM_FOR_S = MORE_ROOM.replace("tuning: lora or a smaller model", "tuning: lora, or set scu: false")
 
 
 @dataclass(frozen=True)
@@ -52,23 +49,19 @@ class LowRankGroup:
 
     def squared_distance(self, a: Tensors, b: Tensors) -> torch.Tensor:
         """Sum over the group of ||scale (B A - B0 A0)||^2, a scalar in float32."""
-        right = torch.stack([_matrix(w) for w in a]).float()
-        left = torch.stack([_matrix(w) for w in b]).float()
+        # Convolutional adapters are matrices over flattened patches.
+        right = torch.stack([w.flatten(1) for w in a]).float()
+        left = torch.stack([w.flatten(1) for w in b]).float()
         if not self.b_starts_at_zero:
             # B A - B0 A0 = [B - B0, B0] [A; A - A0]: no difference of large, nearly equal norms.
-            right_prior = torch.stack([_matrix(w) for w in self.a_prior]).float()
-            left_prior = torch.stack([_matrix(w) for w in self.b_prior]).float()
+            right_prior = torch.stack([w.flatten(1) for w in self.a_prior]).float()
+            left_prior = torch.stack([w.flatten(1) for w in self.b_prior]).float()
             left, right = (
                 torch.cat([left - left_prior, left_prior], dim=2),
                 torch.cat([right, right - right_prior], dim=1),
             )
         inner = torch.bmm(left.transpose(1, 2), left) * torch.bmm(right, right.transpose(1, 2))
         return (inner.sum(dim=(1, 2)) * self.scales.square()).sum()
-
-
-def _matrix(weight: torch.Tensor) -> torch.Tensor:
-    """(rows, everything else): convolutional adapters are matrices over flattened patches."""
-    return weight if weight.dim() == 2 else weight.flatten(1)
 
 
 class Prior:
