@@ -34,7 +34,12 @@ from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.checkpoints.compatibility import tell_of_changes
 from scu_trainer.train.checkpoints.findings import has_optimizer
 from scu_trainer.train.checkpoints.pushing import Pushes
-from scu_trainer.train.checkpoints.selection import catch_up, selected_checkpoint, tell_of_fresh_optimizer
+from scu_trainer.train.checkpoints.selection import (
+    catch_up,
+    selected_checkpoint,
+    tell_of_fresh_optimizer,
+    tell_of_fresh_reference,
+)
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents, returned
@@ -525,6 +530,7 @@ class SCUTrainer(Trainer):
         with tensors_only(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.is_world_process_zero():
+            tell_of_fresh_reference(Path(checkpoint), self)
             if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
                 tell_of_fresh_optimizer(Path(checkpoint))
             if has_optimizer(Path(checkpoint)):

@@ -33,6 +33,7 @@ from trl import (
     RLOOTrainer,
     SFTConfig,
     SFTTrainer,
+    SyncRefModelCallback,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -370,6 +371,27 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, name):
     rest = trained(name, tmp_path, resume=str(tmp_path / "checkpoint-2"), **copy.copy(ALL))
     assert tiny.same(tiny.weights_of(rest.model), tiny.weights_of(whole.model))
     assert len(read_rows(tmp_path / "scu_history.json")) == STEPS
+
+
+@pytest.mark.parametrize("looped", [{}, ALL])
+def test_a_resume_says_that_a_reference_model_that_moves_starts_over(tmp_path, looped, caplog):
+    """One that TRL has not moved by then starts where it was."""
+
+    def run(folder: Path, sync_steps: int, resume=None) -> Trainer:
+        trainer = made("DPO", folder, save_strategy="steps", save_steps=2, **copy.copy(looped))
+        trainer.args.sync_ref_model, trainer.args.ref_model_sync_steps = True, sync_steps
+        trainer.add_callback(SyncRefModelCallback(trainer.ref_model, trainer.accelerator))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    for sync_steps, starts_over in ((2, True), (3, False)):
+        caplog.clear()
+        folder = tmp_path / str(sync_steps)
+        whole = run(folder, sync_steps)
+        rest = run(folder, sync_steps, resume=str(folder / "checkpoint-2"))
+        said = "does not hold the reference model" in caplog.text
+        same = tiny.same(tiny.weights_of(rest.ref_model), tiny.weights_of(whole.ref_model))
+        assert (said, same) == (starts_over, not starts_over)
 
 
 # -- a user's own ------------------------------------------------------------------------------------------------------

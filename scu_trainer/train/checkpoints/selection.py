@@ -95,6 +95,19 @@ def tell_of_fresh_optimizer(checkpoint: Path) -> None:
         logger.warning("%s holds no %s: the optimizer and its schedule start over", checkpoint, names)
 
 
+def tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
+    """TRL moves a reference model after the trained one (``sync_ref_model``), and saves it nowhere."""
+    if not getattr(trainer.args, "sync_ref_model", False) or getattr(trainer, "ref_model", None) is None:
+        return
+    if read_json(checkpoint / STATE)["global_step"] >= trainer.args.ref_model_sync_steps:
+        logger.warning(
+            "%s does not hold the reference model, which had followed the trained one (sync_ref_model): it starts over "
+            "from the one that this trainer was given, so the result is not that of an uninterrupted run. To continue "
+            "exactly, save trainer.ref_model with each checkpoint (in on_save of a callback) and pass it as ref_model",
+            checkpoint,
+        )
+
+
 def catch_up(scheduler: Any, checkpoint: Path) -> None:
     """A schedule whose state was not saved goes to where the checkpoint is."""
     steps = read_json(checkpoint / STATE)["global_step"]
