@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback
+from transformers import (
+    DataCollatorForSeq2Seq,
+    LlamaForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
 
 pytest.importorskip("trl")
 from datasets import Dataset
@@ -97,7 +104,7 @@ def model_of(name: str) -> torch.nn.Module:
 
 def made(name: str, folder: Path, looped: bool = True, **given: Any) -> Trainer:
     kind, config = KINDS[name]
-    names = {"save_strategy", "save_steps", "max_steps"}
+    names = {"save_strategy", "save_steps", "max_steps", "loss_type"}
     changes = {key: given.pop(key) for key in names & set(given)}
     args = config(
         str(folder),
@@ -230,6 +237,51 @@ def test_memory_splits_or_says_why_it_does_not(tmp_path, stock, name, caplog):
         assert chunks > 2 * STEPS and not said
     else:
         assert chunks == 2 * STEPS and len(said) == 1
+
+
+def test_kto_without_a_divergence_is_split(tmp_path):
+    expected, found = (
+        trained("KTO", tmp_path, looped, loss_type="apo_zero_unpaired", **given)
+        for looped, given in ((False, {}), (True, {"memory": MemorySettings(token_cap=24)}))
+    )
+    assert found.micro_batches.loop.statistics.chunks > 2 * STEPS and apart(found, expected) < 1e-5
+
+
+def test_an_encoder_decoder_that_generates(tmp_path):
+    """The same weights, figures and texts; where generating for a batch runs out of memory, for fewer rows at once."""
+
+    def run(looped: bool, **given: Any) -> tuple[Trainer, Any]:
+        args = Seq2SeqTrainingArguments(
+            str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            per_device_eval_batch_size=4, logging_steps=1, learning_rate=1e-3, eval_strategy="steps", eval_steps=2,
+            predict_with_generate=True, generation_max_length=9, generation_num_beams=2, save_strategy="no",
+            use_cpu=True, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        model, rows = tiny.bart(), tiny.pairs()
+        kind = with_loops(Seq2SeqTrainer) if looped else Seq2SeqTrainer
+        collator = DataCollatorForSeq2Seq(tokenizer(), model=model)
+        trainer = kind(
+            model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=collator,
+            processing_class=tokenizer(), **given,
+        )  # fmt: skip
+        trainer.train()
+        generate = model.generate
+
+        def for_one_row(input_ids, **others):
+            if looped and given and len(input_ids) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            return generate(input_ids=input_ids, **others)
+
+        model.generate = for_one_row
+        return trainer, trainer.predict(rows)
+
+    (expected, texts), (off, off_texts) = run(False), run(True)
+    on, on_texts = run(True, memory=MemorySettings(token_cap=24))
+    assert tiny.same(tiny.weights_of(off.model), tiny.weights_of(expected.model)) and logs(off) == logs(expected)
+    assert on.micro_batches.loop.statistics.chunks > 2 * STEPS and apart(on, expected) < 1e-5
+    assert (off_texts.predictions == texts.predictions).all() and (on_texts.predictions == texts.predictions).all()
+    for ours, theirs in zip(logs(on), logs(expected), strict=True):
+        assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -51,7 +51,7 @@ def _other_kind(config: PretrainedConfig) -> tuple[str, str] | None:
             return what, IMAGES if "Image" in ending else ELSEWHERE
     is_causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if getattr(config, "is_encoder_decoder", False):
-        return "an encoder-decoder model", ELSEWHERE
+        return "an encoder-decoder model", "with_loops(Seq2SeqTrainer) trains it, in Python (see docs/any_trainer.md)"
     is_decoder = any(architecture.endswith(("LMHeadModel", "ForCausalLM")) for architecture in architectures)
     if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (is_decoder and getattr(config, "is_decoder", False)):
         return "an encoder, trained to fill in masked words", ELSEWHERE
