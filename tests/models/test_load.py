@@ -13,12 +13,20 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel, ViTConfig
+from transformers import CLIPConfig, CLIPForImageClassification, GPT2Config, GPT2LMHeadModel, LlamaModel, ViTConfig
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import adapter_targets
-from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning
+from scu_trainer.models.loading.load import (
+    for_evaluation,
+    load_for_evaluation,
+    load_model,
+    load_tokenizer,
+    prepare_for_tuning,
+)
 from scu_trainer.models.loading.names import base_of, check_source, is_adapter, with_adapter_as_model
+from scu_trainer.models.sensors.configuration_trident import TridentConfig
+from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
 from scu_trainer.settings import ModelSettings
 from tests import tiny
 
@@ -136,6 +144,19 @@ def test_an_adapter_whose_embedding_has_grown_is_what_peft_reads(model_dir, tmp_
         chosen = settings(tmp_path)
         assert torch.equal(load_for_evaluation(str(tmp_path), chosen)(tokens).logits, expected)
         assert torch.equal(prepare_for_tuning(load_model(chosen), chosen).eval()(tokens).logits, expected)
+
+
+def test_an_adapter_of_a_classifier_with_embeddings_of_its_own_is_loaded(tmp_path):
+    """Of places in an image, or of the words of a report: those that transformers asks for it may not have."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    places = CLIPConfig(vision_config={**sizes, "image_size": 8, "patch_size": 4}, text_config=sizes)
+    words = TridentConfig(report_words=["<pad>", "<unk>", "<begin>", "<end>"], report_length=2)
+    makers = (lambda: CLIPForImageClassification(places), lambda: TridentForSensorClassification(words))
+    for number, make in enumerate(makers):
+        folder = tmp_path / str(number)
+        tiny.lora(make(), modules_to_save=["classifier"]).save_pretrained(folder)
+        assert isinstance(for_evaluation(make(), str(folder), ModelSettings()), PeftModel)
+        assert isinstance(prepare_for_tuning(make(), settings(folder)), PeftModel)
 
 
 def test_a_base_that_was_named_from_a_folder_above_is_found_from_anywhere(

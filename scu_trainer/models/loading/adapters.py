@@ -193,7 +193,7 @@ def grow_for_adapter(model: nn.Module, adapter: Path) -> None:
 
 
 def _saved_rows(model: nn.Module, adapter: Path) -> int:
-    """Of the embedding among the weights of an adapter, by the header of their file; 0 where it is not among them."""
+    """Of the embedding among the weights of an adapter, by the header of their file; 0 where it has not grown."""
     from safetensors import safe_open
     from torch import nn
 
@@ -202,13 +202,14 @@ def _saved_rows(model: nn.Module, adapter: Path) -> int:
         return 0
     with as_model_error(str(adapter), "adapter"), safe_open(file, framework="pt") as saved:
         shapes = {key: saved.get_slice(key).get_shape() for key in saved.keys()}
-    names = [
-        name
+    grown = (
+        (module, shapes[key][0])
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and module is model.get_input_embeddings()
-    ]
-    keys = (f"base_model.model.{name}.{kind}weight" for name in names for kind in SAVED_WHOLE)
-    return max((shapes[key][0] for key in keys if key in shapes), default=0)
+        for key in (f"base_model.model.{name}.{kind}weight" for kind in SAVED_WHOLE)
+        if isinstance(module, nn.Embedding) and key in shapes and shapes[key][0] > module.num_embeddings
+    )
+    # Asked last: a classifier, whose embeddings are those of places or of the words of a report, may not answer.
+    return max((rows for module, rows in grown if module is model.get_input_embeddings()), default=0)
 
 
 def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
