@@ -19,6 +19,7 @@ from scu_trainer.cli.subjects import subject_of
 from scu_trainer.data.records import AS_PLAIN_TEXT
 from scu_trainer.models.exports import gguf
 from scu_trainer.models.exports.llama_cpp import in_llama_cpp
+from scu_trainer.models.exports.onnx import onnx_logits
 from tests import processes
 from tests.hub.runs import train
 
@@ -109,6 +110,17 @@ def test_a_type_that_onnx_runtime_does_not_compute_in_is_refused(folder, tmp_pat
     told = refused(capsys, folder / "lora", "--to", "onnx", "--dtype", "bfloat16", "--output", tmp_path / "out")
     assert "ONNX Runtime cannot run what was written" in told and "Try --dtype float32" in told
     assert names(tmp_path) == set()
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_type_that_onnx_runtime_lacks(tmp_path, monkeypatch):
+    from transformers.exporters import ExportedModel
+
+    def load(folder):
+        raise MemoryError
+
+    monkeypatch.setattr(ExportedModel, "from_pretrained", load)
+    with pytest.raises(MemoryError):
+        onnx_logits(tmp_path, {})
 
 
 def test_safetensors(folder, tmp_path, capsys):

@@ -33,13 +33,14 @@ def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Pat
 
 def onnx_logits(folder: Path, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """float32 on the CPU: of what was written, as ONNX Runtime computes it there. Raises ModelError where it cannot."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, NotImplemented
     from transformers.exporters import ExportedModel
 
     try:
         with _quiet():
             exported = ExportedModel.from_pretrained(str(folder))
         return exported(**inputs).logits.float().cpu()
-    except Exception as error:  # those of ONNX Runtime are of no narrower kind
+    except (Fail, InvalidGraph, NotImplemented) as error:  # not where memory runs out, which no other type cures
         raise ModelError(
             f"ONNX Runtime cannot run what was written ({_first_line(error)}); nothing is kept. Try --dtype float32, "
             "which is the default, or --to safetensors"
