@@ -63,9 +63,14 @@ def our_parser(*more: type) -> HfArgumentParser:
 
     class Parser(HfArgumentParser):
         def error(self, message: str):
-            file = re.search(r"unrecognized arguments: .*?([^\s:]+\.(?:ya?ml|json))\b", message)  # other tools take one
-            where = f"; a file of settings is given by --config {shlex.quote(file[1])}" if file else ""
-            raise SettingsError(plain_words(message) + where)
+            raise SettingsError(plain_words(message))
+
+        def parse_args(self, args=None, namespace=None):
+            typed, left = self.parse_known_args(args, namespace)
+            # other programs take a file of settings so
+            file = next((word for word in left if word.endswith((".yaml", ".yml", ".json"))), None)
+            where = f"; a file of settings is given by --config {shlex.quote(file)}" if file else ""
+            return self.error(f"unrecognized arguments: {' '.join(left)}{where}") if left else typed
 
     otherwise = {"regularization": regularization_flags(), "memory": memory_flags()}
     kinds = [_grouped(otherwise.get(title, kind), title) for title, kind in SETTINGS.items()]

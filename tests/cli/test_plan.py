@@ -167,6 +167,7 @@ def test_a_limit_that_nothing_fits(small, capsys):
         (["--bar", "3"], "unknown option --bar; --help lists the options"),  # --bias is not near
         (["--", "x"], "unknown option --; --help lists the options"),
         (["x.yaml"], "unrecognized arguments: x.yaml; a file of settings is given by --config x.yaml"),
+        (["a b.json"], "unrecognized arguments: a b.json; a file of settings is given by --config 'a b.json'"),
         (["--confg", "x.yaml"], "unknown option --confg (did you mean '--config'?)"),
         (["--lora_target_modules", "nope", "--gpu", "t4"], "the model has no module 'nope'"),
         (["--task", "sensor-classification", "--streaming", "true"], "streaming"),
