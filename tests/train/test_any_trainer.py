@@ -425,25 +425,44 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, name):
     assert len(read_rows(tmp_path / "scu_history.json")) == STEPS
 
 
+class KeepsReference(TrainerCallback):
+    """As the warning says, for any trainer of TRL: those of GRPO and RLOO are given no reference model."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.by_step = trainer, {}
+
+    def on_save(self, args, state, control, **kwargs):
+        self.by_step[state.global_step] = copy.deepcopy(self.trainer.ref_model.state_dict())
+
+
 @pytest.mark.parametrize("looped", [{}, ALL])
 def test_a_resume_says_that_a_reference_model_that_moves_starts_over(tmp_path, looped, caplog):
     """One that TRL has not moved by then starts where it was."""
 
-    def run(folder: Path, sync_steps: int, resume=None) -> Trainer:
+    def run(folder: Path, sync_steps: int, resume=None, reference=None) -> tuple[Trainer, dict]:
         trainer = made("DPO", folder, save_strategy="steps", save_steps=2, **copy.copy(looped))
         trainer.args.sync_ref_model, trainer.args.ref_model_sync_steps = True, sync_steps
+        kept = KeepsReference(trainer)
         trainer.add_callback(SyncRefModelCallback(trainer.ref_model, trainer.accelerator))
+        trainer.add_callback(kept)
+        if reference is not None:
+            trainer.ref_model.load_state_dict(reference)
         trainer.train(resume_from_checkpoint=resume)
-        return trainer
+        return trainer, kept.by_step
 
     for sync_steps, starts_over in ((2, True), (3, False)):
         caplog.clear()
         folder = tmp_path / str(sync_steps)
-        whole = run(folder, sync_steps)
-        rest = run(folder, sync_steps, resume=str(folder / "checkpoint-2"))
+        resume = str(folder / "checkpoint-2")
+        whole, by_step = run(folder, sync_steps)
+        rest, _ = run(folder, sync_steps, resume)
         said = "does not hold the reference model" in caplog.text
+        assert said == ("give it to trainer.ref_model.load_state_dict before you call train" in caplog.text)
         same = tiny.same(tiny.weights_of(rest.ref_model), tiny.weights_of(whole.ref_model))
         assert (said, same) == (starts_over, not starts_over)
+        exact, _ = run(folder, sync_steps, resume, by_step[2])
+        assert tiny.same(tiny.weights_of(exact.ref_model), tiny.weights_of(whole.ref_model))
+        assert tiny.same(tiny.weights_of(exact.model), tiny.weights_of(whole.model))
 
 
 # -- a user's own ------------------------------------------------------------------------------------------------------

@@ -102,8 +102,9 @@ def tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
     if read_json(checkpoint / STATE)["global_step"] >= trainer.args.ref_model_sync_steps:
         logger.warning(
             "%s does not hold the reference model, which had followed the trained one (sync_ref_model): it starts over "
-            "from the one that this trainer was given, so the result is not that of an uninterrupted run. To continue "
-            "exactly, save trainer.ref_model with each checkpoint (in on_save of a callback) and pass it as ref_model",
+            "from the one that this trainer began with, so the result is not that of an uninterrupted run. To continue "
+            "exactly, save trainer.ref_model.state_dict() with each checkpoint (in on_save of a callback), and give it "
+            "to trainer.ref_model.load_state_dict before you call train",
             checkpoint,
         )
 
