@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
 from scu_trainer.hub.facts import run_of
+from scu_trainer.models.loading.load import config_of
 from scu_trainer.models.loading.names import (
     base_of,
     check_source,
@@ -16,6 +17,7 @@ from scu_trainer.models.loading.names import (
     found_base,
     is_adapter,
     near_folder,
+    prompt_of_adapter,
 )
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.report.files import CONFIG_FILE, STATUS_FILE
@@ -289,3 +291,9 @@ def _share_a_dataset(dataset: Any, other: Any) -> bool:
 
 def _split_rules(settings: DataSettings, own: dict[str, Any]) -> list[Any]:
     return [*(getattr(settings, name) for name in SPLIT_RULES), own]
+
+
+def positions_of(subject: Subject) -> Optional[int]:
+    """As of the model (``models/fit.py``), but reads no weights."""
+    positions = getattr(config_of(subject.model).get_text_config(), "max_position_embeddings", None)
+    return None if positions is None else positions - prompt_of_adapter(subject.model.model_name_or_path)

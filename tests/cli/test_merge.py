@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from scu_trainer.cli.evaluation import eval as evaluate
 from scu_trainer.cli.main import main
@@ -18,6 +19,7 @@ from scu_trainer.errors import ModelError
 from scu_trainer.hardware import probe
 from scu_trainer.models import export
 from scu_trainer.settings import ModelSettings
+from tests import tiny
 from tests.hub.runs import train
 
 
@@ -151,6 +153,17 @@ def test_the_data_of_the_run_are_gone(folder, tmp_path, capsys):
     told = capsys.readouterr()
     assert json.loads(told.out)["checked_on"] == "python_docs (comes with Python)"
     assert "the data of the run cannot be read" in told.err
+
+
+def test_an_adapter_of_a_model_that_reads_fewer_tokens_than_are_checked(tmp_path, capsys):
+    base = tiny.saved_llama(tmp_path / "model")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": merge.CHECKED_TOKENS - 32}))
+    tiny.lora(LlamaForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path / "adapter")
+    assert main(["merge", str(tmp_path / "adapter"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == merge.CHECKED_ROWS * (merge.CHECKED_TOKENS - 32)
 
 
 def test_a_merged_model_is_asked_as_its_run_is(folder, tmp_path):

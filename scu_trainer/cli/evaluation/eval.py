@@ -24,11 +24,11 @@ from scu_trainer.cli.subjects import (
     base_subject,
     held_out_settings,
     merged_subject,
+    positions_of,
     subject_of,
 )
 from scu_trainer.errors import ModelError, SettingsError
-from scu_trainer.models.loading.load import config_of, load_tokenizer
-from scu_trainer.models.loading.names import prompt_of_adapter
+from scu_trainer.models.loading.load import load_tokenizer
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.base import require
 from scu_trainer.settings.tasks import TEXT, TaskSettings, require_mixable
@@ -273,9 +273,3 @@ def refuse_windows(options: EvalOptions, task_name: str, typed: dict[str, Any]) 
         raise SettingsError(f"{given[0]} has an effect on task: {TEXT} only, and task is {task_name}; drop it")
     if options.max_length is not None and "block_size" in typed:
         raise SettingsError("max_length and block_size both say how long a row is; drop --block_size")
-
-
-def positions_of(subject: Subject) -> Optional[int]:
-    """As of the model (``models/fit.py``), but reads no weights."""
-    positions = getattr(config_of(subject.model).get_text_config(), "max_position_embeddings", None)
-    return None if positions is None else positions - prompt_of_adapter(subject.model.model_name_or_path)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser, add_consent
-from scu_trainer.cli.subjects import MERGE_FILE, MERGED, Subject, split_seed, subject_of
+from scu_trainer.cli.subjects import MERGE_FILE, MERGED, Subject, positions_of, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.loading.names import is_adapter, near_folder
@@ -331,7 +331,8 @@ def loaded_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
 
     task, seed = task_of(subject.task), split_seed(subject.run) if subject.run else 0
     own = subject.own(subject.task)
-    elsewhere = DataSettings(dataset=ALWAYS_THERE, block_size=CHECKED_TOKENS)
+    shortest = min(CHECKED_TOKENS, positions_of(subject) or CHECKED_TOKENS)
+    elsewhere = DataSettings(dataset=ALWAYS_THERE, block_size=shortest)
     data = replace(subject.data, chat_template=None) if subject.run else elsewhere
     try:
         parts = task.load_scored(Source(subject.model, data, own, seed))
