@@ -49,6 +49,7 @@ def test_each_in_one_line(error, line, passes):
     found = hub_line(error, "me/x")
     assert line in found and "\n" not in found and "signature" not in found and "Request ID" not in found
     assert is_passing(error) == passes
+    assert "--" not in found  # train says it too, whose options have other names than those of push
 
 
 def test_the_library_wraps_uploads_that_failed():

@@ -102,9 +102,9 @@ def _answer(error: BaseException, repo_id: str) -> str:
         401: f"the Hub does not accept the token; make one with write access at {endpoint()}/settings/tokens, then "
         "`hf auth login`, or set HF_TOKEN",
         402: f"{owner} would have to pay for {repo_id}; push to a public repository or to another owner",
-        403: f"the token may not write to {repo_id}{_reason(error)}; use one with write access to {owner}, or another "
-        "--repo_id",
-        404: f"there is no {repo_id} that this token may see, or no such revision; check --repo_id and --revision",
+        403: f"the token may not write to {repo_id}{_reason(error)}; use one with write access to {owner}, or push "
+        "to another name",
+        404: f"there is no {repo_id} that this token may see, or no such revision; check the names of both",
         409: f"another commit to the repository came first; {AGAIN}",
         412: f"another commit to the repository came first; {AGAIN}",
         413: f"the Hub refuses files of this size in {repo_id}: {_short(error)}",
