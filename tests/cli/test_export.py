@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scu_trainer import run_files
 from scu_trainer.cli.main import main
+from scu_trainer.cli.publishing import merge
 from scu_trainer.cli.subjects import subject_of
 from scu_trainer.data.records import AS_PLAIN_TEXT
 from scu_trainer.models.exports import gguf
@@ -211,6 +213,16 @@ def test_what_llama_cpp_cannot_load_is_said(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("error", ["OSError: 2048 requested and 544 written", "OSError: [Errno 28] No space left"])
+def test_a_disk_that_is_full_is_no_fault_of_the_model(folder, tmp_path, capsys, monkeypatch, error):
+    def run(command, **_) -> SimpleNamespace:
+        return SimpleNamespace(returncode=0 if "--knows" in command else 1, stderr=f"Traceback\n{error}\n")
+
+    monkeypatch.setattr(gguf, "subprocess", SimpleNamespace(run=run))
+    said = refused(capsys, folder / "full", "--to", "gguf", "--output", tmp_path / "out")
+    assert f"cannot hold the model: {error}; free some space" in said and names(tmp_path) == set()
+
+
 # -- refusals, before anything is loaded -------------------------------------------------------------------------------
 
 
@@ -234,3 +246,13 @@ def test_refusals(folder, tmp_path, capsys, monkeypatch, converter_forks):
     assert "pip install 'scu-trainer[gguf]'" in refused(capsys, run, "--to", "gguf")
     assert "ONNX needs onnx and onnxscript and onnxruntime, not installed here" in refused(capsys, run, "--to", "onnx")
     assert "out" not in names(tmp_path)
+
+
+def test_the_file_and_the_weights_that_it_is_made_of_need_room_together(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gguf, "_run", lambda *words: None)
+    monkeypatch.setattr(merge, "loaded_with_rows", lambda *arguments: pytest.fail("began to export"))
+    weights = (folder / "full" / "model.safetensors").stat().st_size
+    for outtype, more in (("f32", 2), ("f16", 1.5)):
+        monkeypatch.setattr(run_files, "free_bytes", lambda path, more=more: int(weights * (more - 0.05)))
+        said = refused(capsys, folder / "full", "--to", "gguf", "--outtype", outtype, "--output", tmp_path / "out")
+        assert "set --output to a directory on a larger disk" in said

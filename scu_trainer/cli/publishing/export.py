@@ -154,7 +154,7 @@ def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, 
         options = replace(options, dtype="float32")
     with run_log():
         if Path(subject.source).is_dir():
-            require_space(subject, output, options)
+            require_space(subject, output, options, OUTTYPES[options.outtype] if options.format in GGUF else 0)
         exporting = _Exporting.of(subject, output, options, {"to": options.format, "source": subject.source})
         exporting.facts["notes"] = []
         write_new(output, exporting.build)

@@ -206,8 +206,9 @@ def _require_adapter(subject: Subject) -> None:
         raise ModelError(f"{subject.name} is an adapter of task: {subject.task}; merge is for {' and '.join(CLASSES)}")
 
 
-def require_space(subject: Subject, output: Path, options: MergeOptions) -> None:
-    """Memory and disk, from the configuration of the base alone."""
+def require_space(subject: Subject, output: Path, options: MergeOptions, beside_bytes: float = 0) -> None:
+    """Memory and disk, from the configuration of the base alone. ``beside_bytes``: of a weight in a second file that is
+    made while the first ones are there."""
     from scu_trainer.hardware.probe import probe
     from scu_trainer.models.export import needed_bytes
     from scu_trainer.models.loading.sizes import weight_counts
@@ -222,7 +223,7 @@ def require_space(subject: Subject, output: Path, options: MergeOptions) -> None
             f"merging {counts['weights']:,.0f} weights takes about {readable(memory)} of main memory (two "
             f"float32 copies and the model), and {readable(available)} are free; merge on a machine with more"
         )
-    require_room(output.parent, disk, "--output")
+    require_room(output.parent, disk + int(counts["weights"] * beside_bytes), "--output")
 
 
 @dataclass

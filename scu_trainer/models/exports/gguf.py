@@ -18,8 +18,11 @@ from typing import Optional
 
 from scu_trainer.errors import ModelError, RequirementError, require_packages
 
-OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
-"""Of the converter. auto: 16 bits, bfloat16 where the weights are."""
+OUTTYPES = {"auto": 2.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.0625}
+"""Of the converter, with the bytes of a weight. auto: 16 bits, bfloat16 where the weights are."""
+
+NOT_WRITTEN = re.compile(r"\[Errno (28|122)\]|requested and \d+ written")
+"""In an error of the converter: a full disk, or one on which nobody may write more; the last is numpy's."""
 
 BPE_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,7 +42,7 @@ def require_gguf(architecture: str, converter: Optional[Path]) -> None:
 
 def write_gguf(weights: Path, output: Path, outtype: str, converter: Optional[Path] = None) -> None:
     """``weights``: folder of a model as transformers saves it; its config.json is rewritten. Raises ModelError with
-    the converter's reason where it gives up."""
+    the converter's reason where it gives up, OSError where that is the disk."""
     rule = words_rule(weights / "tokenizer.json")
     words = [str(weights), "--outfile", str(output), "--outtype", outtype, *(["--pre", rule] if rule else [])]
     _run(converter, "the converter of llama.cpp cannot write this model", *words)
@@ -84,7 +87,10 @@ def _run(converter: Optional[Path], refusal: str, *words: str) -> None:
     if done.returncode:
         file = "tokenizer.model"
         advice = f"; it reads this family's tokenizer from the base's {file}: put that file next to what you export"
-        raise ModelError(f"{refusal}: {_reason(done.stderr)}{advice if file in done.stderr else ''}")
+        reason = _reason(done.stderr)
+        if NOT_WRITTEN.search(reason):
+            raise OSError(reason)
+        raise ModelError(f"{refusal}: {reason}{advice if file in done.stderr else ''}")
 
 
 def _reason(stderr: str) -> str:
