@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,64 @@ def test_calls_are_learned_where_reasoning_is_rendered_in_the_last_alone(encode,
     said = learned(encode, encode([CONVERSATION[1], *calls, *CONVERSATION[2:]]))
     last = f"<think>\n\n</think>\n\nBlack, with milk.<|im_end|>\n{encode.tokenizer.eos_token}".removeprefix(asked_with)
     assert said == f"<tool_call>shelf</tool_call><|im_end|>\nGreen.<|im_end|>\n{last}"
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+def test_answers_to_nothing_are_learned_where_reasoning_is_rendered_in_the_last_alone(encode):
+    """As a tool has it that found nothing."""
+    encode.tokenizer.chat_template = FORGETS_REASONING
+    last = f"<think>\n\n</think>\n\nBlack, with milk.<|im_end|>\n{encode.tokenizer.eos_token}"
+    for asked in ({"role": "user", "content": ""}, {"role": "tool", "content": " "}):
+        document = encode([*CONVERSATION[1:3], asked, *CONVERSATION[2:]])
+        assert learned(encode, document) == f"Green.<|im_end|>\nGreen.<|im_end|>\n{last}"
+
+
+FORGETS_ANALYSIS = (
+    "{% for turn in messages %}{% if turn.tool_calls %}{% set call = turn.tool_calls[0].function.name %}"
+    "{% if turn.content and turn.thinking %}{{ raise_exception('content and thinking') }}{% endif %}"
+    "{% set later = messages[loop.index :] | rejectattr('tool_calls') | map(attribute='role') | list %}"
+    "{% if turn.thinking and 'assistant' not in later %}<|start|>assistant: {{ turn.thinking }}{% endif %}"
+    "<|start|>assistant to={{ call }}<|call|>"
+    "{% elif turn.role == 'tool' %}<|start|>{{ messages[loop.index0 - 1].tool_calls[0].function.name }}: "
+    "{{ turn.content }}<|end|>{% else %}<|start|>{{ turn.role }}: {{ turn.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""As gpt-oss, which takes no words beside reasoning and a call, forgets the reasoning once there is an answer, and
+names the tool again where it answers."""
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+def test_calls_are_learned_whose_reasoning_is_rendered_until_there_is_an_answer(encode):
+    encode.tokenizer.chat_template = FORGETS_ANALYSIS
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "shelf", "arguments": {}}}], "reasoning": "Hm."}
+    document = encode([CONVERSATION[1], call, {"role": "tool", "content": "two"}, *CONVERSATION[2:]])
+    said = f" to=shelf<|call|>: Green.<|end|>: Black, with milk.<|end|>{encode.tokenizer.eos_token}"
+    assert learned(encode, document) == said
+    assert document.read.rendered_away == ("reasoning",)
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+def test_a_template_that_takes_arguments_as_text_gets_them_as_text(encode):
+    """As DeepSeek V3, which adds them to a text."""
+    encode.tokenizer.chat_template = read_chat_template("qwen").replace("| tojson", "+ ''")
+    marked = encode.tokenizer.chat_template
+    call = {"function": {"name": "shelf", "arguments": '{"city": "Łódź"}'}}
+    messages = [CONVERSATION[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for encode.tokenizer.chat_template in (marked, re.sub(r"\{%-? (end)?generation -?%\}", "", marked)):
+        document = encode(messages)
+        assert '{"city": "Łódź"}' in learned(encode, document)
+        assert document.read.rendered_away == ()
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+def test_a_long_conversation_is_rendered_a_few_times_for_each_answer(encode, monkeypatch):
+    encode.tokenizer.chat_template = FORGETS_REASONING
+    rendered, render = [], encode.tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        encode.tokenizer, "apply_chat_template", lambda *args, **more: rendered.append(1) or render(*args, **more)
+    )
+    encode(CONVERSATION[1:] * 10)
+    assert len(rendered) <= 8 * 20
 
 
 @pytest.mark.parametrize("template", ["qwen"])

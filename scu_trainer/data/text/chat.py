@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import operator
 import re
 from collections.abc import Sequence
@@ -130,15 +131,40 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
 
 
 def _renderer(tokenizer, chat: Chat):
+    known: dict[tuple[int, bool], str] = {}  # of beginnings of the conversation, which are asked for again and again
+
     def render(messages: list[dict], add_generation_prompt: bool = False) -> str:
+        place = (len(messages), add_generation_prompt)
+        is_beginning = all(map(operator.is_, messages, chat.messages))
+        if is_beginning and place in known:
+            return known[place]
         try:
-            return tokenizer.apply_chat_template(
-                messages, tools=chat.tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            text = _applied(tokenizer, chat, messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         except TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template refuses the conversation: {error}") from None
+        if is_beginning:
+            known[place] = text
+        return text
 
     return render
+
+
+def _applied(tokenizer, chat: Chat, messages: list[dict], **options):
+    """What the template makes of ``messages``: of arguments as objects or, where it takes none (DeepSeek's adds them to
+    a text), as JSON."""
+    try:
+        return tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+    except TypeError:
+        return tokenizer.apply_chat_template([*map(_with_json_calls, messages)], tools=chat.tools, **options)
+
+
+def _with_json_calls(message: dict) -> dict:
+    if "tool_calls" not in message:
+        return message
+    calls = copy.deepcopy(message["tool_calls"])
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**message, "tool_calls": calls}
 
 
 def keys_left_out(tokenizer, chat: Chat, text: str) -> tuple[str, ...]:
@@ -158,9 +184,10 @@ def keys_left_out(tokenizer, chat: Chat, text: str) -> tuple[str, ...]:
 
 
 def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
-    encoded = tokenizer.apply_chat_template(
+    encoded = _applied(
+        tokenizer,
+        chat,
         chat.messages,
-        tools=chat.tools,
         return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"verbose": False},
@@ -242,6 +269,8 @@ def _begin_by_words(whole: str, render, messages: list[dict], first: int) -> tup
     asked = render(messages[:first], add_generation_prompt=True)
     header = asked[_place(asked, lambda cut: render(cut, True), messages[:first], first - 1) :]
     before = _place(whole, render, messages, first - 1)
+    if header and whole.startswith(header, before):
+        return before + len(header), ""
     between = whole[before : _beginning(whole, render, messages, first)]
     shared = _shared(between, header)
     if not shared:
@@ -271,16 +300,19 @@ def _shared(one: Sequence, other: Sequence) -> int:
 def _place(text: str, render, messages: list[dict], turn: int) -> int:
     """Where the words of message ``turn``, or the name of its last call, end in ``text``, which ``render`` makes of
     ``messages``. Raises BadRow where a mark behind them changes more than itself."""
-    marked = copy.deepcopy(messages)
-    content, calls = messages[turn].get("content", ""), marked[turn].get("tool_calls")
-    if not content.strip() and not calls:
-        raise _not_found()
-    if content.strip():
-        end = len(content.rstrip())
-        marked[turn]["content"] = content[:end] + _WORDS + content[end:]
-    else:
+    marked = [*messages]
+    marked[turn] = message = copy.deepcopy(messages[turn])
+    content, calls = message.get("content", ""), message.get("tool_calls")
+    is_call = calls and not content.strip()
+    if is_call:
         calls[-1]["function"]["name"] += _WORDS
+    elif content.strip() or message["role"] != "assistant":
+        end = len(content.rstrip())
+        message["content"] = content[:end] + _WORDS + content[end:]
+    else:
+        raise _not_found()
     before, found, after = render(marked).partition(_WORDS)
+    after = after.replace(_WORDS, "") if is_call else after  # gpt-oss names it again, in front of what the tool says
     if not found or before + after != text:
         raise _not_found()
     return len(before)
@@ -288,10 +320,10 @@ def _place(text: str, render, messages: list[dict], turn: int) -> int:
 
 def _beginning(text: str, render, messages: list[dict], turn: int) -> int:
     """Where the words of message ``turn`` begin behind their reasoning, or would before its calls; as ``_place``."""
-    marked = copy.deepcopy(messages)
     content = messages[turn].get("content", "")
     answer = content.rpartition("</think>")[2].lstrip()
-    marked[turn]["content"] = content.removesuffix(answer) + _WORDS + answer
+    marked = [*messages]
+    marked[turn] = {**messages[turn], "content": content.removesuffix(answer) + _WORDS + answer}
     before, found, _ = render(marked).partition(_WORDS)
     if not found or not text.startswith(before):
         raise _not_found()
