@@ -511,6 +511,11 @@ BAD_FILES = {
     "flipped": (flipped, "unreadable file", "not a readable .npz"),
     "pickled": (pickled, "unreadable file", "Object arrays cannot be loaded"),
     "text": (lambda path: path.write_text("hello"), "unreadable file", "not a readable .npz"),
+    "table": (
+        lambda path: path.write_text("time,x\n0,1\n"),
+        "unreadable file",
+        r"but a file of another kind; give named arrays, such as a float array kinematics",
+    ),
     "empty file": (lambda path: path.write_bytes(b""), "unreadable file", "not a readable .npz"),
     "npy": (single_array, "no .npz file", "single .npy"),
     "gone": (lambda path: path.unlink(), "missing file", "does not exist"),

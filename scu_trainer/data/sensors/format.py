@@ -47,7 +47,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, BinaryIO, Optional, Union
 
 import numpy
 
@@ -114,6 +114,10 @@ def present(names: Iterable[str], missing: Sequence[str]) -> list[str]:
     return [name for name in names if name not in missing and FORMS[name].sensor not in missing]
 
 
+ZIP, NPY = b"PK", b"\x93NUMPY"
+"""What an .npz and an .npy begin with."""
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +127,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
     try:
         # Opened here: numpy leaves its own file open when the archive is torn.
         with open(path, "rb") as file:
+            _require_numpy(file)
             archive = numpy.load(file, allow_pickle=False)
             found = _named(archive, names)
     except FileNotFoundError:
@@ -140,6 +145,13 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
             f'write "missing": ["{lacked}"] in its row if the recording lacks {lacked}',
         )
     return {name: _kept(name, array) for name, array in found.items()}
+
+
+def _require_numpy(file: BinaryIO) -> None:
+    """Raises BadSample for another kind of file (a table), which numpy takes for a pickle and advises to load."""
+    if not file.read(len(NPY)).startswith((ZIP, NPY)):
+        raise BadSample("unreadable file", f"not a readable .npz but a file of another kind; give named arrays, {HOW}")
+    file.seek(0)
 
 
 def _named(archive: Any, names: Sequence[str]) -> dict[str, numpy.ndarray]:
