@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scu_trainer.data.records import Record
@@ -197,6 +197,20 @@ def test_a_template_that_takes_arguments_as_text_gets_them_as_text(encode):
         document = encode(messages)
         assert '{"city": "Łódź"}' in learned(encode, document)
         assert document.read.rendered_away == ()
+
+
+@pytest.mark.parametrize("template", ["qwen"])
+@pytest.mark.parametrize(("words", "kept"), [("Tea \N{TEACUP WITHOUT HANDLE}", None), ("Cafe\u0301", "Caf\xe9")])
+def test_marks_that_end_within_a_character_learn_the_whole_of_it_and_no_more(encode, words, kept):
+    """Of a character of several tokens, and of one that Qwen's tokenizer joins with the one before it."""
+    encode.tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    encode.tokenizer.chat_template = (
+        "{% for turn in messages %}<|{{ turn.role }}|>{% if turn.role == 'assistant' %}{% generation %}"
+        "{{ turn.content }}{% endgeneration %}{% else %}{{ turn.content }}{% endif %}{% endfor %}"
+    )
+    answer = {"role": "assistant", "content": words}
+    document = encode([CONVERSATION[1], answer, CONVERSATION[3], answer])
+    assert learned(encode, document) == 2 * (kept or words) + encode.tokenizer.eos_token
 
 
 @pytest.mark.parametrize("template", ["qwen"])

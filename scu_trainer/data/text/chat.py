@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import operator
 import re
@@ -131,6 +132,7 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
 
 
 def _renderer(tokenizer, chat: Chat):
+    apply = functools.partial(tokenizer.apply_chat_template, tools=chat.tools, tokenize=False)
     known: dict[tuple[int, bool], str] = {}  # of beginnings of the conversation, which are asked for again and again
 
     def render(messages: list[dict], add_generation_prompt: bool = False) -> str:
@@ -139,7 +141,7 @@ def _renderer(tokenizer, chat: Chat):
         if is_beginning and place in known:
             return known[place]
         try:
-            text = _applied(tokenizer, chat, messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+            text = _with_arguments(apply, messages, add_generation_prompt=add_generation_prompt)
         except TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template refuses the conversation: {error}") from None
         if is_beginning:
@@ -149,13 +151,13 @@ def _renderer(tokenizer, chat: Chat):
     return render
 
 
-def _applied(tokenizer, chat: Chat, messages: list[dict], **options):
-    """What the template makes of ``messages``: of arguments as objects or, where it takes none (DeepSeek's adds them to
-    a text), as JSON."""
+def _with_arguments(apply, messages: list[dict], **options):
+    """What a template makes of ``messages``: of arguments of calls as objects or, where it takes none (DeepSeek's adds
+    them to a text), as JSON."""
     try:
-        return tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+        return apply(messages, **options)
     except TypeError:
-        return tokenizer.apply_chat_template([*map(_with_json_calls, messages)], tools=chat.tools, **options)
+        return apply([*map(_with_json_calls, messages)], **options)
 
 
 def _with_json_calls(message: dict) -> dict:
@@ -184,15 +186,21 @@ def keys_left_out(tokenizer, chat: Chat, text: str) -> tuple[str, ...]:
 
 
 def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
-    encoded = _applied(
-        tokenizer,
-        chat,
-        chat.messages,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"verbose": False},
-    )
-    return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
+    """By characters, as ``_by_spans``: ``return_assistant_tokens_mask`` leaves out all but the first token of a last
+    character, and learns all that follows one which the tokenizer joins to that before it (NFC)."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def apply(messages: list[dict]) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        return render_jinja_template(
+            [messages],
+            tools=chat.tools,
+            chat_template=tokenizer.get_chat_template(tools=chat.tools),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+
+    [text], [marks] = _with_arguments(apply, chat.messages)
+    return _by_spans(tokenizer, text, [_Span(*mark) for mark in marks])
 
 
 def _by_answers(tokenizer, chat: Chat, first: int) -> tuple[list[int], list[bool]]:
