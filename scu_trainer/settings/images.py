@@ -28,7 +28,7 @@ class ImageSettings:
     )
     image_column_name: Optional[str] = option(None, "column with images; default: image, img, or the only such column")
     label_column_name: Optional[str] = option(
-        None, "column with classes; default: label, labels, fine_label, or the only column of classes"
+        None, "column with classes; default: label, labels, fine_label, cls, class, or the only column of classes"
     )
     augmentation: Literal["none", "light", "standard", "strong"] = option(
         "light",

@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import zlib
+from dataclasses import fields
 from pathlib import Path
 
 import datasets
@@ -20,6 +21,7 @@ from transformers import ViTImageProcessorPil
 from scu_trainer.data.images import tables
 from scu_trainer.data.images.data import evenly_by_class, find_images, natural_size, prepare_images
 from scu_trainer.data.images.embedded import generated
+from scu_trainer.data.images.records import LABEL_COLUMNS
 from scu_trainer.data.images.store import ImageRows, Kind, collate_images, pixel_statistics
 from scu_trainer.errors import DataError, StorageError
 from scu_trainer.settings import DataSettings
@@ -843,3 +845,8 @@ def test_the_name_of_a_column_is_refused_where_there_are_no_columns(pets, tmp_pa
     own = ImageSettings(image_column_name="picture")  # of a model that was trained on a table
     source = find_images(DataSettings(dataset=str(pets)), own, tmp_path, classes=("cat", "dog", "owl"))
     assert source.label_names == ("cat", "dog", "owl")
+
+
+def test_the_help_names_every_column_that_is_read_as_classes():
+    [help_of] = [one.metadata["help"] for one in fields(ImageSettings) if one.name == "label_column_name"]
+    assert f"default: {', '.join(LABEL_COLUMNS)}, or" in help_of
