@@ -156,6 +156,15 @@ def test_a_name_that_no_run_can_have_is_made_one(place, capsys, file, output_dir
     assert capsys.readouterr().out.startswith(f"{name} has started") and Path("runs", name).is_dir()
 
 
+def test_a_stop_of_a_suspended_run_says_what_it_waits_for(place, capsys):
+    typed("start", "--config", "recipes/long.yaml", "--max_ram_percent", "100")
+    reaches("long", "running")
+    os.kill(Run(Path("runs/long")).record().process.pid, signal.SIGSTOP)
+    until(lambda: "suspended" in report(Run(Path("runs/long")), Machine()).state.detail)
+    assert typed("stop", "long", "--timeout", "0.1") == 2
+    assert "a checkpoint (suspended by a signal; kill -CONT lets it continue) ..." in capsys.readouterr().out
+
+
 def test_a_stop_that_takes_too_long_says_what_to_type(place, capsys):
     typed("start", "--config", "recipes/long.yaml", "--max_ram_percent", "100")
     reaches("long", "running")

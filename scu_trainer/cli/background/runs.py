@@ -238,7 +238,7 @@ def _stop(options: argparse.Namespace, hands: Hands) -> int:
             screens.say(f"{run.name} is not running: {before.state.status}{_because(before.state.detail)}")
             continue
         if not options.now and before.state.status in ("running", "stopping"):
-            screens.say(f"{run.name}: finishing the step and writing a checkpoint ...")
+            screens.say(f"{run.name}: finishing the step and writing a checkpoint{_because(before.state.detail)} ...")
         after = stop(run, hands, options.timeout, options.now)
         if after.state.is_alive:
             screens.say(f"{run.name} has not ended after {options.timeout:g} s; wait, or runs stop {run.name} --now")
