@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import RegularizationSettings as Settings
+from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.trainer import SCUTrainer
 from tests import processes
-from tests.tiny import UnevenRows, llama, pad, trained, weights_of
+from tests.tiny import Rows, UnevenRows, llama, pad, same, trained, weights_of
 from tests.train.test_resume import StopAt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,8 +62,23 @@ def main(folder: Path) -> None:
     changes = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     assert trained(llama(), folder / "slow", kind=SlowRank, **changes).is_stock
     trained(llama(), folder / "machines" / os.environ["RANK"], **changes)
+    outcome["best"] = {name: best_of(folder / f"best {name}", efficiency) for name, efficiency in BEST.items()}
     torch.save(outcome, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
+
+
+BEST = {"stock": None, "average": EfficiencySettings(ema_decay=0.9)}
+
+
+def best_of(folder: Path, efficiency: EfficiencySettings | None) -> dict[str, torch.Tensor]:
+    """The weights that a training of three steps ends with whose first evaluation was the best."""
+    every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "step", "greater_is_better": False}
+    numbers = iter(range(10))
+    changes = {"compute_metrics": lambda _: {"step": next(numbers)}, "eval_dataset": Rows(4), **every, **best}
+    run = trained(llama(), folder, efficiency=efficiency, learning_rate=0.01, **changes)
+    assert Path(run.state.best_model_checkpoint) == folder / "checkpoint-1"
+    return weights_of(run.model)
 
 
 class SlowRank(SCUTrainer):
@@ -91,8 +108,8 @@ def assert_rows_agree(found: list[dict], expected: list[dict]) -> None:
 
 def test_two_ranks_are_one_run(ranks, tmp_path):
     (first, second), folder = ranks
-    assert {case["world"] for case in first.values()} == {2}
-    for name in first:
+    assert {first[name]["world"] for name in (*CASES, "resumed")} == {2}
+    for name in (*CASES, "resumed"):
         torch.testing.assert_close(first[name]["weights"], second[name]["weights"], rtol=0, atol=0)
         assert first[name]["state"] == second[name]["state"], name
         assert first[name]["tokens_n"] == second[name]["tokens_n"]
@@ -119,6 +136,16 @@ def test_a_checkpoint_without_any_loop_waits_for_the_slowest_rank(ranks):
     folder = ranks[1] / "slow"
     assert [path.name for path in folder.glob("*checkpoint-*")] == ["checkpoint-1"]
     assert {path.name for path in folder.rglob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_every_rank_ends_with_the_best_model(ranks, name):
+    """What the ranks score in the end is what the first of them has saved."""
+    (first, second), folder = ranks
+    assert same(first["best"][name], second["best"][name])
+    file = "ema.safetensors" if name == "average" else "model.safetensors"
+    saved = load_file(folder / f"best {name}" / "checkpoint-1" / file)
+    assert same({key: first["best"][name][key] for key in saved}, saved)
 
 
 def test_machines_that_do_not_share_the_folder_of_checkpoints_are_told(ranks):

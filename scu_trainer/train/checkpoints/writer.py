@@ -62,6 +62,7 @@ class CheckpointWriter:
                 self._give_up(staging, final, problem)
                 return
         self.newest = final
+        self._name_best(final)  # on the ranks that did not write, too: they load it in the end
         if self._waiting_push is not None:
             push, self._waiting_push = self._waiting_push, None
             push(str(final))
@@ -114,15 +115,16 @@ class CheckpointWriter:
 
     def _fill(self, staging: Path, stock_save: Callable[[], None]) -> None:
         self._wait()
-        self.staging = staging
+        self.staging, best = staging, self.trainer.state.best_model_checkpoint
         try:
             stock_save()
         finally:
             self.staging = None
+            self.trainer.state.best_model_checkpoint = best  # it was looked for in staging, where nothing stays
 
     def _seal(self, staged: Path, final: Path) -> None:
         trainer = self.trainer
-        self._name_best(final, staged)
+        self._name_best(final)
         self._publish(staged, final)
         self._written_bytes = files.size_bytes(final)
         best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
@@ -133,6 +135,7 @@ class CheckpointWriter:
 
     def _publish(self, staged: Path, final: Path) -> None:
         self._tell_of_other_folders(staged, final)
+        self.trainer.state.save_to_json(str(staged / "trainer_state.json"))
         states = {loop.state_file: type(loop).__name__ for loop in self.trainer.loops if loop.state_file is not None}
         facts = self.facts or facts_of_arguments(self.trainer.args)
         files.seal(staged, {"step": self.trainer.state.global_step, "loops": states, **facts})
@@ -151,13 +154,12 @@ class CheckpointWriter:
                 *(final.name, ", ".join(missing)),
             )
 
-    def _name_best(self, final: Path, staged: Path) -> None:
-        """The stock Trainer looks for the best checkpoint beside this one, and writes its path into the state."""
+    def _name_best(self, final: Path) -> None:
+        """The stock Trainer looks for the best checkpoint beside this one."""
         state = self.trainer.state
         best = None if not state.best_global_step else final.with_name(f"checkpoint-{state.best_global_step}")
         if best is not None and (best == final or best.exists()):
             state.best_model_checkpoint = str(best)
-            state.save_to_json(str(staged / "trainer_state.json"))
 
     def _lack_of_room(self, run: Path) -> Optional[str]:
         if not self._written_bytes:
