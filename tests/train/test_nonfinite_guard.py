@@ -31,6 +31,7 @@ from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
 from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, locate, nonfinite_weight, weights_are_finite
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
+from tests.train.test_resume import StopAt
 
 BAD_STEP = 3
 SAFETY = SafetySettings()
@@ -548,6 +549,22 @@ def test_divergence_stop_names_the_newest_checkpoint_from_before(tmp_path):
     changes = {**DIVERGING, "save_strategy": "steps", "save_steps": 10, "safety": SafetySettings(divergence="stop")}
     with pytest.raises(Diverged, match=r"training diverges: .* from before is checkpoint-20: resume_from_checkpoint"):
         run(tmp_path, callbacks=[HugeRate()], **changes)
+
+
+@pytest.mark.parametrize("stop", [4, 6], ids=["between two", "within the second"])
+def test_a_run_that_resumes_within_an_epoch_knows_the_losses_before(tmp_path, stop):
+    """With a curriculum each epoch begins anew."""
+
+    def figures(folder, **more):
+        every = {"max_steps": 8, "logging_steps": 1, "save_strategy": "steps", "save_steps": stop}
+        curriculum = CurriculumSettings("noise_guard")
+        size = {"dataset": Rows(16), "per_device_train_batch_size": 4}
+        found = trained(llama(), tmp_path / folder, safety=SAFETY, curriculum=curriculum, **size, **every, **more)
+        return found.nonfinite_guard.divergence.state_dict()
+
+    whole = figures("whole")
+    figures("cut", callbacks=[StopAt(stop)])
+    assert figures("cut", resume=True) == whole
 
 
 def test_divergence_off_watches_nothing(tmp_path):

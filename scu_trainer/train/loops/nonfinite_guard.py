@@ -106,7 +106,7 @@ class NonFiniteGuard(Loop):
 
     def on_epoch_begin(self, args, state, control, **kwargs) -> None:
         if self.divergence is not None:
-            self.divergence.begin_epoch()
+            self.divergence.begin_epoch(int(state.epoch or 0))
 
     def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
         self._batches = batches

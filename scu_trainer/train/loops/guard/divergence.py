@@ -34,16 +34,18 @@ class DivergenceWatch:
         """Before a training."""
         self.notices: list[str] = []
         self._state = control.DivergenceState()
-        self._counted = 0
+        self._counted = self._epoch = 0
 
     def start(self) -> None:
         """With its first step."""
         self._counted = 0
 
-    def begin_epoch(self) -> None:
-        if self._epochs_differ:
+    def begin_epoch(self, epoch: int) -> None:
+        """``epoch``: its number; a run that resumes within it begins it once more."""
+        if self._epochs_differ and epoch != self._epoch:
             # This epoch's samples may be harder ones, and their loss is another loss.
             self._state = control.DivergenceState()
+        self._epoch = epoch
 
     def count(self) -> None:
         """An optimizer step whose loss goes into the next log."""
@@ -89,7 +91,8 @@ class DivergenceWatch:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self._state.to_dict(), "notices": self.notices}
+        return {"state": self._state.to_dict(), "notices": self.notices, "epoch": self._epoch}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._state, self.notices = control.DivergenceState.from_dict(saved["state"]), list(saved["notices"])
+        self._epoch = saved.get("epoch", -1)  # older checkpoints do not hold it
