@@ -553,7 +553,7 @@ def test_divergence_stop_names_the_newest_checkpoint_from_before(tmp_path):
 
 @pytest.mark.parametrize("stop", [4, 6], ids=["between two", "within the second"])
 def test_a_run_that_resumes_within_an_epoch_knows_the_losses_before(tmp_path, stop):
-    """With a curriculum each epoch begins anew."""
+    """With a curriculum each epoch is watched by itself."""
 
     def figures(folder, **more):
         every = {"max_steps": 8, "logging_steps": 1, "save_strategy": "steps", "save_steps": stop}
