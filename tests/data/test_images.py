@@ -21,6 +21,7 @@ from transformers import ViTImageProcessorPil
 from scu_trainer.data.images import tables
 from scu_trainer.data.images.data import evenly_by_class, find_images, natural_size, prepare_images
 from scu_trainer.data.images.embedded import generated
+from scu_trainer.data.images.folders import folder_source
 from scu_trainer.data.images.records import LABEL_COLUMNS
 from scu_trainer.data.images.store import ImageRows, Kind, collate_images, pixel_statistics
 from scu_trainer.errors import DataError, StorageError
@@ -530,6 +531,24 @@ def test_a_folder_with_metadata_as_the_datasets_library_takes_it(tmp_path, colum
     row = data.train[0]
     assert row["labels"] == 0 and not data.statistics.dropped
     assert not any("not read" in note for note in data.statistics.notes)
+
+
+def test_metadata_above_the_folders_of_splits_are_read_for_each(tmp_path):
+    """As the datasets library takes them; rows of another split are not of this one."""
+    folder, rows = tmp_path / "pets", ["file_name,label"]
+    for split, count in (("train", 12), ("test", 4)):
+        table = with_metadata(folder, count=count, inner=f"{split}/") / "metadata.csv"
+        rows += table.read_text().splitlines()[1:]
+    table.write_text("\n".join(rows) + "\n")
+    source = folder_source(folder, ["train"], skip_bad=False)
+    assert source.labels.tolist() == [0, 1] * 6 and source.held_out.labels.tolist() == [0, 1] * 2
+    assert not any("not read" in note for note in (*source.notes, *source.held_out.notes))
+    table.write_text("\n".join([*rows, "train/gone.png,cat"]) + "\n")
+    with pytest.raises(DataError, match=r"names .*train/gone\.png, which is not there"):
+        folder_source(folder, ["train"], skip_bad=False)
+    table.write_text("\n".join(rows[:13]) + "\n")
+    source = folder_source(folder, ["train"], skip_bad=False)
+    assert source.held_out is None and "not read: 4 images there" in source.notes[-1]
 
 
 def test_nothing_and_spaces_in_the_metadata_make_no_class_of_their_own(tmp_path):

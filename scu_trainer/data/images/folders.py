@@ -50,11 +50,14 @@ def folder_source(
     splits = _splits(folder)
     if not splits:
         refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None)
-        return _noted(_of_classes(folder, _search(folder, labels), skip_bad, classes, labels), descended)
+        table = _metadata(folder)
+        source = _of_classes(folder, _search(folder, labels, table), skip_bad, classes, labels, table)
+        return _noted(source, descended)
     by_name = {**{path.name: path for path in splits.values()}, **splits}
     chosen = by_name[require_split(str(folder), by_name, wanted, shown=[path.name for path in splits.values()])]
     inner, more = _only_folders(chosen, classes)
-    source = _of_classes(inner, _search(inner, labels), skip_bad, classes, labels)
+    table = _metadata(inner, folder)
+    source = _of_classes(inner, _search(inner, labels, table), skip_bad, classes, labels, table)
     source = _noted(source, (*descended, *more, *_not_read(folder, splits)))
     if not takes_held_out:
         return source
@@ -84,11 +87,12 @@ def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool,
     notes = [*source.notes]
     for number, path in enumerate(folders, start=1):
         folder, _ = _only_folders(path, source.label_names)
-        found = _search(folder, labels)
+        table = _metadata(folder, path.parent)
+        found = _search(folder, labels, table)
         if any(name is not None for _, name in found.files):
             notes.append(f"held-out images come from {folder}")
             notes += [f"{left} was not read" for left in folders[number:]]
-            held_out = _of_classes(folder, found, skip_bad, source.label_names, labels)
+            held_out = _of_classes(folder, found, skip_bad, source.label_names, labels, table)
             return replace(source, held_out=held_out, notes=tuple(notes))
         notes.append(f"{folder} has no folders of classes: not read: {counted(len(found.files), 'image')} there")
     return replace(source, notes=tuple(notes))
@@ -135,7 +139,12 @@ class _Found:
 
 
 def _of_classes(
-    folder: Path, found: _Found, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]
+    folder: Path,
+    found: _Found,
+    skip_bad: bool,
+    classes: Sequence[str],
+    columns: Sequence[str],
+    table: Optional[Path],
 ) -> ImageSource:
     if found.gone and not skip_bad:
         raise DataError(
@@ -152,7 +161,7 @@ def _of_classes(
     if not any(name for _, name in found.files):
         raise DataError(
             f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
-            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(folder, columns)}"
+            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(table, columns)}"
         )
     names = tuple(classes) or _sorted({name for _, name in found.files if name}, found.is_table)
     numbers = {name: number for number, name in enumerate(names)}
@@ -185,9 +194,8 @@ def _sorted(names: Collection[str], is_table: bool) -> tuple[str, ...]:
     return tuple(sorted(names, key=int) if by_number else sorted(names))
 
 
-def _advice_for_table(folder: Path, labels: Sequence[str]) -> str:
-    """For a table that lacks what it would be read by."""
-    table = _metadata(folder)
+def _advice_for_table(table: Optional[Path], labels: Sequence[str]) -> str:
+    """For one that lacks what it would be read by."""
     if table is None:
         return ""
     columns = _columns(list(read_file(table, "text")))
@@ -203,26 +211,31 @@ def _columns(rows: Sequence[Record]) -> dict[str, None]:
     return dict.fromkeys(str(name) for record in rows if record.value is not None for name in record.value)
 
 
-def _metadata(folder: Path) -> Optional[Path]:
-    return next((folder / name for name in METADATA if (folder / name).is_file()), None)
+def _metadata(*folders: Path) -> Optional[Path]:
+    """Of the first that has a table of its images: one of all splits may be above their folders."""
+    places = (folder / name for folder in folders for name in METADATA)
+    return next((place for place in places if place.is_file()), None)
 
 
-def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
-    """What the metadata of ``folder`` say; None where there are none, or no classes in them."""
-    table = _metadata(folder)
+def _in_table(folder: Path, labels: Sequence[str], table: Optional[Path]) -> Optional[_Found]:
+    """What ``table`` says of the images in ``folder``; None where it says nothing, or no classes."""
     rows = [] if table is None else list(read_file(table, "text"))
     columns = _columns(rows)
     label = next((name for name in labels if name in columns), None)
     if label is None or FILE_COLUMN not in columns:
         return None
     found, classes, minus_ones = _Found(notes=(f"classes are those of {label} in {table}",), is_table=True), {}, 0
+    repeats = 0
     for record in rows:
         name = None if record.value is None else record.value.get(FILE_COLUMN)
         inside = Path(os.path.normpath(name)) if isinstance(name, str) else Path("..")
         if inside.is_absolute() or inside.parts[:1] == ("..",):
-            problem = record.problem or f"it names no image inside {folder}"
+            problem = record.problem or f"it names no image inside {table.parent}"
             raise DataError(f"{record.place}: {problem}; fix its {FILE_COLUMN}, or remove the row")
-        path, given = folder / inside, record.value.get(label)
+        path, given = table.parent / inside, record.value.get(label)
+        if not path.is_relative_to(folder):  # of another split
+            continue
+        repeats += path in classes
         value = str(given).strip()
         value = "" if given is None or value == "nan" else value  # tables write NaN for nothing
         if re.fullmatch(r"-1(\.0)?", value):
@@ -234,6 +247,8 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
             raise DataError(
                 f"{record.place}: {problem}; an image has one class, so give one row with one name or number"
             )
+    if not classes:
+        return None
     if all(re.fullmatch(r"[0-9]+(\.0)?", value) for value in classes.values() if value):  # pandas: 1.0 beside a NaN
         classes = {path: value.removesuffix(".0") for path, value in classes.items()}
     for path, value in classes.items():
@@ -245,7 +260,6 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
         path.suffix.lower() in SUFFIXES and path not in classes and not is_hidden(path, folder)
         for path in folder.rglob("*")
     )
-    repeats = len(rows) - len(classes)
     having = counted(minus_ones, f"row of {table.name} has", f"rows of {table.name} have")
     repeating = counted(repeats, f"row of {table.name} repeats", f"rows of {table.name} repeat")
     missing = counted(left, f"image of {folder} is", f"images of {folder} are")
@@ -255,8 +269,8 @@ def _in_table(folder: Path, labels: Sequence[str]) -> Optional[_Found]:
     return found
 
 
-def _search(folder: Path, labels: Sequence[str]) -> _Found:
-    in_table = _in_table(folder, labels)
+def _search(folder: Path, labels: Sequence[str], table: Optional[Path]) -> _Found:
+    in_table = _in_table(folder, labels, table)
     if in_table is not None:
         return in_table
     found, links, deeper = _Found(), [], []
@@ -276,7 +290,7 @@ def _search(folder: Path, labels: Sequence[str]) -> _Found:
             found.files.append((entry, None))
         else:
             found.ignored.append(entry)
-    advice = _advice_for_table(folder, labels)
+    advice = _advice_for_table(table, labels)
     found.notes = (*notes_of_links(links, folder), *([advice.removeprefix(". ")] if advice else []))
     if deeper:
         inside = deeper[0].parent.relative_to(folder)
