@@ -581,3 +581,11 @@ def test_folders_of_datasets_and_names_of_the_hub_are_left_alone(tmp_path):
 
 def test_shares_in_words():
     assert [percent(share) for share in (0, 0.0042, 0.42, 0.997, 1)] == ["0%", "0.42%", "42%", "over 99%", "100%"]
+
+
+def test_words_that_a_template_leaves_out_around_answers_are_no_reason_to_take_another():
+    """It is the model's own: DeepSeek R1 asks with "<think>" and renders none."""
+    around = f"'<think>', {columns.AROUND_ANSWERS} asks for an answer"
+    found = list(columns.before_training(DataStatistics(rendered_away={around: 3, "tools": 2})))
+    assert ids(found) == ["rendered-away"] * 2
+    assert "the model's own" in found[0].fix and "--chat_template qwen" in found[1].fix

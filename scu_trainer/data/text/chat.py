@@ -25,6 +25,9 @@ MOST_TEMPLATE_BYTES = 2**20
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError)
 """A template is a program: it adds up, indexes and calls what a message lacks or holds."""
 
+AROUND_ANSWERS = "with which it"
+"""Begins what is said of words that a template leaves out around an answer."""
+
 _WORDS = "x7Qz0J4k"
 """A mark among the words of a message: letters and digits, which no template escapes."""
 
@@ -267,8 +270,8 @@ def _span_by_words(render, messages: list[dict], first: int, end: int, eos: str 
     whole = render(messages)
     begin, asked_with = _begin_by_words(whole, render, messages, first)
     last, ends_with = _end_by_words(whole, render, messages, end, eos)
-    left_out = [asked_with and f"{asked_with!r}, with which it asks for an answer"]
-    left_out += [ends_with and f"{ends_with!r}, with which it ends an answer"]
+    left_out = [asked_with and f"{asked_with!r}, {AROUND_ANSWERS} asks for an answer"]
+    left_out += [ends_with and f"{ends_with!r}, {AROUND_ANSWERS} ends an answer"]
     return _Span(begin, last, tuple(filter(None, left_out)))
 
 

@@ -12,6 +12,7 @@ from scu_trainer.data import formats
 from scu_trainer.data.readers import READERS, kind_of, read_file
 from scu_trainer.data.sources import files_and_links, is_saved, named_columns
 from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.data.text.chat import AROUND_ANSWERS
 from scu_trainer.figures import counted
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.tasks import TEXT
@@ -73,6 +74,8 @@ RENDERED_AWAY = Check(
     "the chat template leaves a part of the conversations out",
     "give a template that renders it (--chat_template qwen renders tools, calls and reasoning)",
 )
+OF_REASONING_MODELS = "none where the template is the model's own; else give one that renders it around every answer"
+
 LOOKS_LIKE = (
     (ANSWER_NOT_READ, (*formats.ANSWERS, "answers", "target", "targets", "reply", "reasoning", "tool_calls")),
     (
@@ -118,7 +121,8 @@ def before_training(statistics: Any) -> Iterator[Finding]:
             rows = statistics.columns_not_used[column]
             yield check.found(f"{column!r} has a value in {counted(rows, 'row')} and is not read", f"column {column}")
     for what, count in statistics.rendered_away.items():
-        yield RENDERED_AWAY.found(f"{what}: left out of {counted(count, 'conversation')}", "chat_template")
+        fix = OF_REASONING_MODELS if AROUND_ANSWERS in what else None
+        yield RENDERED_AWAY.found(f"{what}: left out of {counted(count, 'conversation')}", "chat_template", fix)
 
 
 def _first_file(path: Path) -> Optional[Path]:
