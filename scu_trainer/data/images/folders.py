@@ -50,14 +50,11 @@ def folder_source(
     splits = _splits(folder)
     if not splits:
         refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None)
-        table = _metadata(folder)
-        source = _of_classes(folder, _search(folder, labels, table), skip_bad, classes, labels, table)
-        return _noted(source, descended)
+        return _noted(_of_classes(folder, _search(folder, labels), skip_bad, classes, labels), descended)
     by_name = {**{path.name: path for path in splits.values()}, **splits}
     chosen = by_name[require_split(str(folder), by_name, wanted, shown=[path.name for path in splits.values()])]
     inner, more = _only_folders(chosen, classes)
-    table = _metadata(inner, folder)
-    source = _of_classes(inner, _search(inner, labels, table), skip_bad, classes, labels, table)
+    source = _of_classes(inner, _search(inner, labels, folder), skip_bad, classes, labels)
     source = _noted(source, (*descended, *more, *_not_read(folder, splits)))
     if not takes_held_out:
         return source
@@ -87,12 +84,11 @@ def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool,
     notes = [*source.notes]
     for number, path in enumerate(folders, start=1):
         folder, _ = _only_folders(path, source.label_names)
-        table = _metadata(folder, path.parent)
-        found = _search(folder, labels, table)
+        found = _search(folder, labels, path.parent)
         if any(name is not None for _, name in found.files):
             notes.append(f"held-out images come from {folder}")
             notes += [f"{left} was not read" for left in folders[number:]]
-            held_out = _of_classes(folder, found, skip_bad, source.label_names, labels, table)
+            held_out = _of_classes(folder, found, skip_bad, source.label_names, labels)
             return replace(source, held_out=held_out, notes=tuple(notes))
         notes.append(f"{folder} has no folders of classes: not read: {counted(len(found.files), 'image')} there")
     return replace(source, notes=tuple(notes))
@@ -128,23 +124,19 @@ def _not_read(folder: Path, splits: dict[str, Path]) -> tuple[str, ...]:
 @dataclass
 class _Found:
     """``files``: (path, name of its class or None; "" for none in a table). ``empty``: folders without an image.
-    ``gone``: files that only a table names."""
+    ``gone``: files that only a table names. ``table``: the metadata that are there, ``is_table``: these were read."""
 
     files: list[tuple[Path, Optional[str]]] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
     ignored: list[Path] = field(default_factory=list)
     gone: list[Path] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    table: Optional[Path] = None
     is_table: bool = False
 
 
 def _of_classes(
-    folder: Path,
-    found: _Found,
-    skip_bad: bool,
-    classes: Sequence[str],
-    columns: Sequence[str],
-    table: Optional[Path],
+    folder: Path, found: _Found, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]
 ) -> ImageSource:
     if found.gone and not skip_bad:
         raise DataError(
@@ -161,7 +153,7 @@ def _of_classes(
     if not any(name for _, name in found.files):
         raise DataError(
             f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
-            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(table, columns)}"
+            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(found.table, columns)}"
         )
     names = tuple(classes) or _sorted({name for _, name in found.files if name}, found.is_table)
     numbers = {name: number for number, name in enumerate(names)}
@@ -224,8 +216,8 @@ def _in_table(folder: Path, labels: Sequence[str], table: Optional[Path]) -> Opt
     label = next((name for name in labels if name in columns), None)
     if label is None or FILE_COLUMN not in columns:
         return None
-    found, classes, minus_ones = _Found(notes=(f"classes are those of {label} in {table}",), is_table=True), {}, 0
-    repeats = 0
+    found = _Found(notes=(f"classes are those of {label} in {table}",), table=table, is_table=True)
+    classes, minus_ones, repeats = {}, 0, 0
     for record in rows:
         name = None if record.value is None else record.value.get(FILE_COLUMN)
         inside = Path(os.path.normpath(name)) if isinstance(name, str) else Path("..")
@@ -269,11 +261,13 @@ def _in_table(folder: Path, labels: Sequence[str], table: Optional[Path]) -> Opt
     return found
 
 
-def _search(folder: Path, labels: Sequence[str], table: Optional[Path]) -> _Found:
+def _search(folder: Path, labels: Sequence[str], *above: Path) -> _Found:
+    """``above``: folders whose metadata count where ``folder`` has none."""
+    table = _metadata(folder, *above)
     in_table = _in_table(folder, labels, table)
     if in_table is not None:
         return in_table
-    found, links, deeper = _Found(), [], []
+    found, links, deeper = _Found(table=table), [], []
     for entry in _visible(folder):
         if entry.is_dir():
             _require_text(entry)
