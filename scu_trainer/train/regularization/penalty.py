@@ -26,12 +26,12 @@ from scu_trainer.errors import ControlError
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.regularization.distances import Pair, SquaredDistances, exact_squares, read_together
 from scu_trainer.train.regularization.effective import DoraUpdate, low_rank_pairs, other_updates
-from scu_trainer.train.step.recovery.second_try import MORE_ROOM, second_try
+from scu_trainer.train.step.recovery.second_try import more_room, second_try
 
 Tensors = list[torch.Tensor]
 Result = TypeVar("Result")
 
-MORE_ROOM_FOR_S = MORE_ROOM.replace("tuning: lora or a smaller model", "tuning: lora, or set scu: false")
+MORE_ROOM_FOR_S = more_room("tuning: lora, or set scu: false")
 
 
 @dataclass(frozen=True)

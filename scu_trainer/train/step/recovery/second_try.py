@@ -28,10 +28,16 @@ from scu_trainer.train.step.recovery.out_of_memory import (
 
 Result = TypeVar("Result")
 
-MORE_ROOM = (
-    "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use tuning: lora "
-    "or a smaller model; resume_from_checkpoint: true resumes from the newest checkpoint"
-)
+
+def more_room(instead: str) -> str:
+    """What to do about memory. ``instead``: settings that take less, in words."""
+    return (
+        "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use "
+        f"{instead}; resume_from_checkpoint: true resumes from the newest checkpoint"
+    )
+
+
+MORE_ROOM = more_room("tuning: lora or a smaller model")
 SMALLER_LOADER = (
     "Lower dataloader_num_workers, dataloader_prefetch_factor or the batch size (per_device_train_batch_size, "
     "per_device_eval_batch_size), or shorten the rows (block_size); where shared memory is short, give /dev/shm more "
