@@ -67,10 +67,11 @@ def our_parser(*more: type) -> HfArgumentParser:
 
         def parse_args(self, args=None, namespace=None):
             typed, left = self.parse_known_args(args, namespace)
-            # other programs take a file of settings so
-            file = next((word for word in left if word.endswith((".yaml", ".yml", ".json"))), None)
-            where = f"; a file of settings is given by --config {shlex.quote(file)}" if file else ""
-            return self.error(f"unrecognized arguments: {' '.join(left)}{where}") if left else typed
+            if left:  # other programs take a file of settings without a flag
+                file = next((word for word in left if word.endswith((".yaml", ".yml", ".json"))), None)
+                where = f"; a file of settings is given by --config {shlex.quote(file)}" if file else ""
+                self.error(f"unrecognized arguments: {' '.join(left)}{where}")
+            return typed
 
     otherwise = {"regularization": regularization_flags(), "memory": memory_flags()}
     kinds = [_grouped(otherwise.get(title, kind), title) for title, kind in SETTINGS.items()]

@@ -119,8 +119,10 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
         return Encoded(*_by_generation_marks(tokenizer, chat), text)
     first = chat.prompt_turns or 0 if learn == "completion" else 0
     is_whole = learn == "completion" and not any(message.get("weight") == 0 for message in chat.messages[first:])
-    turns = [(n, n + 1) for n, message in enumerate(chat.messages) if n >= first and is_answer(message)]
-    turns = [(first, len(chat.messages))] if is_whole else turns
+    if is_whole:
+        turns = [(first, len(chat.messages))]
+    else:
+        turns = [(n, n + 1) for n, message in enumerate(chat.messages) if n >= first and is_answer(message)]
     try:
         spans = [_span(render, chat.messages, *turn, tokenizer.eos_token) for turn in turns]
     except BadRow:  # a template that ends only the last turn, such as ours, still marks its answers
