@@ -1,4 +1,4 @@
-"""Deleting that stays inside one folder, whatever links lie in it.
+"""Deleting that stays inside one folder, whatever links lie in it; and paths that no command takes for an option.
 
 A run deletes old checkpoints. A ``checkpoint-5`` that is a link to somewhere else, a name with ``..`` in it, or an
 output_dir of ``/`` must not turn that into the loss of something that the run never wrote.
@@ -114,3 +114,9 @@ def _bytes_below(folder: int, name: str) -> int:
 def _freed(found: os.stat_result) -> int:
     is_last_name = found.st_nlink == 1
     return found.st_size if is_last_name and stat.S_ISREG(found.st_mode) else 0
+
+
+def no_option(path: AnyPath) -> str:
+    """``path`` as one types it: with "./" before a dash, which commands would take for an option. Not quoted."""
+    text = os.fspath(path)
+    return f"./{text}" if text.startswith("-") else text

@@ -31,6 +31,7 @@ from scu_trainer.run_files import (
     write_json,
     write_text,
 )
+from scu_trainer.safe_paths import no_option
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import TEXT
@@ -136,8 +137,7 @@ def screen(facts: dict[str, Any]) -> str:
 def shown(output: str) -> str:
     """As one would type it here."""
     path = Path(output)
-    inside = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else output
-    return f"./{inside}" if inside.startswith("-") else inside  # which would be an option
+    return no_option(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else output)
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from scu_trainer.hub.push import push, require_open, require_revision, sent_note
 from scu_trainer.models.loading.hub_errors import without_again
 from scu_trainer.models.loading.names import base_of, located
 from scu_trainer.runs.studies.comparison_state import is_finished
+from scu_trainer.safe_paths import no_option
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _push(run: Path, training: TrainingArguments) -> None:
             say=lambda line: print(line, file=sys.stderr),
         )
     except HubError as error:
-        again = f"scu-trainer push {shlex.quote(str(run))}{_where(repo_id, training)}"
+        again = f"scu-trainer push {shlex.quote(no_option(run))}{_where(repo_id, training)}"
         why = without_again(str(error))
         raise HubError(f"trained and saved in {run}, but not pushed: {why}. When that is fixed: {again}") from error
     print("\n".join([f"pushed: {sent['url']}", *sent_notes(sent)]))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scu_trainer.figures import before_and_after, scored_on
+from scu_trainer.safe_paths import no_option
 from scu_trainer.train.evaluation.by_source import scores_by_source
 from scu_trainer.train.evaluation.scoring import (
     DocumentScores,
@@ -107,7 +108,7 @@ def print_table(
     console.print(table)
     is_scored = figures["has_base"] and not figures["has_new_tokens"]  # eval wants the same tokens of both
     against = " --against base" if is_scored else ""
-    folder = shlex.quote(f"./{output_dir}" if str(output_dir).startswith("-") else str(output_dir))  # no option
+    folder = shlex.quote(no_option(output_dir))
     console.print(f"next: scu-trainer eval {folder}{against}", soft_wrap=True)
     if figures["has_base"]:  # a model that writes
         console.print(f"      scu-trainer chat {folder} --against base", soft_wrap=True)
