@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import TrainOutput, has_length
 
 from scu_trainer.data.text.mixture_plan import rows_of_others
 from scu_trainer.errors import RUN_AGAIN, OutOfMemory, SettingsError, Stopped, StorageError
@@ -399,34 +399,17 @@ def _train(
     before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
     if before.is_late and start.checkpoint is not None:
         console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
-    said = contextlib.nullcontext()
-    if trainer.is_deepspeed_enabled:
-        said = builds_are_said(lambda line: console.print(line, soft_wrap=True))
-    try:
-        with said:
-            outcome = trainer.train(resume_from_checkpoint=start.checkpoint)
-    except OutOfMemory as error:
-        error.steps_done = trainer.state.global_step
-        raise
+    outcome = _outcome(trainer, start, console)
     is_stream_read = job.data.streaming and trainer.state.global_step > trainer._initial_global_step
     for line in _of_stream(job, parts) if is_stream_read else ():
         console.print(line, soft_wrap=True)
     if stop.stopped_at is not None:
         raise _stopped(trainer, stop.stopped_at, request)
-    trainer.before_save()
-    with written_or_refused("the trained model"):
-        # Before the scores, which take a while and change nothing. A push waits for them: the card has them.
-        trainer.save_model(_internal_call=True)
-        trainer.save_state()
-    if is_main_process():
-        give_usual_mode(output_dir.iterdir())
-        if is_stream_read and not job.training.dataloader_num_workers:
-            found = parts.data.statistics.as_dict()
-            known = trainer.checkpoints.facts["data"]
-            found["formats"] = {**known["formats"], **found["formats"]}  # its last pass may not have come to some
-            known |= found
-            write_json(output_dir / "training_config.json", trainer.checkpoints.facts)
+    _save(trainer, output_dir)
+    if is_stream_read and is_main_process() and not job.training.dataloader_num_workers:
+        _write_what_the_stream_held(trainer, parts, output_dir)
     after = score(job, trainer, parts)
+    costs = cost_figures(job.training.device, times, parts.before_model_bytes, peaks)
     figures = {
         "steps": trainer.state.global_step,
         "steps_of_this_start": trainer.state.global_step - trainer._initial_global_step,
@@ -438,20 +421,57 @@ def _train(
         **held_out_figures(before.value, after),
         **held_out_by_source(before.value, after, parts.data),
         "best_held_out": best_held_out(trainer.state.log_history),
-        "costs": cost_figures(job.training.device, times, parts.before_model_bytes, peaks),
+        "costs": costs,
+        "memory_estimate": foreseen.as_dict(above_baseline(costs)),
     }
-    figures["memory_estimate"] = foreseen.as_dict(above_baseline(figures["costs"]))
     if is_main_process():
-        for loop in trainer.loops:
-            figures |= loop.figures()
-        write_json(output_dir / "scu_metrics.json", figures)
-        if status is not None:
-            notices = [*trainer.checkpoints.notices, *trainer.pushes.notices]
-            notices += [notice for loop in trainer.loops for notice in loop.notices]
-            status.update(step=trainer.state.global_step, notices=notices)
-        lines = [line for loop in trainer.loops for line in loop.lines(figures)]
-        print_table(console, figures, output_dir, f"trained {trainer.state.global_step} steps", lines)
+        _write_figures(trainer, figures, output_dir, status, console)
     return figures
+
+
+def _outcome(trainer: SCUTrainer, start: Start, console: Console) -> TrainOutput:
+    said = contextlib.nullcontext()
+    if trainer.is_deepspeed_enabled:
+        said = builds_are_said(lambda line: console.print(line, soft_wrap=True))
+    try:
+        with said:
+            return trainer.train(resume_from_checkpoint=start.checkpoint)
+    except OutOfMemory as error:
+        error.steps_done = trainer.state.global_step
+        raise
+
+
+def _save(trainer: SCUTrainer, output_dir: Path) -> None:
+    """Before the scores, which take a while and change nothing. A push waits for them: the card has them."""
+    trainer.before_save()
+    with written_or_refused("the trained model"):
+        trainer.save_model(_internal_call=True)
+        trainer.save_state()
+    if is_main_process():
+        give_usual_mode(output_dir.iterdir())
+
+
+def _write_what_the_stream_held(trainer: SCUTrainer, parts: TrainingComponents, output_dir: Path) -> None:
+    found = parts.data.statistics.as_dict()
+    known = trainer.checkpoints.facts["data"]
+    found["formats"] = {**known["formats"], **found["formats"]}  # its last pass may not have come to some
+    known |= found
+    write_json(output_dir / "training_config.json", trainer.checkpoints.facts)
+
+
+def _write_figures(
+    trainer: SCUTrainer, figures: dict[str, Any], output_dir: Path, status: Optional[RunStatus], console: Console
+) -> None:
+    """With those of the loops, which are added to ``figures``."""
+    for loop in trainer.loops:
+        figures |= loop.figures()
+    write_json(output_dir / "scu_metrics.json", figures)
+    if status is not None:
+        notices = [*trainer.checkpoints.notices, *trainer.pushes.notices]
+        notices += [notice for loop in trainer.loops for notice in loop.notices]
+        status.update(step=trainer.state.global_step, notices=notices)
+    lines = [line for loop in trainer.loops for line in loop.lines(figures)]
+    print_table(console, figures, output_dir, f"trained {trainer.state.global_step} steps", lines)
 
 
 def _stoppable(trainer: SCUTrainer, request: StopRequest, status: Optional[RunStatus]) -> StopCallback:
