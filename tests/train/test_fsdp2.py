@@ -22,18 +22,21 @@ from torch.distributed.tensor import DTensor
 
 from scu_trainer import SCUTrainer
 from scu_trainer.errors import ControlError
-from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.session.session import score
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes
 from tests.tiny import UnevenRows, arguments, llama, pad
+from tests.train.curricula import PoisonedRows, poisoned
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPS = {
     "none": {},
     "memory": {"memory": MemorySettings(token_cap=40)},
     "curriculum": {"curriculum": CurriculumSettings(curriculum="token_budget")},
+    # Rows of like length go together, so that at times one rank alone has padding to ask about.
+    "both": {"memory": MemorySettings(token_cap=40), "curriculum": CurriculumSettings(curriculum="token_budget")},
     "regularization": {"regularization": RegularizationSettings(target_s=0.1)},
 }
 
@@ -80,6 +83,28 @@ def train(folder: Path, loop: dict) -> tuple[SCUTrainer, dict]:
     return trainer, around
 
 
+def resumed(folder: Path) -> list[SCUTrainer]:
+    """Of four steps: all at once, and the last two after the checkpoint of the second."""
+    loops = {**LOOPS["both"], "safety": SafetySettings()}
+    trainers = []
+    for steps, resume in ((4, None), (4, str(folder / "checkpoint-2"))):
+        args = arguments(folder, per_device_train_batch_size=4, max_steps=steps, save_strategy="steps", save_steps=2)
+        trainers.append(SCUTrainer(llama(), args, train_dataset=UnevenRows(64), data_collator=pad, **loops))
+        trainers[-1].train(resume_from_checkpoint=resume)
+    return trainers
+
+
+def bad_rows(folder: Path) -> dict:
+    """Of 64 rows two have no finite loss, each on one rank alone."""
+    args = arguments(folder, per_device_train_batch_size=4, max_steps=8)
+    loops = {**LOOPS["both"], "safety": SafetySettings()}
+    data = PoisonedRows(64, (3, 17))
+    trainer = SCUTrainer(poisoned(llama()), args, train_dataset=data, data_collator=pad, **loops)
+    trainer.train()
+    figures = trainer.curriculum.figures()["curriculum"]
+    return {"skipped": trainer.nonfinite_guard.skipped_steps, "quarantined": figures["quarantined"]}
+
+
 def bits_per_token(trainer: SCUTrainer) -> float | None:
     """None on a rank that has nothing to report."""
     scores = score(JOB, trainer, PARTS)
@@ -105,6 +130,8 @@ def main(folder: Path) -> None:
             found[name] = outcome(*train(folder / name, loop))
         except ControlError as error:
             found[name] = {"refused": str(error)}
+    found["whole"], found["resumed"] = (outcome(trainer, {}) for trainer in resumed(folder / "resumed"))
+    found["bad rows"] = bad_rows(folder / "bad rows")
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -144,6 +171,23 @@ def test_sharded_training_is_data_parallel_training(found, loop):
 
 def test_a_curriculum_trains(found):
     assert found["curriculum"]["sharded"] and found["curriculum"]["steps"] == 3
+
+
+def test_ranks_ask_together_how_the_loss_adds_up(found):
+    """One that asks alone would wait in a forward pass for the others."""
+    for name, weight in found["curriculum"]["weights"].items():
+        torch.testing.assert_close(found["both"]["weights"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(found):
+    assert found["resumed"]["steps"] == 4
+    for name, weight in found["whole"]["weights"].items():
+        assert torch.equal(found["resumed"]["weights"][name], weight)
+
+
+def test_bad_rows_are_set_aside_and_their_steps_skipped(found):
+    """A rank that runs its batch again without them would wait for the others."""
+    assert found["bad rows"] == {"skipped": 2, "quarantined": 2}
 
 
 def test_all_ranks_score_a_sharded_model_together(ranks):

@@ -4,7 +4,8 @@
     all others               compute their loss themselves; the rows' losses are read from what they return
                              (``row_readings.py``)
 
-Rows whose loss is not finite are taken out of the batch, which then runs again without them.
+Rows whose loss is not finite are taken out of the batch, which then runs again without them; where weights are sharded
+over ranks the step is skipped instead.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from scu_trainer.train.loss.rows.row_readings import (
     with_labels_of_others,
 )
 from scu_trainer.train.step.batches.rows import pick
+from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -198,7 +200,10 @@ class LossPath:
         loss, losses = self._forward(model, inputs, num_items, stock, ids)
         if losses is not None and not _are_finite([losses]):
             put_back_statistics()
-            return self._without(inputs, num_items, stock, ids, ~torch.isfinite(losses.sums))
+            bad = ~torch.isfinite(losses.sums)
+            if self._needs_all_ranks:
+                return self._left_to_guard(ids[bad], loss)
+            return self._without(inputs, num_items, stock, ids, bad)
         self._see(ids, losses)
         return loss
 
@@ -310,6 +315,22 @@ class LossPath:
                     buffer.copy_(kept[name])
 
         return put_back
+
+    @property
+    def _needs_all_ranks(self) -> bool:
+        return self.trainer.accelerator.num_processes > 1 and is_sharded(self.trainer)
+
+    def _left_to_guard(self, bad_ids: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it is: for a forward pass without the bad rows the other ranks would have to take part. The
+        non-finite guard skips the step on all of them. Raises ControlError where there is none."""
+        self.rows.quarantine(bad_ids)
+        if self.trainer.nonfinite_guard is None:
+            samples = ", ".join(map(str, bad_ids.tolist()))
+            raise ControlError(
+                f"the loss of sample {samples} is not a finite number, and under FSDP or ZeRO-3 one rank cannot run "
+                "again without it; remove it from the data, or pass safety=SafetySettings(), which skips the step"
+            )
+        return loss
 
     def _without(self, inputs, num_items, stock, ids, bad: torch.Tensor) -> torch.Tensor:
         """The loss of the rows whose loss is a number; the others are set aside, and said."""

@@ -312,7 +312,7 @@ class MicroBatchStep:
 
     def _window(self, raw: Sequence[Any], num_items: Any) -> AccumulationWindow:
         batches = retry_unchanged(lambda: [self._layout(inputs) for inputs in raw])
-        said = self.analysis.read(batches, num_items, self._pad_token_id)
+        said = self.analysis.read(batches, num_items, self._pad_token_id, self.ranks)
         if self.analysis.own_step.hooked is not None:
             self._obstacles.add(self.analysis.own_step.hooked)
         is_new = self._said_obstacles != self._obstacles

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from transformers import Trainer
 
 from scu_trainer.errors import OutOfMemory
@@ -24,9 +24,10 @@ from scu_trainer.train.loss.analysis.own_step import OwnStep
 from scu_trainer.train.loss.analysis.trials import analyze
 from scu_trainer.train.loss.rows.model_loss import NOISE_BY_LENGTH, comes_from, has_sharded_weights, inner_model
 from scu_trainer.train.step.batches.reduction import Reduction
-from scu_trainer.train.step.batches.rows import Batch, placed
+from scu_trainer.train.step.batches.rows import CPU, Batch, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launched import is_lost_rank
+from scu_trainer.train.step.distributed.ranks import Ranks
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import second_try
 
@@ -43,6 +44,32 @@ SHARDED = (
 MOST_QUESTIONS = 5
 """Windows in which the model is asked about padding, or that do not tell, before it is left alone; where none told at
 all it is asked again in the windows 8, 16, 32, ..."""
+
+
+Asked = tuple[Sequence[Batch], Any]
+"""The batches of a window, and their ``num_items``."""
+
+
+def _keys(batches: Sequence[Batch]) -> frozenset:
+    return frozenset(frozenset(batch.inputs) for batch in batches if isinstance(batch.inputs, Mapping))
+
+
+def _are_padded(batches: Sequence[Batch]) -> bool:
+    return len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
+
+
+def _of_one_rank(asked: Optional[Asked], ranks: Ranks) -> Optional[Asked]:
+    """What the first rank asks that has padding to ask about, else the first that asks, for every rank; None where none
+    does. Forward passes of sharded weights need all ranks, and which ones a question takes depends on its rows."""
+    urgency = 0
+    if asked is not None:
+        urgency = (1 + _are_padded(asked[0])) * ranks.world_size + ranks.world_size - 1 - ranks.rank
+    most = ranks.all_reduce_max([urgency])[0]
+    if most == 0:
+        return None
+    if urgency == most:
+        asked = [replace(batch, inputs=send_to_device(batch.inputs, CPU)) for batch in asked[0]], asked[1]
+    return broadcast_object_list([asked], from_process=ranks.world_size - 1 - most % ranks.world_size)[0]
 
 
 class LossAnalysis:
@@ -98,9 +125,9 @@ class LossAnalysis:
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
-    def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
+    def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int, ranks: Ranks) -> bool:
         """Ask where these batches may tell something new. Returns whether they did."""
-        is_new, found = self._read(batches, num_items, pad_token_id), self._found
+        is_new, found = self._read(batches, num_items, pad_token_id, ranks), self._found
         if found is None or not found.is_exact:
             return is_new
         mixes = next(filter(None, map(found.leaves_out, batches)), None)
@@ -110,7 +137,7 @@ class LossAnalysis:
         self._found, self._mixes_in_some = replace(found, mixes=mixes), mixes
         return True
 
-    def _read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
+    def _read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int, ranks: Ranks) -> bool:
         if not self._has_looked_for_exchange:
             self._look_for_exchange(batches[0], num_items, pad_token_id)
         if self.own_step.exchange is not None:  # to ask would be an exchange, too
@@ -124,14 +151,17 @@ class LossAnalysis:
             is_new = self._found is None
             self._found = Reduction("num_items", mixes=self.own_step.per_batch, may_be_cut=False)
             return is_new
-        keys = frozenset(frozenset(batch.inputs) for batch in batches if isinstance(batch.inputs, Mapping))
-        classes = self._new_classes(batches)
-        known = self._by_keys.get(keys)
-        if not self._must_ask(batches, known, classes):
-            if self._found is not None:
-                self._found = known or replace(self._found, trims=False)
-            return False
-        to_ask = rows_to_ask(batches, self._seen)
+        asked: Optional[Asked] = (batches, num_items) if self._must_ask(batches) else None
+        if ranks.even_micro_batches and ranks.world_size > 1:
+            asked = _of_one_rank(asked, ranks)
+        is_new = asked is not None and self._ask(*asked, pad_token_id)
+        if self._found is not None:
+            self._found = self._by_keys.get(_keys(batches)) or replace(self._found, trims=False)
+        return is_new
+
+    def _ask(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
+        keys, classes = _keys(batches), self._new_classes(batches)
+        known, to_ask = self._by_keys.get(keys), rows_to_ask(batches, self._seen)
         can_tell = to_ask is not None  # else, as with single rows, not a word to the model
         found = self._try_rows(batches, num_items, pad_token_id) if can_tell else None
         rows = to_ask if found is not None and classes else []
@@ -168,20 +198,20 @@ class LossAnalysis:
         self._found = replace(self._found, mixes=mixes)
         self._say_changed(reason)
 
-    def _must_ask(self, batches: Sequence[Batch], known: Optional[Reduction], classes: bool) -> bool:
-        """Where inputs, padding or classes are new, or rows tell kinds apart. ``known``: of such inputs."""
+    def _must_ask(self, batches: Sequence[Batch]) -> bool:
+        """Where inputs, padding or classes are new, or rows tell kinds apart."""
+        known = self._by_keys.get(_keys(batches))
         if known is None and not self._by_keys:  # a question takes some ten short forwards: not in every step for good
             return self._asked < MOST_QUESTIONS or (self._windows + 1).bit_count() == 1  # a power of two
         if known is None:  # where batches are whole for good, others are not asked about any more
             return any(one.is_exact for one in self._by_keys.values())
         if not known.is_exact:
             return False
-        padded = len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
-        if known.trims is None and padded:
+        if known.trims is None and _are_padded(batches):
             return True
         if known.known is not None:
             return False
-        return classes or any(
+        return self._new_classes(batches) or any(
             known.tells_apart(batch.inputs, batch.rows) for batch in batches if known.tied and not batch.obstacle
         )
 
