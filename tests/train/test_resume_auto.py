@@ -272,6 +272,29 @@ def test_a_restart_goes_on_after_the_checkpoint_that_was_named(tmp_path, wanted)
     assert start(run, wanted, restarted=True).checkpoint == str(newest)
 
 
+@pytest.mark.parametrize(
+    ("status", "seed", "folder"),
+    [("finished", 1, "run-2"), ("stopped", 2, "run-2"), ("stopped", 1, "run")],
+    ids=["finished", "another configuration", "its own, unfinished"],
+)
+def test_a_checkpoint_from_elsewhere_overwrites_no_run(tmp_path, status, seed, folder):
+    wanted = str(checkpoint(tmp_path / "elsewhere", 2))
+    run = run_at(tmp_path / "run", status, configuration={"seed": seed})
+    begun = decide(Request(wanted, run, 1, configuration={"seed": 1}))
+    assert (begun.output_dir, begun.checkpoint) == (tmp_path / folder, wanted)
+    assert ("this one goes to" in begun.line) == (folder == "run-2")
+    own = str(checkpoint(run, 2))  # a run may be taken back to an earlier checkpoint of its own
+    assert decide(Request(own, run, 1, configuration={"seed": 1})) == Start(run, own)
+
+
+def test_a_restart_goes_on_where_a_checkpoint_from_elsewhere_went(tmp_path):
+    run_at(tmp_path / "run", "finished")
+    beside = run_at(tmp_path / "run-2", updated_s=LAUNCHED_S + 5, start_number=2, output_dir_asked_for="run")
+    newest = checkpoint(beside, 4)
+    begun = start(tmp_path / "run", "elsewhere/checkpoint-2", restarted=True)
+    assert (begun.output_dir, begun.checkpoint) == (beside, str(newest))
+
+
 def test_a_restart_by_weights_alone_goes_on_from_weights_alone(tmp_path):
     run = run_at(tmp_path / "run", updated_s=LAUNCHED_S + 5)
     newest = checkpoint(run, 4)
@@ -383,6 +406,25 @@ def test_the_same_command_starts_goes_on_and_begins_the_next(capsys, flags, tmp_
     assert train.main(flags) == 0
     assert "this one goes to" in capsys.readouterr().out
     assert (tmp_path / "run-2" / "scu_metrics.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [["--ema_decay", "0.9"], ["--resume_from_checkpoint", "{run}/checkpoint-2", "--block_size", "16"]],
+    ids=["the average is not there", "other rows, from an earlier checkpoint"],
+)
+def test_a_resume_that_is_refused_leaves_the_run_to_its_own_command(capsys, flags, tmp_path, refused):
+    run = tmp_path / "run"
+    assert train.main(flags) == 0
+    write_json(run / "run.json", {**json.loads((run / "run.json").read_text()), "status": "stopped"})
+    described = (run / "training_config.json").read_bytes()
+    assert train.main([*flags, *(word.format(run=run) for word in refused)]) == 2
+    assert (run / "training_config.json").read_bytes() == described
+    assert {path.name for path in run.glob("*checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    capsys.readouterr()
+    own = flags[: flags.index("--resume_from_checkpoint")]
+    assert train.main(own) == 0
+    assert f"resuming from {run / 'checkpoint-4'}" in capsys.readouterr().out
 
 
 def test_a_restart_of_a_finished_run_ends_at_once(capsys, flags, tmp_path, monkeypatch):

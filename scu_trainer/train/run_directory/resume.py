@@ -202,11 +202,17 @@ def _way_back(run: Path, request: Request) -> str:
 
 def _asked_for(request: Request) -> Start:
     """The checkpoint that was named; after a restart what this launch has written since."""
-    first = Start(request.output_dir, request.wanted)
-    if not _is_of_this_launch(request.output_dir, request):
-        return first
-    since, _ = newest_checkpoint(request.output_dir, request.world_size, request.weights_only)
-    return first if since is None else Start(request.output_dir, str(since), f"{RESTARTED}: {going_on(since)}")
+    run = request.output_dir
+    from_elsewhere = request.wanted is not True and Path(str(request.wanted)).resolve().parent != run.resolve()
+    if from_elsewhere:
+        run = latest_run(run) or run
+    if _is_of_this_launch(run, request):
+        since, _ = newest_checkpoint(run, request.world_size, request.weights_only)
+        if since is not None:
+            return Start(run, str(since), f"{RESTARTED}: {going_on(since)}")
+    elif from_elsewhere and (_is_finished(run) or _changed(run, request) != {}):
+        return replace(_beside(request.output_dir), checkpoint=request.wanted)
+    return Start(run, request.wanted)
 
 
 def _beside(output_dir: Path, reason: str = "") -> Start:

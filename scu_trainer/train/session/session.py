@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
@@ -18,7 +18,7 @@ from typing import Any, Optional
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PrinterCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import TrainOutput, has_length
 
@@ -162,15 +162,12 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         findings = _look(job, parts, early, start.output_dir, console)
         description["preflight"] = [finding.as_dict() for finding in findings]
         _look_at_checkpoint(job, start, description, console)
-        if aside := lock.put_aside():
-            console.print(
-                f"put aside, because this run resumes from an earlier checkpoint: {', '.join(aside)}", soft_wrap=True
-            )
         job.training.output_dir = str(start.output_dir)
+        taken_over = TakenOver(lambda: _take_over(job, description, lock, console))
         request = StopRequest(job.safety.grace_period_s, is_launched())
         # Said here too, because run.json takes its error from inside.
         with (
-            _run_directory(job, description, log) as status,
+            _run_directory(job, start, taken_over, log) as status,
             variable("TENSORBOARD_LOGGING_DIR", f"{start.output_dir}/logs/tensorboard"),
             request.listening(),
             lost_ranks_said(),
@@ -180,6 +177,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
                 console.print(foreseen.line, soft_wrap=True)
             trainer = build_trainer(job, parts, status, console)
             trainer.checkpoints.facts = description
+            trainer.add_callback(taken_over)
             return _train(job, parts, start, trainer, request, status, console, foreseen)
 
 
@@ -217,8 +215,33 @@ def _kept_rhythm(checkpoint: Path, training: TrainingArguments) -> Iterator[str]
 # -- the run directory -------------------------------------------------------------------------------------------------
 
 
+class TakenOver(TrainerCallback):
+    """Does what a run that is resumed cannot go back from once its checkpoint is read: where that is refused, such as
+    for other data, the run stays as it was, and its own command resumes it."""
+
+    def __init__(self, take_over: Callable[[], None]) -> None:
+        self._take_over: Optional[Callable[[], None]] = take_over
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.at_once()
+
+    def at_once(self) -> None:
+        take_over, self._take_over = self._take_over, None
+        if take_over is not None:
+            take_over()
+
+
+def _take_over(job: Job, description: dict[str, Any], lock: RunDirectoryLock, console: Console) -> None:
+    if aside := lock.put_aside():
+        console.print(
+            f"put aside, because this run resumes from an earlier checkpoint: {', '.join(aside)}", soft_wrap=True
+        )
+    if is_main_process():
+        write_json(Path(job.training.output_dir) / "training_config.json", description)
+
+
 @contextlib.contextmanager
-def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterator[Optional[RunStatus]]:
+def _run_directory(job: Job, start: Start, taken_over: TakenOver, log: RunLog) -> Iterator[Optional[RunStatus]]:
     """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the
     first."""
     output_dir = Path(job.training.output_dir)
@@ -230,7 +253,8 @@ def _run_directory(job: Job, description: dict[str, Any], log: RunLog) -> Iterat
     status.update(status="running", pid=os.getpid(), error=None, unit=job.kind.unit)
     log.open(output_dir)
     try:
-        write_json(output_dir / "training_config.json", description)
+        if start.checkpoint is None or not (output_dir / "training_config.json").exists():
+            taken_over.at_once()
         yield status
         status.update(status="finished", eta_s=0.0)
     except Stopped:
