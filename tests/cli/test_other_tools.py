@@ -137,8 +137,12 @@ def test_axolotl_reads_its_data_and_its_defaults():
 
 
 def test_trl_and_unsloth_keep_their_defaults():
+    from trl import SFTConfig
+
     first = _settings("trl/sft.yaml")
     assert (first["tuning"], first["block_size"], first["packing"]) == ("full", 1024, False)
+    assert first["assistant_only_loss"] is SFTConfig.assistant_only_loss is False  # of chats, all is learned
+    assert _settings("trl/sft_lora.yaml")["assistant_only_loss"] is True  # which it sets
     quantized = _settings("trl/sft_qlora.yaml")
     assert (quantized["tuning"], quantized["lora_r"], quantized["learning_rate"]) == ("qlora", 16, 2e-5)
     words = _settings("unsloth/keywords.yaml")

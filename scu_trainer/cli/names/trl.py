@@ -116,7 +116,7 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
     """Defaults of ``trl sft`` that differ from ours."""
     yield "tuning", "full"
     yield from {"learning_rate": 2e-5, "block_size": 1024, "packing": False, "checkpoint_every_layer": True}.items()
-    yield "validation_split_percentage", 0
+    yield from {"validation_split_percentage": 0, "assistant_only_loss": False}.items()
     if _adapts(source):
         yield from {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}.items()
 
