@@ -98,14 +98,28 @@ def _json_object(text: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{short(text)} is no JSON object, such as '{{\"rope\": true}}'")
+        raise argparse.ArgumentTypeError(f"{short(text)} is no JSON object, such as '{{\"name\": true}}'")
     return found
+
+
+OF_JSON = (
+    *("accelerator_config", "activation_checkpointing_kwargs", "fsdp_config", "gradient_checkpointing_kwargs"),
+    "lr_scheduler_kwargs",
+)
+
+
+def _read_by_transformers(text: str) -> str:
+    """Its dicts are JSON, or the name of a file; of broken JSON it does not say whose it is."""
+    if text.startswith("{"):
+        _json_object(text)
+    return text
 
 
 READ_BY = {
     "--dataset": dataset_of,  # a name, or a JSON list
-    "--deepspeed": shipped.deepspeed,
-    "--liger_kernel_config": _json_object,  # transformers reads its other dicts from JSON
+    **{f"--{name}": _read_by_transformers for name in OF_JSON},
+    "--deepspeed": lambda text: shipped.deepspeed(_read_by_transformers(text)),
+    "--liger_kernel_config": _json_object,  # a dict that transformers does not read
     "--include_num_input_tokens_seen": _tokens_seen,  # of its words transformers reads two alone
 }
 """What reads the value of a flag, where that is not by the type of its field."""
