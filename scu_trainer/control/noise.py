@@ -46,12 +46,15 @@ def suspects(snapshot: Snapshot, ids: np.ndarray, law: CurriculumConfig) -> tupl
     classes, labels = law.classes or 0, snapshot.labels
     by_class = classes > 1 and labels is not None
     values = relative_losses(snapshot, classes)[ids] if by_class else snapshot.scores[ids].astype(np.float64)
-    needed = law.guard_observations or (CLASS_OBSERVATIONS if by_class else OTHER_OBSERVATIONS)
-    known = (snapshot.observations[ids] >= needed) & np.isfinite(values)
+    known = (snapshot.observations[ids] >= observations_needed(law, by_class)) & np.isfinite(values)
     bar = class_bar(values[known]) if by_class else robust_bar(values[known])
     above = np.flatnonzero(known & (values > bar))
     found = ids[above][np.lexsort((ids[above], -values[above]))]
     return _within_classes(found, labels, ids) if classes > 1 and labels is not None else (found, 0)
+
+
+def observations_needed(law: CurriculumConfig, by_class: bool) -> int:
+    return law.guard_observations or (CLASS_OBSERVATIONS if by_class else OTHER_OBSERVATIONS)
 
 
 def relative_losses(snapshot: Snapshot, classes: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.curriculum.rules import NEEDED, obstacle
 from scu_trainer.train.session.test_run import replace_training
 from scu_trainer.train.trainer import SCUTrainer
-from tests.tiny import UnevenRows, arguments, llama, pad
+from tests.tiny import UnevenRows, arguments, llama, pad, saved_llama
 from tests.train.curricula import EPOCHS, curriculum_run
 
 WRONG = {
@@ -82,6 +82,13 @@ def test_a_warmup_that_cuts_nothing_says_so(tmp_path):
     assert "cuts nothing: the longest row has 16 tokens, and length_warmup_start is 64" in line
     shorter = CurriculumSettings("length_warmup", length_warmup_start=8)
     assert not curriculum_run(tmp_path, shorter, max_steps=1).curriculum.notices
+
+
+@pytest.mark.parametrize(("epochs", "is_said"), [(2, True), (3, False)])
+def test_a_noise_guard_that_ends_before_it_judges_says_so(tmp_path, epochs, is_said):
+    notices = curriculum_run(tmp_path, "noise_guard", num_train_epochs=epochs).curriculum.notices
+    said = [line for line in notices if "judges rows after 2 epochs, and this run has 2" in line]
+    assert bool(said) == is_said
 
 
 @pytest.mark.parametrize(
@@ -166,6 +173,16 @@ def test_too_few_epochs_are_found_before_anything_is_loaded():
     with pytest.raises(SettingsError, match=r"infobatch over 3 epochs"):
         read_job(None, [*flags, "3"]).check()
     read_job(None, [*flags, "4"]).check()
+
+
+def test_too_few_steps_are_found_before_the_run_has_a_folder(tmp_path, capsys):
+    (tmp_path / "my.jsonl").write_text("".join(f'{{"text": "Line {i} of a text."}}\n' for i in range(60)))
+    flags = ["--model_name_or_path", saved_llama(tmp_path / "model"), "--dataset", tmp_path / "my.jsonl"]
+    flags += [*CPU, "--curriculum", "infobatch", "--block_size", 64, "--max_steps", 2, "--output_dir", tmp_path / "run"]
+    for more in ([], ["--preflight_only", "true"]):
+        assert train.main([str(word) for word in (*flags, *more)]) == 2
+        assert "curriculum infobatch over" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
+from scu_trainer.control.curriculum_config import CurriculumConfig
+from scu_trainer.control.noise import observations_needed
 from scu_trainer.errors import ControlError, SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loss.rows.model_loss import defined_between
@@ -140,4 +142,15 @@ def never_cuts(settings: CurriculumSettings, longest: int) -> list[str]:
     return [
         f"curriculum length_warmup cuts nothing: the longest row has {longest:,} tokens, and length_warmup_start is "
         f"{settings.length_warmup_start:,}"
+    ]
+
+
+def never_judges(settings: CurriculumSettings, law: CurriculumConfig, epochs: float) -> list[str]:
+    """What to say where noise guard has nothing to judge by until the run is over; nothing elsewhere."""
+    needed = observations_needed(law, by_class=(law.classes or 0) > 1)
+    if "noise_guard" not in settings.methods or epochs > needed:
+        return []
+    return [
+        f"curriculum noise_guard leaves nothing out and names no row: it judges rows after {needed} epochs, and this "
+        f"run has {epochs:.3g}"
     ]

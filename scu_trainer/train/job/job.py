@@ -197,6 +197,12 @@ class Job:
         if self.training.max_steps <= 0:
             require_enough_epochs(self.curriculum, self.training.num_train_epochs)
 
+    def check_rows(self, rows: int) -> None:
+        """What ``max_steps`` turns out to be too few for. Batches of equal tokens are counted when they are planned."""
+        steps, curriculum = self.training.max_steps, self.curriculum
+        if "infobatch" in curriculum.methods and steps > 0 and curriculum.token_budget is None:
+            require_enough_epochs(curriculum, steps / self.steps_of_epoch(rows), steps)
+
     def planned_steps(self, rows: int) -> int:
         """Optimizer steps for ``rows`` training rows, counted as the stock Trainer does."""
         if self.training.max_steps > 0:

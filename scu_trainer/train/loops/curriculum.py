@@ -43,6 +43,7 @@ from scu_trainer.train.curriculum.rules import (
     check_loss_path,
     check_reading,
     never_cuts,
+    never_judges,
     refuse,
     require_enough_epochs,
     require_whole_steps,
@@ -300,6 +301,7 @@ class CurriculumLoop(Loop):
         if reading is not None and reading.classes is not None and reading.classes > 1:
             self._classes = reading.classes
             self._tell_classes()
+        self._say(never_judges(self.settings, self.sampler.law, self.length.epochs))
 
     def _tell_classes(self) -> None:
         self.sampler.law = replace(self.sampler.law, classes=self._classes)

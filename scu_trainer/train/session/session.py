@@ -127,6 +127,8 @@ def _loaded(job: Job, console: Console) -> TrainingComponents:
     parts, training = job.kind.load(job, console), job.training
     rows = {"training rows": parts.data.train, "held-out rows": parts.data.eval}
     require_alike({name: len(data) if has_length(data) else None for name, data in rows.items()}, training)
+    if has_length(parts.data.train):
+        job.check_rows(len(parts.data.train))
     if job.saves_by_length:
         train = parts.data.train
         steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
