@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
+import shlex
 import signal
 import sys
 import termios
@@ -38,6 +40,31 @@ def test_a_step_a_checkpoint_and_exit_3(site, tmp_path, number):
     ended = campaign.Child(lambda: campaign.train(words), tmp_path / "log").wait()
     assert ended.code == 0 and "resuming from" in ended.said, ended.said
     same_result(site, run)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--no_resume"], ["--save_only_model", "true"], ["--resume_from_checkpoint", "{run}/checkpoint-3"]],
+    ids=["another run was asked for", "no optimizer state", "an earlier checkpoint was named"],
+)
+def test_what_it_says_to_add_resumes_it(site, tmp_path, more):
+    run, log = tmp_path / "run", tmp_path / "log"
+    plain = [*site.flags(run, save_steps=3), "--save_total_limit", "9"]
+    words = [*plain, *(word.format(run=run) for word in more)]
+    if "--resume_from_checkpoint" in words:
+        assert campaign.Child(lambda: campaign.train(plain), log).wait().code == 0
+    child = campaign.Child(lambda: campaign.train(words), log)
+    with campaign.never_left_behind([child]):
+        until(child, "step  5/12")
+        child.kill(signal.SIGTERM)
+        ended = child.wait()
+    step = read_json(run / "run.json")["step"]
+    added = re.search(r"run the same command with (.*) to resume from it", ended.said)
+    assert added is not None, ended.said
+    again = [*words, *shlex.split(added[1].replace(" and ", " "))]
+    ended = campaign.Child(lambda: campaign.train(again), log).wait()
+    assert ended.code == 0 and not run.with_name("run-2").exists(), ended.said
+    assert f"step {step + 1:2}/12" in ended.said and f"step {step:2}/12" not in ended.said, ended.said
 
 
 def read_until(text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -53,7 +54,14 @@ from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock, fro
 from scu_trainer.train.run_directory.layout import RunStatusCallback, git_commit, hardware, versions
 from scu_trainer.train.run_directory.log_history import LogHistoryCallback
 from scu_trainer.train.run_directory.logs import RunLog, run_log
-from scu_trainer.train.run_directory.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
+from scu_trainer.train.run_directory.resume import (
+    ASKED_FOR,
+    AUTO,
+    START_NUMBER,
+    Start,
+    next_start_number,
+    wanted_checkpoint,
+)
 from scu_trainer.train.session.samples import Samples
 from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
@@ -430,7 +438,7 @@ def _train(
     for line in _of_stream(job, parts) if is_stream_read else ():
         console.print(line, soft_wrap=True)
     if stop.stopped_at is not None:
-        raise _stopped(trainer, stop.stopped_at, request)
+        raise _stopped(job, trainer, stop.stopped_at, request)
     _save(trainer, output_dir)
     if is_stream_read and is_main_process() and not job.training.dataloader_num_workers:
         _write_what_the_stream_held(trainer, parts, output_dir)
@@ -516,12 +524,26 @@ def _at_step(status: RunStatus, step: int) -> None:
     status.flush()
 
 
-def _stopped(trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
+def _stopped(job: Job, trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
     wanted, newest = f"checkpoint-{step}", trainer.checkpoints.newest
     if newest is None or newest.name != wanted:
         return StorageError(f"stopped at step {step}, but {trainer.checkpoints.notices[-1]}")
     why = request.name or "another rank"
-    return Stopped(f"stopped by {why} after step {step}: {newest} is complete; run the same command to resume from it")
+    return Stopped(
+        f"stopped by {why} after step {step}: {newest} is complete; run the same command{_more(job, newest)} to resume "
+        "from it"
+    )
+
+
+def _more(job: Job, newest: Path) -> str:
+    """What the same command needs to resume from ``newest``."""
+    wanted, flags = wanted_checkpoint(job.training), []
+    starts_elsewhere = not job.safety.resume if wanted is None else wanted not in (True, AUTO)
+    if starts_elsewhere:
+        flags.append(f"--resume_from_checkpoint {shlex.quote(str(newest))}")
+    if job.training.save_only_model and not job.safety.weights_only:
+        flags.append("--weights_only true")
+    return f" with {' and '.join(flags)}" if flags else ""
 
 
 def _before(job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console) -> Optional[DocumentScores]:
