@@ -13,6 +13,7 @@ from pathlib import Path
 
 import datasets
 import numpy
+import PIL.features
 import PIL.Image
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import ViTImageProcessorPil
 
 from scu_trainer.data.images import tables
 from scu_trainer.data.images.data import evenly_by_class, find_images, natural_size, prepare_images
+from scu_trainer.data.images.decode import in_channels, open_image
 from scu_trainer.data.images.embedded import generated
 from scu_trainer.data.images.folders import folder_source
 from scu_trainer.data.images.records import LABEL_COLUMNS
@@ -377,6 +379,14 @@ def test_truncated_jpeg(pets, tmp_path):
     refused_then_counted(pets, tmp_path, "dog/8.jpg", "cannot be read")
 
 
+def test_damaged_avif(pets, tmp_path):
+    if not PIL.features.check("avif"):
+        pytest.skip("this Pillow does not read AVIF")
+    path = picture(pets / "dog" / "8.avif", seed=1, size=(60, 60))
+    path.write_bytes(path.read_bytes().replace(b"av1C", b"none"))
+    refused_then_counted(pets, tmp_path, "dog/8.avif", "cannot be read")
+
+
 def test_deep_pixels(pets, tmp_path):
     pixels = numpy.full((8, 8), 40_000, dtype=numpy.uint16)
     PIL.Image.fromarray(pixels).save(pets / "cat" / "deep.png")
@@ -414,8 +424,12 @@ def test_gray_models_get_gray_images(pets, tmp_path):
     assert any("turned into gray: 16 × RGB" in note for note in data.statistics.notes)
 
 
+def test_lab_becomes_gray():
+    found = in_channels(PIL.Image.new("LAB", (4, 4), (128, 0, 0)), 1)
+    assert found.mode == "L" and found.getextrema()[0] > 0
+
+
 def test_arrays_with_too_many_channels_are_refused():
-    from scu_trainer.data.images.decode import open_image
     from scu_trainer.data.records import BadSample
 
     with pytest.raises(BadSample, match="1, 3 or 4 channels"):

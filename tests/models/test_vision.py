@@ -15,6 +15,7 @@ from transformers import (
     DeiTConfig,
     DeiTForImageClassificationWithTeacher,
     EfficientNetImageProcessorPil,
+    MobileViTImageProcessorPil,
     ResNetConfig,
     ResNetForImageClassification,
     ResNetModel,
@@ -287,6 +288,7 @@ PROCESSORS = {
     "offset": EfficientNetImageProcessorPil(size={"height": 64, "width": 64}, rescale_offset=True, include_top=False),
     "plain": ViTImageProcessorPil(size={"height": 20, "width": 20}, do_normalize=False, do_rescale=False),
     "cropped": ConvNextImageProcessorPil(size={"shortest_edge": 40}),
+    "blue first": MobileViTImageProcessorPil(size={"shortest_edge": 24}, crop_size={"height": 20, "width": 20}),
 }
 
 
@@ -297,7 +299,7 @@ def test_bytes_become_what_any_processor_makes_of_an_image(name):
     require_stock_pixels(processor, 3, bytes_of)
     image = PIL.Image.fromarray(numpy.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=numpy.uint8))
     pixels = torch.from_numpy(bytes_of(image))[None]
-    wanted = torch.as_tensor(numpy.asarray(processor(image)["pixel_values"][0], dtype=numpy.float32))
+    wanted = torch.from_numpy(numpy.array(processor(image)["pixel_values"][0], dtype=numpy.float32, order="C"))
     found = pixel_inputs(processor, 3).ready(pixels, False, torch.float32)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 

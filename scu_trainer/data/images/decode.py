@@ -45,8 +45,8 @@ IMAGES_AT_ONCE = 256
 SEVERAL = "scu_trainer_several"
 """Key of ``info`` of an image whose file holds more images behind it."""
 
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
-"""What Pillow raises for a torn file."""
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, RuntimeError)
+"""What Pillow raises for a torn file. RuntimeError: of AVIF."""
 
 
 class Pixels(NamedTuple):
@@ -139,6 +139,8 @@ def in_channels(image: PIL.Image.Image, channels: int) -> PIL.Image.Image:
         )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
+    elif image.mode == "LAB":  # Pillow knows no way from it to gray
+        image = image.convert("RGB")
     return image if image.mode == MODES[channels] else image.convert(MODES[channels])
 
 

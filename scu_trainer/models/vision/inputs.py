@@ -95,7 +95,8 @@ def require_stock_pixels(
 
     shape = (SIDE_OF_PROBES, SIDE_OF_PROBES) + ((3,) if channels == 3 else ())
     image = PIL.Image.fromarray(numpy.random.default_rng(0).integers(0, 256, shape, dtype=numpy.uint8))
-    wanted = torch.as_tensor(numpy.asarray(processor(image)["pixel_values"][0]), dtype=torch.float32)
+    # Of float32 right away: torch takes no view that is turned around, as MobileViT's is, with blue first.
+    wanted = torch.from_numpy(numpy.array(processor(image)["pixel_values"][0], dtype=numpy.float32, order="C"))
     inputs = pixel_inputs(processor, channels)
     found = inputs.ready(torch.from_numpy(bytes_of(image))[None], False, torch.float32)[0]
     step = inputs.scale / torch.tensor(inputs.deviation).abs().view(-1, 1, 1)
