@@ -16,6 +16,8 @@ from transformers import (
     DeiTForImageClassificationWithTeacher,
     EfficientNetImageProcessorPil,
     MobileViTImageProcessorPil,
+    PvtConfig,
+    PvtForImageClassification,
     ResNetConfig,
     ResNetForImageClassification,
     ResNetModel,
@@ -27,6 +29,7 @@ from transformers import (
 from scu_trainer.data.images.decode import fixed_pixels
 from scu_trainer.errors import ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
+from scu_trainer.models.loading.load import classes_of
 from scu_trainer.models.vision.adapters import inner_targets
 from scu_trainer.models.vision.inputs import PixelInputs, attach, augmentation, pixel_inputs, require_stock_pixels
 from scu_trainer.models.vision.models import (
@@ -64,6 +67,15 @@ def from_folder(folder, names=NAMES, own=None, size: int = 30, **changes):
     settings, own = ModelSettings(tuning="full", model_name_or_path=str(folder), **changes), own or ImageSettings()
     view = view_of(settings, own, lambda: size)
     return *make_classifier(settings, own, names, view), view
+
+
+def test_a_family_whose_configuration_only_counts_its_classes(tmp_path):
+    sizes = {"image_size": 32, "hidden_sizes": [8] * 4, "depths": [1] * 4, "num_attention_heads": [1] * 4}
+    PvtForImageClassification(PvtConfig(**sizes, num_labels=5)).save_pretrained(tmp_path / "five")
+    model, lines, _ = from_folder(tmp_path / "five")
+    assert model.config.num_labels == 3 and "the head is replaced: 3 classes where the model has 5" in lines
+    model.save_pretrained(tmp_path / "three")
+    assert classes_of(PvtConfig.from_pretrained(tmp_path / "three")) == NAMES
 
 
 # -- the processor -----------------------------------------------------------------------------------------------------

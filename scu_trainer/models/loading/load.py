@@ -227,12 +227,14 @@ def _packing(config: PretrainedConfig, settings: ModelSettings, device: torch.de
 
 def classes_of(config: PretrainedConfig) -> tuple[str, ...]:
     """Names of the classes of a classifier, by label."""
-    return tuple(config.id2label[number] for number in range(config.num_labels))
+    names = config.id2label or {}  # PvtConfig has its number of labels alone
+    return tuple(names.get(number, f"LABEL_{number}") for number in range(config.num_labels))
 
 
 def fields_of_classes(names: Sequence[str]) -> dict[str, Any]:
     """Of a configuration, from which ``classes_of`` reads ``names``."""
-    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    numbers = {name: number for number, name in enumerate(names)}
+    return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
 
 
 def read_config(name: str, settings: ModelSettings) -> PretrainedConfig:
