@@ -793,3 +793,17 @@ def test_channels_that_float32_resolves_are_kept(folder, tmp_path):
     values[:, 1] = 1.7e9  # does not change
     change_arrays(folder / "000006.npz", kinematics=values)
     assert not prepared(folder, tmp_path / "cache").statistics.dropped
+
+
+@pytest.mark.parametrize(("offset", "is_said"), [(0.0, False), (9.81, False), (101_325.0, True)])
+def test_a_channel_that_drowns_another_is_named(tmp_path, offset, is_said):
+    def recording(number: int) -> Recording:
+        values = numpy.random.default_rng(number).normal(size=(20, 3)).astype("float32")
+        values[:, 1] = offset  # a constant
+        return Recording({"kinematics": values}, number % 2)
+
+    write_recordings(tmp_path / "folder", map(recording, range(8)))
+    own = {"branches": ["kinematics"], "num_classes": 2}
+    notes = prepared(tmp_path / "folder", tmp_path, own=own).statistics.notes
+    assert any("channel 1 is about 1.01e+05 large, and channel " in note for note in notes) is is_said
+    assert any(note.startswith("kinematics:") for note in notes) is is_said

@@ -33,8 +33,8 @@ same span of time: ``dual_vision`` sets each infrared frame beside the visible o
 
 Temperatures: float16, float32 or float64 are degrees Celsius, uint16 are hundredths of a kelvin (29315 is 20 °C).
 Infrared frames and crops are kept in float16: 0.03 °C below 64 °C, 0.06 °C below 128 °C. Channels of kinematics are by
-convention accelerations x, y, z in m/s² and rates of turn x, y, z in rad/s. The model has no clock: other rates are
-fine if all recordings share them.
+convention accelerations x, y, z in m/s² and rates of turn x, y, z in rad/s; they are not scaled, so bring channels of
+other units to about the same size. The model has no clock: other rates are fine if all recordings share them.
 
 ``write_recordings`` writes this format; ``synthetic.export_synthetic`` writes generated recordings in it.
 """

@@ -36,9 +36,11 @@ from scu_trainer.data.store import built_once, digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
 
-STORE_VERSION = 3
+STORE_VERSION = 4
 
 WITHOUT_BRANCH = "without any branch in use"
+DROWNING = 30
+"""How much larger a channel of kinematics is than another one changes, from where that one is learned late or not."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,32 @@ def _labelled(
     return numpy.array(labels, dtype="int64"), kept
 
 
+class _Channels:
+    """How large the channels of kinematics are, and how much each changes, over all recordings."""
+
+    def __init__(self) -> None:
+        self.sums = numpy.zeros((3, 1))
+
+    def add(self, values: numpy.ndarray) -> None:
+        values = values.astype("float64")
+        self.sums = self.sums + [numpy.full(values.shape[1], len(values)), values.sum(0), (values**2).sum(0)]
+
+    def note(self) -> Optional[str]:
+        """For a person, where one channel drowns another."""
+        count, total, squares = self.sums
+        mean, mean_square = total / count.clip(min=1), squares / count.clip(min=1)
+        size, change = numpy.sqrt(mean_square), numpy.sqrt((mean_square - mean**2).clip(min=0))
+        change = numpy.where(change > 1e-6 * size, change, numpy.inf)  # nothing is learned of one that is constant
+        large, small = int(size.argmax()), int(change.argmin())
+        if not numpy.isfinite(change[small]) or size[large] <= DROWNING * change[small]:
+            return None
+        return (
+            f"kinematics: channel {large} is about {size[large]:,.3g} large, and channel {small} changes by "
+            f"{change[small]:,.3g}: the model takes the numbers as they are, and learns little of the smaller one; "
+            "from each subtract its mean and divide by its standard deviation, both of the training recordings"
+        )
+
+
 def _checked(
     entries: Sequence[Entry],
     labels: numpy.ndarray,
@@ -197,6 +225,7 @@ def _checked(
     shapes: SharedShapes,
     rejections: Rejections,
 ) -> Iterator[Found]:
+    channels = _Channels()
     for number, (entry, label) in enumerate(zip(entries, labels.tolist(), strict=True)):
         try:
             arrays = read_arrays(entry.file, present(wanted, entry.missing))
@@ -204,11 +233,14 @@ def _checked(
         except BadSample as error:
             rejections.add(entry.place, error)
             continue
+        if "kinematics" in arrays:
+            channels.add(arrays["kinematics"])
         if arrays:
             yield number, (label, arrays)
         else:
             rejections.statistics.drop(WITHOUT_BRANCH, entry.place)
     shapes.require_majority()
+    rejections.statistics.notes += [note] if (note := channels.note()) else []
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
