@@ -36,7 +36,8 @@ from benchmarks.studies.optimizers import state_bytes
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware.optimizers import check_optimizer
-from scu_trainer.train.session.session import build_trainer, score
+from scu_trainer.train.session.building import build_trainer
+from scu_trainer.train.session.training import score
 
 STEPS = 150
 FLAGS = (

@@ -38,7 +38,7 @@ from benchmarks.lib.memory_work import Witness
 from benchmarks.lib.turns import Contender, Ended, TakesTurns, Turns, rounds, values
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.train.run_directory.logs import run_log
-from scu_trainer.train.session.session import build_trainer
+from scu_trainer.train.session.building import build_trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FAMILIES = ("resnet", "efficientnet", "gru", "sensors")

@@ -62,7 +62,8 @@ from scu_trainer.settings import SafetySettings
 from scu_trainer.train.evaluation.scoring import DocumentScores, bootstrap_difference
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.run_directory.logs import run_log
-from scu_trainer.train.session.session import build_trainer, score
+from scu_trainer.train.session.building import build_trainer
+from scu_trainer.train.session.training import score
 
 NAME = "find_rate"
 TITLE = "Learning rates by short trainings: nats per token that a rule's choice loses beside the best of the grid"

@@ -132,12 +132,12 @@ def test_a_source_is_meant_by_its_name_or_as_its_dataset(files, monkeypatch):
 
 def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tmp_path, capsys, monkeypatch):
     """What judges is trained on nowhere; what is replayed is trained on anyway; what is learned is the other one."""
-    from scu_trainer.train.session import session
+    from scu_trainer.train.session import building
     from scu_trainer.train.tasks import text
 
     found, loops = [], []
     monkeypatch.setattr(text, "read_anchor", lambda *given, **how: found.append(read_anchor(*given, **how)) or found[0])
-    monkeypatch.setattr(session, "Retention", lambda *given: loops.append(Retention(*given)) or loops[0])
+    monkeypatch.setattr(building, "Retention", lambda *given: loops.append(Retention(*given)) or loops[0])
     given = {"dataset": mixed(files), "retain": "general", "validation_split_percentage": 40}
     code, said = begun(capsys, model_dir, files, tmp_path, **given)
     assert code == 0, said

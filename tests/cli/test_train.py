@@ -25,7 +25,7 @@ from scu_trainer.models.asking import switches_kept
 from scu_trainer.report.files import read_run
 from scu_trainer.report.words import key_figures
 from scu_trainer.run_files import read_rows
-from scu_trainer.train.session import session
+from scu_trainer.train.session import session, training
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes, tiny
 
@@ -546,7 +546,8 @@ def test_counts_of_a_stream_that_find_no_room_cost_no_model(flags, tmp_path, mon
             raise StorageError("no room")
         write(path, content)
 
-    monkeypatch.setattr(session, "write_json", once)
+    for writer in (session, training):
+        monkeypatch.setattr(writer, "write_json", once)
     words = ["--streaming", "true", "--max_eval_documents", "4", "--save_strategy", "no"]
     assert train.main([*flags, *words]) == 2
     assert list((tmp_path / "run").glob("*model.safetensors"))

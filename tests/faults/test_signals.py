@@ -238,16 +238,16 @@ def test_before_the_first_step_it_ends_at_once(site, tmp_path):
     run = tmp_path / "run"
 
     def act() -> int:
-        from scu_trainer.train.session import session
+        from scu_trainer.train.session import training
 
-        stock = session.score
+        stock = training.score
 
         def score(*args):
             print("scoring", flush=True)
             time.sleep(600)
             return stock(*args)
 
-        session.score = score
+        training.score = score
         return campaign.train(site.flags(run))
 
     child = campaign.Child(act, tmp_path / "log")

@@ -23,7 +23,8 @@ from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer,
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior
-from scu_trainer.train.session.session import _weights_beside, own_optimizer
+from scu_trainer.train.session.building import own_optimizer
+from scu_trainer.train.session.session import _weights_beside
 from tests import tiny
 
 TARGETS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from scu_trainer import SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
-from scu_trainer.train.session.session import score
+from scu_trainer.train.session.training import score
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes

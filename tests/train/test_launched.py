@@ -111,7 +111,8 @@ def test_ranks_compare_what_none_of_them_may_have_alone(tmp_path, monkeypatch):
     session._begin(job, console)
     data = SimpleNamespace(train=range(5), eval=range(3))
     kind = SimpleNamespace(load=lambda *_: SimpleNamespace(data=data))
-    session._loaded(SimpleNamespace(kind=kind, training=job.training, saves_by_length=False), console)
+    known = {"training": job.training, "saves_by_length": False, "check_rows": job.check_rows}
+    session._loaded(SimpleNamespace(kind=kind, **known), console)
     assert (compared["training rows"], compared["held-out rows"]) == (5, 3)
     (scaled,) = (name for name in compared if name.startswith("fp16 (mixed_precision"))
     assert changed_settings({scaled: True}, {scaled: False}, OF_A_MACHINE)

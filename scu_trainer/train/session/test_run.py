@@ -25,7 +25,9 @@ from scu_trainer.train.checkpoints.format import size_bytes
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_main_process
 from scu_trainer.train.run_directory.logs import RunLog
-from scu_trainer.train.session.session import build_trainer, console_of_run, score
+from scu_trainer.train.session.building import build_trainer
+from scu_trainer.train.session.session import console_of_run
+from scu_trainer.train.session.training import score
 from scu_trainer.train.step.costs import StepTimes
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.trainer import SCUTrainer
