@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -202,6 +203,37 @@ def test_the_best_one_is_named_where_it_stays(tmp_path):
     assert best.parent == tmp_path and best.is_dir()
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert Path(state["best_model_checkpoint"]).is_dir()
+
+
+@pytest.mark.parametrize("full_from", [1, 3])
+def test_the_best_one_is_one_that_was_written(tmp_path, monkeypatch, full_from):
+    """The loss falls, so each is the best, and the disk is full just when the list of its files is written."""
+    seal = subject.seal
+
+    def full(folder, facts):
+        if facts["step"] >= full_from:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        seal(folder, facts)
+
+    monkeypatch.setattr(subject, "seal", full)
+    trainer = trained(
+        llama(),
+        tmp_path,
+        max_steps=4,
+        save_steps=1,
+        save_strategy="steps",
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=Rows(8),
+        load_best_model_at_end=True,
+        safety=SafetySettings(),
+    )
+    assert len(trainer.checkpoints.notices) == 5 - full_from
+    assert trainer.state.best_global_step == 4
+    best = trainer.state.best_model_checkpoint
+    assert best == (str(tmp_path / "checkpoint-2") if full_from == 3 else None)
+    if best is not None:
+        assert same(weights_of(trainer.model), weights_of(AutoModelForCausalLM.from_pretrained(best)))
 
 
 # -- which one is gone on from -----------------------------------------------------------------------------------------

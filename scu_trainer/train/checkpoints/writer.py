@@ -124,8 +124,13 @@ class CheckpointWriter:
 
     def _seal(self, staged: Path, final: Path) -> None:
         trainer = self.trainer
+        before = trainer.state.best_model_checkpoint
         self._name_best(final)
-        self._publish(staged, final)
+        try:
+            self._publish(staged, final)
+        except BaseException:
+            trainer.state.best_model_checkpoint = before  # this one may have been named, and is not there
+            raise
         self._written_bytes = files.size_bytes(final)
         best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
         if trainer.is_stock:  # the oldest are those that were written first, whoever wrote them
