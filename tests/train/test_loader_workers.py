@@ -150,9 +150,19 @@ print(sum(int(batch) for batch in loader), flush=True)
 """
 
 
-def test_a_process_with_persistent_workers_comes_to_its_end():
-    done = subprocess.run([sys.executable, "-c", PERSISTENT], stdout=subprocess.PIPE, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "6\n")
+HELD = """
+from torch.utils.data import DataLoader
+from scu_trainer.train.step.recovery.loader_workers import shield
+batches = iter(shield(DataLoader(range(4), num_workers=1, multiprocessing_context="fork")))
+print(int(next(batches)), flush=True)
+"""
+"""As the traceback of an error that ends a run holds what was read from."""
+
+
+@pytest.mark.parametrize(("code", "said"), [(PERSISTENT, "6\n"), (HELD, "0\n")])
+def test_a_process_with_workers_comes_to_its_end(code, said):
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, said)
 
 
 def test_a_second_sigterm_ends_a_worker_that_hangs():

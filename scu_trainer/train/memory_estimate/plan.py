@@ -25,11 +25,11 @@ from scu_trainer.train.memory_estimate.predict import (
     estimate_of,
     grown,
     held_by,
-    largest_that_fits,
     loss_kind,
     step_of,
     subject_of,
     trained_of,
+    within,
 )
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
 from scu_trainer.train.memory_estimate.skeleton import of_configuration
@@ -220,9 +220,5 @@ def planned(source: Source, choice: SettingChoice, limit_bytes: int, least_rows:
     """``least_rows``: of a micro-batch; as many as a step has where it is not cut."""
     estimate = functools.partial(source.estimate, choice)
     whole, taken = grown(source.step(choice), estimate, limit_bytes)
-    least = min(least_rows, whole.rows)
-    if taken.fits(limit_bytes) or whole.rows == least:
-        return Planned(choice, taken, whole, whole, taken, taken.fits(limit_bytes))
-    smallest = whole.with_rows(least)
-    step, made = largest_that_fits((smallest, estimate(smallest)), (whole, taken), estimate, limit_bytes)
+    step, made = within((whole, taken), estimate, limit_bytes, least_rows)
     return Planned(choice, made, step, whole, taken, made.fits(limit_bytes))

@@ -40,17 +40,20 @@ ROWS_LOOKED_AT = 64
 """Of rows without a known length, to find how long they are padded."""
 
 
-def predict(job: Job, parts: TrainingComponents) -> tuple[MemoryEstimate, Step]:
-    """Of a job that is loaded, and the micro-batch that it is about. Nothing of ``parts`` is changed. Raises what a
-    model raises that makes tensors whose shape depends on content."""
+def predict(
+    job: Job, parts: TrainingComponents, limit_bytes: Optional[int] = None
+) -> tuple[MemoryEstimate, Step, Step]:
+    """Of a job that is loaded, the micro-batch that it is about, and the one that it would be about without
+    ``limit_bytes``. Nothing of ``parts`` is changed. Raises what a model raises that makes tensors whose shape depends
+    on content."""
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
     subject, held = subject_of(job, parts, rows), held_by(job, parts)
-    step, estimate = grown(
-        step_of(job, rows, device, parts.model),
-        lambda step: estimate_of(subject, step, held, device),
-        _card_bytes(job),
-    )
-    return estimate, step
+    takes = functools.partial(estimate_of, subject, held=held, device=device)
+    whole, estimate = grown(step_of(job, rows, device, parts.model), takes, _card_bytes(job))
+    step = whole
+    if limit_bytes is not None:
+        step, estimate = within((whole, estimate), takes, limit_bytes, job.memory.min_batch_size)
+    return estimate, step, whole
 
 
 def grown(
@@ -64,6 +67,21 @@ def grown(
     return largest_that_fits((step.asked, estimate(step.asked)), (step, taken), estimate, limit_bytes)
 
 
+def within(
+    whole: tuple[Step, MemoryEstimate],
+    estimate: Callable[[Step], MemoryEstimate],
+    limit_bytes: int,
+    least_rows: int,
+) -> tuple[Step, MemoryEstimate]:
+    """``whole`` in the largest micro-batches that fit, or in the smallest that there may be."""
+    step, taken = whole
+    least = min(least_rows, step.rows)
+    if taken.fits(limit_bytes) or step.rows == least:
+        return whole
+    smallest = step.with_rows(least)
+    return largest_that_fits((smallest, estimate(smallest)), whole, estimate, limit_bytes)
+
+
 def largest_that_fits(
     smallest: tuple[Step, MemoryEstimate],
     whole: tuple[Step, MemoryEstimate],
@@ -73,12 +91,13 @@ def largest_that_fits(
     """Between ``smallest``, which is taken where no other fits, and ``whole``, which does not fit."""
     (least, small), (most, taken) = smallest, whole
     per_row = (taken.needed_bytes - small.needed_bytes) / max(1, most.rows - least.rows)
-    rows = least.rows + int(max(0, limit_bytes - small.needed_bytes) / max(1.0, per_row))
-    if small.fits(limit_bytes) and least.rows < rows < most.rows:
+    rows = min(most.rows - 1, least.rows + int(max(0, limit_bytes - small.needed_bytes) / max(1.0, per_row)))
+    while small.fits(limit_bytes) and rows > least.rows:
         larger = most.with_rows(rows)
         more = estimate(larger)
         if more.fits(limit_bytes):
             return larger, more
+        rows = (least.rows + rows) // 2  # what does not grow with rows, as gradients beside activations do
     return smallest
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.hardware.estimate import PARTS, MemoryEstimate
 from scu_trainer.hardware.heap import keep_freed
+from scu_trainer.hardware.probe import resident_bytes
 from scu_trainer.imports import without_collector
 from scu_trainer.run_files import readable
 from scu_trainer.train.job.components import TrainingComponents
-from scu_trainer.train.job.job import Job, is_main_process
+from scu_trainer.train.job.job import Job, free_memory, is_main_process
 from scu_trainer.train.memory_estimate.predict import predict
 from scu_trainer.train.memory_estimate.shapes import Step
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
@@ -21,12 +23,20 @@ WORTH_SAYING = 0.01
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """``estimate`` in micro-batches of ``step``, or the ``reason`` why there is none."""
+    """``estimate`` in micro-batches of ``step``, or the ``reason`` why there is none. ``whole``: the step where no
+    memory is short. ``limit_bytes``: main memory that is there for it, where what takes more is killed."""
 
     estimate: Optional[MemoryEstimate] = None
     step: Optional[Step] = None
+    whole: Optional[Step] = None
     reason: str = ""
     device: str = "cpu"
+    limit_bytes: Optional[int] = None
+
+    @property
+    def first_tokens(self) -> Optional[int]:
+        """Of the micro-batches to begin with; None: as large as they are where memory is not short."""
+        return None if self.step == self.whole else self.step.tokens
 
     @property
     def line(self) -> str:
@@ -37,7 +47,13 @@ class RunEstimate:
         parts = [f"{part} {readable(held)}" for part, held in named.items() if held >= WORTH_SAYING * peak]
         rows = f"{self.step.rows} row{'s' if self.step.rows > 1 else ''}"
         size = rows + (f" of {self.step.length} tokens" if self.step.length > 1 else "")
-        return f"memory: a step in micro-batches of {size} should take {readable(peak)} ({', '.join(parts)})"
+        line = f"memory: a step in micro-batches of {size} should take {readable(peak)} ({', '.join(parts)})"
+        if self.limit_bytes is None or (self.first_tokens is None and self.estimate.fits(self.limit_bytes)):
+            return line
+        there = f"{line}; {readable(self.limit_bytes)} of main memory are there for it"
+        if self.estimate.fits(self.limit_bytes):
+            return f"{there}, and larger ones would not fit"
+        return f"{there}, and the system kills what takes more: scu-trainer plan names settings that take less"
 
     def as_dict(self, measured_bytes: Optional[int]) -> dict[str, Any]:
         """For scu_metrics.json. ``measured_bytes``: of the run's steps, beyond what was there before the model."""
@@ -62,13 +78,25 @@ def prediction(job: Job, parts: TrainingComponents) -> RunEstimate:
         keep_freed()  # as training will have it
     try:
         with without_collector():
-            return RunEstimate(*predict(job, parts), device=job.training.device.type)
+            limit_bytes = _killing_limit(job, parts)
+            found = predict(job, parts, limit_bytes if job.memory.memory_control else None)
+            return RunEstimate(*found, device=job.training.device.type, limit_bytes=limit_bytes)
     except Exception as error:  # whatever a model's own code says to tensors without content
         if is_out_of_memory(error):
             raise
         forget_traceback(error)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         return RunEstimate(reason=f"its code cannot run without data: {first}")
+
+
+def _killing_limit(job: Job, parts: TrainingComponents) -> Optional[int]:
+    """Main memory for the model and all that training adds, of this machine or its container: an allocation beyond it
+    does not fail but ends the process, so nothing can be learned from the first step. None where the limit is another
+    one (a GPU's), or several processes share it."""
+    training, before, now = job.training, parts.before_model_bytes, resident_bytes(Path("/proc/self"))
+    if training.device.type != "cpu" or training.world_size > 1 or before is None or now is None:
+        return None
+    return free_memory(training).main_bytes + now - before
 
 
 def _obstacle(job: Job) -> Optional[str]:

@@ -11,7 +11,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -106,6 +106,7 @@ class MicroBatchSizer:
         self.settings = settings
         self.gauge = gauge
         self.law = law_of(settings)
+        self._first_cap: Optional[int] = None
         self.reset()
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
         self.step = 0
@@ -128,7 +129,7 @@ class MicroBatchSizer:
 
     def reset(self) -> None:
         """As before the first training: sizes that fitted then may not fit now."""
-        self.state, self.statistics = control.SizerState(), MemoryStatistics()
+        self.state, self.statistics = control.SizerState(cap_tokens=self._first_cap), MemoryStatistics()
         self._predicted_least = math.inf
         self._learning_until = LEARNING_WINDOWS
         self._measured_up_to = (0, 0)
@@ -136,6 +137,11 @@ class MicroBatchSizer:
         self._logged_peak_bytes = 0
         self._ran: dict[str, int] = {}
         self._looked_s = -math.inf
+
+    def begin_with(self, tokens: int) -> None:
+        """Micro-batches of at most ``tokens`` from the first step on: more is predicted not to fit where what does not
+        fit ends the process."""
+        self._first_cap = tokens
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
@@ -156,9 +162,19 @@ class MicroBatchSizer:
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
             self._based_on(self._look() if exact else reading)
+        if self._first_cap is not None and not self.statistics.windows:
+            self._begin_small()
         micro_batches = self._plan(window) if keep_step is None else self._even(window, keep_step)
         self._planned = len(micro_batches)
         return micro_batches
+
+    def _begin_small(self) -> None:
+        """But where a split would change the gradient: a prediction may be wrong, and memory has not been short."""
+        if self._window.can_pool:
+            reason = "larger ones were predicted not to fit into main memory"
+            self._note(reason, self._before, self.state.pressure, tokens=self._first_cap)
+        else:
+            self.state = replace(self.state, cap_tokens=None)
 
     def _based_on(self, reading: MemoryReading) -> None:
         """``reading``: before the window's micro-batches."""

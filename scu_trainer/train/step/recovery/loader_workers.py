@@ -69,8 +69,14 @@ def shield(loader: Any) -> Any:
     inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders are shells
     if isinstance(inner, DataLoader) and inner.num_workers > 0:
         inner.worker_init_fn = LeaveSignals(inner.worker_init_fn)
-        _shielded[inner] = os.getpid()
+        inner._get_iterator = functools.partial(_watched, inner)
     return loader
+
+
+def _watched(loader: DataLoader) -> Any:
+    iterator = type(loader)._get_iterator(loader)
+    _with_workers[iterator] = os.getpid()
+    return iterator
 
 
 def collated_again(collate: Callable[[Any], Any], rows: Any) -> Any:
@@ -138,14 +144,14 @@ def _reading_again(loader: DataLoader) -> Any:
     return iterator
 
 
-_shielded: weakref.WeakKeyDictionary[DataLoader, int] = weakref.WeakKeyDictionary()
-"""By process: a fork inherits the loaders, and their workers are not its own to end."""
+_with_workers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""By process: a fork inherits the iterators, and their workers are not its own to end."""
 
 
 @atexit.register
-def _end_persistent() -> None:
-    """Before the exit of multiprocessing, which sends one SIGTERM and then waits: persistent workers would leave it."""
-    for loader, process in list(_shielded.items()):
-        iterator = getattr(loader, "_iterator", None)  # what a loader keeps between epochs
-        if iterator is not None and process == os.getpid():
+def _end_workers() -> None:
+    """Before the exit of multiprocessing, which sends one SIGTERM and then waits: workers would leave it, persistent
+    ones, and those of an iterator that the traceback of an error holds."""
+    for iterator, process in list(_with_workers.items()):
+        if process == os.getpid():
             iterator._shutdown_workers()
