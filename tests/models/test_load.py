@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -24,7 +25,7 @@ from scu_trainer.models.loading.load import (
     load_tokenizer,
     prepare_for_tuning,
 )
-from scu_trainer.models.loading.names import base_of, check_source, is_adapter, with_adapter_as_model
+from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter, with_adapter_as_model
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
 from scu_trainer.settings import ModelSettings
@@ -493,3 +494,13 @@ def test_targets_that_a_fused_kernel_bypasses_are_said(caplog):
 def test_a_model_without_linear_layers():
     with pytest.raises(ModelError, match="no linear layers for LoRA; use tuning: full"):
         adapter_targets(torch.nn.Sequential(torch.nn.Embedding(4, 4)))
+
+
+def test_weights_of_another_user_are_not_said_to_be_missing(tmp_path, monkeypatch):
+    """transformers writes them for their owner alone, and safetensors says "No such file or directory"."""
+    folder = tiny.saved_llama(tmp_path / "model")
+    file = folder / "model.safetensors"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != file)
+    with pytest.raises(ModelError, match=rf"{file} is there, but this user may not read it; chmod a\+r {file}$"):
+        with as_model_error(str(folder), "model"):
+            raise FileNotFoundError(f"No such file or directory: {file}")

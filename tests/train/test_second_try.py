@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
+import os
 import pkgutil
 import random
 from collections import UserDict
@@ -15,7 +17,7 @@ import torch
 
 import scu_trainer.train
 from scu_trainer.data.numbered import Numbered
-from scu_trainer.errors import OutOfMemory
+from scu_trainer.errors import OutOfMemory, RequirementError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
@@ -207,6 +209,23 @@ def test_a_worker_without_memory_is_told_in_one_line(name):
     text = str(caught.value)
     assert text.startswith("step 7 of training: a worker of the data loader ran out of memory. Lower")
     assert "dataloader_num_workers" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Too many open files. Communication with the workers is no longer possible. Please increase"),
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE), "rows.bin"),
+        RuntimeError(WORKER.format("OSError", "OSError: [Errno 24] Too many open files")),
+        RuntimeError("received 0 items of ancdata"),
+    ],
+)
+def test_too_few_files_are_told_in_one_line(error):
+    with pytest.raises(
+        RequirementError, match=r"^step 7 needs more open files than the \d+ .*; raise that \("
+    ):
+        with last_word(lambda: "step 7"):
+            raise error
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pickle
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
@@ -194,6 +195,8 @@ def as_model_error(
             adapter = Path(asked_for or "").expanduser()
             if is_adapter(adapter):
                 hint += f"; {_names_base(adapter)}"
+        elif (file := _unreadable_file(name)) is not None:  # which safetensors calls "no such file"
+            first, hint = f"{file} is there, but this user may not read it", f"; chmod a+r {shlex.quote(str(file))}"
         first = first.rstrip(".") if hint else first
         raise ModelError(f"cannot load the {what} of {name!r}: {first}{hint}") from error
 
@@ -210,6 +213,11 @@ def _torn_file(name: str) -> str:
     """The first weights file of a folder that cannot be opened."""
     files = sorted(Path(name).expanduser().glob("*.safetensors"))
     return next((str(file) for file in files if not is_safetensors(file)), "its weights file")
+
+
+def _unreadable_file(name: str) -> Optional[Path]:
+    files = sorted(Path(name).expanduser().glob("*.safetensors"))
+    return next((file for file in files if file.is_file() and not os.access(file, os.R_OK)), None)
 
 
 def is_safetensors(path: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Optional, TypeVar
 
 import torch
 
-from scu_trainer.errors import OutOfMemory
+from scu_trainer.errors import RUN_AGAIN, OutOfMemory, RequirementError
 from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.out_of_memory import (
     forget_traceback,
@@ -44,6 +44,11 @@ SMALLER_LOADER = (
     "room (docker run --shm-size 2g) or set dataloader_num_workers: 0; resume_from_checkpoint: true resumes from the "
     "newest checkpoint"
 )
+
+TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
+"""The second is what a process says that has no room for the file in which a worker sends a batch."""
+
+MORE_FILES = f"raise that (ulimit -n 4096) or lower dataloader_num_workers, and {RUN_AGAIN}"
 
 LOADER_FILES = str(Path("torch", "utils", "data"))
 """Where the frames of a data loader that reads in the main process lie."""
@@ -111,7 +116,8 @@ def second_try(
 
 @contextlib.contextmanager
 def last_word(doing: Callable[[], str]) -> Iterator[None]:
-    """Out of memory in here, where nothing could be repeated, ends with OutOfMemory: what, where, what to change.
+    """Out of memory in here, where nothing could be repeated, ends with OutOfMemory: what, where, what to change. Too
+    many open files end with RequirementError.
 
     doing: what was going on, asked when it is needed ("step 7 of training").
     """
@@ -122,6 +128,8 @@ def last_word(doing: Callable[[], str]) -> Iterator[None]:
     except Exception as error:  # narrowed by the two questions below
         if is_out_of_memory_in_loader(error):
             _end(f"{doing()}: a worker of the data loader ran out of memory", SMALLER_LOADER, _last_line(error), error)
+        if any(words in str(error) for words in TOO_MANY_FILES):
+            raise RequirementError(f"{doing()} needs more open files than {_most_files()}; {MORE_FILES}") from error
         if not is_out_of_memory(error):
             raise
         frames = traceback.extract_tb(error.__traceback__)
@@ -129,6 +137,14 @@ def last_word(doing: Callable[[], str]) -> Iterator[None]:
         is_loading = any(LOADER_FILES in frame.filename for frame in frames)
         found = f"{doing()} ran out of memory {'reading its rows' if is_loading else 'where nothing can be repeated'}"
         _end(f"{found} ({place})", SMALLER_LOADER if is_loading else MORE_ROOM, _first_line(error), error)
+
+
+def _most_files() -> str:
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return "the system lets it have"
+    return f"the {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} that ulimit -n lets it have"
 
 
 def _end(found: str, advice: str, text: str, error: BaseException) -> NoReturn:
