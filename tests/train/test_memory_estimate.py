@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -34,6 +36,7 @@ from scu_trainer.train.memory_estimate.predict import loss_kind, trained_of, wit
 from scu_trainer.train.memory_estimate.shapes import SIZES_BESIDE_STEPS, RowShapes, Step, planned_step
 from scu_trainer.train.memory_estimate.skeleton import copy_of, of_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
+from scu_trainer.train.session.session import run
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import read_layout
 from scu_trainer.train.step.batches.window import AccumulationWindow
@@ -559,6 +562,57 @@ def test_out_of_memory_is_not_a_reason(model_dir):
 def test_what_was_asked_not_to_be_predicted_is_not(model_dir):
     found = record.prediction(small_job(model_dir, "--predict_memory", "false"), loaded(Fails(ZeroDivisionError())))
     assert found.reason == "predict_memory is false"
+
+
+# -- where main memory ends a process ----------------------------------------------------------------------------------
+
+
+def one_byte_short(job, parts):
+    return predict.predict(job, parts)[0].needed_bytes - 1
+
+
+def test_micro_batches_begin_as_large_as_main_memory_lets_them(model_dir, monkeypatch):
+    model = loaded(tiny.llama())
+    words = ["--memory_control", "true", "--per_device_train_batch_size", 8]
+    limit_bytes = one_byte_short(small_job(model_dir, *words), model)
+    monkeypatch.setattr(record, "_killing_limit", lambda job, parts: limit_bytes)
+    found = record.prediction(small_job(model_dir, *words), model)
+    assert 1 <= found.step.rows < found.whole.rows == 8 and found.estimate.fits(limit_bytes)
+    assert found.first_tokens == found.step.rows * 32
+    assert found.line.endswith(" of main memory are there for it, and larger ones would not fit")
+    kept = record.prediction(small_job(model_dir, *words[2:], "--memory_control", "false"), model)
+    assert kept.first_tokens is None and kept.line.endswith("scu-trainer plan names settings that take less")
+    limit_bytes += 2**30
+    found = record.prediction(small_job(model_dir, *words), model)
+    assert found.first_tokens is None and "there for it" not in found.line
+
+
+def test_the_limit_counts_what_the_model_holds_already(model_dir, monkeypatch):
+    job, parts = small_job(model_dir), loaded(tiny.llama())
+    monkeypatch.setattr(record, "free_memory", lambda training: SimpleNamespace(main_bytes=1000))
+    monkeypatch.setattr(record, "resident_bytes", lambda process: 700)
+    assert record._killing_limit(job, parts) is None
+    parts.before_model_bytes = 200
+    assert record._killing_limit(job, parts) == 1500
+
+
+def test_a_run_begins_with_micro_batches_that_are_predicted_to_fit(tmp_path, monkeypatch):
+    model = tiny.saved_llama(tmp_path / "model")
+    words = ["--dataset_size", 16, "--eval_strategy", "no", "--validation_split_percentage", 0, "--max_steps", 2]
+    words += ["--per_device_train_batch_size", 8, "--save_strategy", "no", "--mixed_precision", "no"]
+    found = []
+    for name in ("whole", "short"):
+        if name == "short":
+            monkeypatch.setattr(record, "_killing_limit", one_byte_short)
+        run(small_job(model, *words, "--output_dir", tmp_path / name))
+        found.append(load_file(tmp_path / name / "model.safetensors"))
+        rows = json.loads((tmp_path / name / "memory_history.json").read_text())
+        assert [row["reason"] for row in rows[:1]] == [
+            "larger ones were predicted not to fit into main memory" for _ in range(name == "short")
+        ]
+    assert json.loads((tmp_path / "short" / "scu_metrics.json").read_text())["memory"]["chunks"] > 2
+    for key, weight in found[0].items():
+        torch.testing.assert_close(found[1][key], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_training_does_not_feel_its_prediction(model_dir, tmp_path):
