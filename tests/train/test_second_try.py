@@ -221,9 +221,7 @@ def test_a_worker_without_memory_is_told_in_one_line(name):
     ],
 )
 def test_too_few_files_are_told_in_one_line(error):
-    with pytest.raises(
-        RequirementError, match=r"^step 7 needs more open files than the \d+ .*; raise that \("
-    ):
+    with pytest.raises(RequirementError, match=r"^step 7 needs more open files than the \d+ .*; raise that \("):
         with last_word(lambda: "step 7"):
             raise error
 
