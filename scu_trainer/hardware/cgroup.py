@@ -15,6 +15,9 @@ ROOT = Path("/")
 # cgroup v1 writes "no limit" as the largest multiple of the page size; no machine has this much memory
 _UNLIMITED_BYTES = 2**60
 
+# above memory.high the kernel kills nobody, but slows the process down until hardly a step is done
+_MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+
 
 def memory_limit_bytes(root: Path = ROOT) -> Optional[int]:
     """Smallest memory limit on this process, in bytes."""
@@ -43,11 +46,12 @@ def cpu_quota_cores(root: Path = ROOT) -> Optional[float]:
 def _memory_levels(root: Path) -> Iterator[tuple[int, int, int]]:
     """(limit, used, droppable file cache) in bytes, for each level that has a limit."""
     for level in _levels(root, "memory"):
-        limit = _read_words(level / "memory.max") or _read_words(level / "memory.limit_in_bytes")
-        if not limit or not limit[0].isdigit() or int(limit[0]) >= _UNLIMITED_BYTES:
+        words = [word for name in _MEMORY_LIMITS for word in _read_words(level / name)]
+        limits = [int(word) for word in words if word.isdigit() and int(word) < _UNLIMITED_BYTES]
+        if not limits:
             continue
         used = _read_words(level / "memory.current") or _read_words(level / "memory.usage_in_bytes") or ["0"]
-        yield int(limit[0]), int(used[0]), _droppable_bytes(level)
+        yield min(limits), int(used[0]), _droppable_bytes(level)
 
 
 def _droppable_bytes(level: Path) -> int:

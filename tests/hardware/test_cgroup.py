@@ -59,6 +59,14 @@ def test_v2_takes_the_tightest_level(v2):
     assert cgroup.cpu_quota_cores(v2) == 1.5
 
 
+def test_v2_counts_the_limit_from_which_on_a_process_is_slowed_down(v2):
+    lay_out(v2, {"sys/fs/cgroup/user/memory.high": str(6 * GIB), "sys/fs/cgroup/user/job/memory.high": "max"})
+    assert cgroup.memory_limit_bytes(v2) == 6 * GIB
+    assert cgroup.memory_available_bytes(v2) == GIB
+    lay_out(v2, {"sys/fs/cgroup/user/job/memory.high": str(2 * GIB)})  # beside a memory.max of "max"
+    assert cgroup.memory_limit_bytes(v2) == 2 * GIB
+
+
 def test_v1_takes_the_tightest_level(v1):
     assert cgroup.memory_limit_bytes(v1) == 4 * GIB
     assert cgroup.memory_available_bytes(v1) == 2 * GIB
