@@ -143,6 +143,7 @@ class _Supervisor:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
+        self.run = _where_it_is_now(self.run)
         try:
             if self.run.status().get("status") not in ENDED:
                 settle(self.run, AFTERWARDS.get(code, "failed"), error or self._why(code))
@@ -154,6 +155,15 @@ class _Supervisor:
         if code == 0:
             return "training ended well, but in another directory; see the log"
         return None if code in AFTERWARDS else last_error(self.run.console) or f"ended with exit code {code}"
+
+
+def _where_it_is_now(run: Run) -> Run:
+    """Its folder may have been renamed while it ran; what it prints still goes to the file there."""
+    console = Path("/proc/self/fd/1")  # of Linux
+    if run.path.exists() or not console.is_symlink():
+        return run
+    moved = Run(console.readlink().parent.parent, run.name)
+    return moved if moved.console == console.readlink() and moved.console.is_file() else run
 
 
 def settle(run: Run, status: str, error: Optional[str]) -> None:

@@ -225,6 +225,17 @@ def test_cheap_mistakes_are_told_at_once(root, wish, words):
     assert not root.exists()
 
 
+def test_a_run_whose_folder_is_renamed_says_why_it_ended(root):
+    run = begun(root, "a")
+    until(lambda: (report(run, Machine()).progress.step or 0) >= 3)
+    record = run.record()
+    moved = Run(run.path.rename(root / "b"), "b")
+    until(lambda: not is_alive(record.process, Machine()))
+    seen = report(moved, Machine()).state
+    assert (seen.status, seen.cause) == ("failed", "error") and "cannot write" in seen.detail
+    assert moved.record().exit_code == 2 and not run.path.exists()
+
+
 def test_a_name_in_use_and_a_full_disk(root, monkeypatch):
     begun(root, "a", "max_steps: 1")
     with pytest.raises(SettingsError, match="the name 'a' is in use"):
