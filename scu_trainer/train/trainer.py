@@ -506,6 +506,12 @@ class SCUTrainer(Trainer):
         self.before_save()
         self.checkpoints.save(trial, functools.partial(super()._save_checkpoint, model, trial))
 
+    def _load_best_model(self):
+        if self.checkpoints.last_is_better():
+            self.state.best_model_checkpoint = None  # for those who ask what the weights are now
+        else:
+            super()._load_best_model()
+
     def before_save(self) -> None:
         """Raises, on all ranks, where a loop has something against saving the weights as they are."""
         for loop in self.loops:

@@ -17,6 +17,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.train.checkpoints import format as subject
 from scu_trainer.train.checkpoints.findings import examine
 from scu_trainer.train.checkpoints.selection import newest_checkpoint
+from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, arguments, llama, same, trained, weights_of
 
 LOOPS = {
@@ -229,11 +230,35 @@ def test_the_best_one_is_one_that_was_written(tmp_path, monkeypatch, full_from):
         safety=SafetySettings(),
     )
     assert len(trainer.checkpoints.notices) == 5 - full_from
-    assert trainer.state.best_global_step == 4
+    assert (trainer.state.best_global_step, trainer.state.best_model_checkpoint) == (4, None)
+    whole = trained(llama(), tmp_path / "whole", max_steps=4, safety=SafetySettings())
+    assert same(weights_of(trainer.model), weights_of(whole.model))  # of the last step, which is the best
+
+
+@pytest.mark.parametrize(("last", "taken"), [(2.9, None), (3.1, "checkpoint-1")])
+def test_without_the_best_the_better_of_the_last_and_those_that_were_written_is_taken(
+    tmp_path, monkeypatch, last, taken
+):
+    seal, losses = subject.seal, iter([3.0, 2.0, last])
+
+    def full(folder, facts):
+        if facts["step"] == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        seal(folder, facts)
+
+    class Told(SCUTrainer):
+        def evaluation_loop(self, *args, **kwargs):
+            found = super().evaluation_loop(*args, **kwargs)
+            return found._replace(metrics={**found.metrics, "eval_loss": next(losses)})
+
+    monkeypatch.setattr(subject, "seal", full)
+    changes = {"save_steps": 1, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    changes |= {"eval_dataset": Rows(8), "load_best_model_at_end": True, "safety": SafetySettings(), "kind": Told}
+    trainer = trained(llama(), tmp_path, **changes)
     best = trainer.state.best_model_checkpoint
-    assert best == (str(tmp_path / "checkpoint-2") if full_from == 3 else None)
-    if best is not None:
-        assert same(weights_of(trainer.model), weights_of(AutoModelForCausalLM.from_pretrained(best)))
+    assert best == (None if taken is None else str(tmp_path / taken))
+    weights = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / (taken or "checkpoint-3")))
+    assert same(weights_of(trainer.model), weights)
 
 
 # -- which one is gone on from -----------------------------------------------------------------------------------------

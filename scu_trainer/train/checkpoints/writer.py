@@ -166,6 +166,19 @@ class CheckpointWriter:
         if best is not None and (best == final or best.exists()):
             state.best_model_checkpoint = str(best)
 
+    def last_is_better(self) -> bool:
+        """Whether the weights of the last step are better than the best that could be written; the best of all could
+        not."""
+        if not self.notices:
+            return False
+        state, args = self.trainer.state, self.trainer.args
+        name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        seen = {row["step"]: row[name] for row in state.log_history if name in row}
+        last, written = seen.get(state.global_step), seen.get(files.step_of(Path(state.best_model_checkpoint)))
+        if last is None or written is None:
+            return False
+        return last > written if args.greater_is_better else last < written
+
     def _lack_of_room(self, run: Path) -> Optional[str]:
         if not self._written_bytes:
             newest = next(iter(files.checkpoints(run)), None) if run.is_dir() else None

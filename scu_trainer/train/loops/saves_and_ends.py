@@ -63,8 +63,9 @@ class EarlyStopping(Loop):
         self._figures = {
             "step": state.global_step, "metric": name, "best": state.best_metric, "best_step": state.best_global_step,
         }  # fmt: skip
-        is_kept = (state.best_model_checkpoint or "").endswith(f"checkpoint-{state.best_global_step}")
-        kept = state.best_global_step if is_kept else f"{state.global_step}, because the best has no checkpoint"
+        kept = (state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2]
+        if kept != str(state.best_global_step):
+            kept += ", because the best has no checkpoint"
         self.notices.append(
             f"early stopping: {name} did not improve on {state.best_metric:.4g} of step {state.best_global_step} for "
             f"{self._rule.early_stopping_patience} evaluations; the run ended at step {state.global_step} with the "
