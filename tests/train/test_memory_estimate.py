@@ -20,6 +20,7 @@ from transformers import GraniteMoeHybridConfig, LlamaConfig, LlamaForCausalLM
 
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.control import splitting
+from scu_trainer.hardware.estimate import PARTS, MemoryEstimate
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.embedded import base_config
 from scu_trainer.models.loading.load import load_model, prepare_for_tuning
@@ -567,18 +568,18 @@ def test_what_was_asked_not_to_be_predicted_is_not(model_dir):
 # -- where main memory ends a process ----------------------------------------------------------------------------------
 
 
-def one_byte_short(job, parts):
-    return predict.predict(job, parts)[0].needed_bytes - 1
+def a_mebibyte_per_row(subject, step, held, device):
+    return MemoryEstimate(**{**dict.fromkeys(PARTS, 0), "activations": step.rows * 2**20})
 
 
 def test_micro_batches_begin_as_large_as_main_memory_lets_them(model_dir, monkeypatch):
     model = loaded(tiny.llama())
     words = ["--memory_control", "true", "--per_device_train_batch_size", 8]
-    limit_bytes = one_byte_short(small_job(model_dir, *words), model)
+    monkeypatch.setattr(predict, "estimate_of", a_mebibyte_per_row)
+    limit_bytes = round(5.5 * 1.15 * 2**20)
     monkeypatch.setattr(record, "_killing_limit", lambda job, parts: limit_bytes)
     found = record.prediction(small_job(model_dir, *words), model)
-    assert 1 <= found.step.rows < found.whole.rows == 8 and found.estimate.fits(limit_bytes)
-    assert found.first_tokens == found.step.rows * 32
+    assert (found.step.rows, found.whole.rows, found.first_tokens) == (5, 8, 5 * 32)
     assert found.line.endswith(" of main memory are there for it, and larger ones would not fit")
     kept = record.prediction(small_job(model_dir, *words[2:], "--memory_control", "false"), model)
     assert kept.first_tokens is None and kept.line.endswith("scu-trainer plan names settings that take less")
@@ -603,7 +604,8 @@ def test_a_run_begins_with_micro_batches_that_are_predicted_to_fit(tmp_path, mon
     found = []
     for name in ("whole", "short"):
         if name == "short":
-            monkeypatch.setattr(record, "_killing_limit", one_byte_short)
+            monkeypatch.setattr(predict, "estimate_of", a_mebibyte_per_row)
+            monkeypatch.setattr(record, "_killing_limit", lambda job, parts: 3 * 2**20)
         run(small_job(model, *words, "--output_dir", tmp_path / name))
         found.append(load_file(tmp_path / name / "model.safetensors"))
         rows = json.loads((tmp_path / name / "memory_history.json").read_text())
