@@ -34,16 +34,16 @@ FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 def main(hold: Path, flags: list[str]) -> int:
     """``scu-trainer train``. While the file ``hold`` is there, rank 0 takes it away at step DIES_AT and waits."""
     from scu_trainer.cli import train
-    from scu_trainer.train.session import session
+    from scu_trainer.train.session import building
 
-    class Held(session.SCUTrainer):
+    class Held(building.SCUTrainer):
         def training_step(self, *args, **kwargs):
             if os.environ["RANK"] == "0" and self.state.global_step == DIES_AT and hold.exists():
                 hold.unlink()
                 signal.pause()
             return super().training_step(*args, **kwargs)
 
-    session.SCUTrainer = Held
+    building.SCUTrainer = Held
     return train.main(flags)
 
 
