@@ -105,14 +105,15 @@ def apart(first: Trainer, second: Trainer) -> float:
 
 
 class FailsOnce(TrainerCallback):
-    """Out of memory in the backward of step 2."""
+    """Out of memory in a backward of step 2: its first, or that of this number in the training."""
 
-    def __init__(self) -> None:
-        self.failed = 0
+    def __init__(self, backward: int = 1) -> None:
+        self.failed, self.left = 0, backward
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         def fail(gradient: torch.Tensor) -> None:
-            if state.global_step == 1 and not self.failed:
+            self.left -= 1
+            if state.global_step == 1 and self.left <= 0 and not self.failed:
                 self.failed += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 

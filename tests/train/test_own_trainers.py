@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,81 @@ def test_what_a_loss_counts_does_not_count_what_ran_out_of_memory(tmp_path, memo
         found.evaluate()
         counted.append([found.model.rows, in_training, found.tokens])
     assert counted[0] == counted[1] and found.prediction.halving.out_of_memory == 1
+
+
+class Keeps(Trainer):
+    """Adds to its loss what earlier ones have left behind."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss * (1 + 0.1 * self.kept(loss.detach()))
+        return (loss, outputs) if return_outputs else loss
+
+    def kept(self, loss):
+        """In a list that begins with the first loss."""
+        self.bank = self.bank if hasattr(self, "bank") else []
+        self.bank.append(loss)
+        return sum(self.bank)
+
+
+class KeepsLatest(Keeps):
+    bank = None
+
+    def kept(self, loss):
+        self.bank = deque(maxlen=4) if self.bank is None else self.bank
+        self.bank.append(loss)
+        return sum(self.bank)
+
+
+class KeepsMean(Keeps):
+    bank = None
+
+    def kept(self, loss):
+        self.bank = {"mean": torch.zeros(())} if self.bank is None else self.bank
+        return self.bank["mean"].mul_(0.5).add_(loss).clone()
+
+
+class KeepsArray(Keeps):
+    bank = None
+
+    def kept(self, loss):
+        self.bank = np.zeros(2) if self.bank is None else self.bank
+        self.bank += loss.item()
+        return self.bank[1]
+
+
+class KeepsPair(Keeps):
+    bank = torch.zeros(()), 0
+
+    def kept(self, loss):
+        self.bank = self.bank[0] + loss, self.bank[1] + 1
+        return self.bank[0]
+
+
+class KeepsInModel(BareLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank: list[torch.Tensor] = []
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        loss = super().forward(input_ids, labels, attention_mask)
+        self.bank.append(loss.detach())
+        return {"loss": loss * (1 + 0.1 * sum(self.bank))}
+
+
+def test_what_a_model_keeps_for_its_next_loss_does_not_hold_what_ran_out_of_memory(tmp_path):
+    expected, fault = run(Trainer, tmp_path, KeepsInModel()), FailsOnce()
+    found = run(SCUTrainer, tmp_path, KeepsInModel(), memory=MemorySettings(), callbacks=[fault])
+    assert fault.failed == 1 and len(found.model.bank) == STEPS * ACCUMULATION
+    assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
+
+
+@pytest.mark.parametrize("backward", [3, 4])
+@pytest.mark.parametrize("kind", [Keeps, KeepsLatest, KeepsMean, KeepsArray, KeepsPair])
+def test_what_a_loss_keeps_for_the_next_does_not_hold_what_ran_out_of_memory(tmp_path, kind, backward):
+    expected, fault = run(kind, tmp_path), FailsOnce(backward)
+    found = run(with_loops(kind), tmp_path, memory=MemorySettings(), callbacks=[fault])
+    assert fault.failed == 1 and tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
 
 
 class LogsTerms(Trainer):

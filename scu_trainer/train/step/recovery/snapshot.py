@@ -30,6 +30,7 @@ values of new names go."""
 PLAIN = (bool, int, float, str, type(None))
 PLAIN_TYPES = frozenset(PLAIN)
 CONTAINERS = (OrderedDict, dict, list, set, deque)
+HOLDERS = (dict, list, set, deque, tuple)
 MOST_ENTRIES = 10_000
 """Entries of a container up to which it is put back."""
 
@@ -40,7 +41,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 """What torch itself keeps of a module: its mode, weights, buffers, hooks."""
 
 MOST_BYTES = 64 * 2**20
-"""Of a tensor that is no buffer and is put back where it is written to."""
+"""Of a tensor that is no buffer, or of all in one container, put back where they are written to."""
 
 COPIED_BYTES = 64 * 2**20
 """Buffers that are copied at every snapshot, the smallest first: nobody has to tell whether they change. Larger ones
@@ -230,10 +231,12 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 
 def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
-    """Those of ``modules`` and ``owner`` that are plain values or tensors, and of the latter containers of plain
-    values."""
+    """Those of ``modules`` and ``owner`` that are plain values, arrays, tensors or containers. Of what is no module,
+    such as the state of a trainer with its log, no containers."""
     seen: set[int] = set()  # a mask that all layers hold is copied once
-    attributes: Attributes = [(module, _plain_attributes(module, 0, seen), None, is_small) for module in modules]
+    most = [MOST_ENTRIES if isinstance(module, nn.Module) else 0 for module in modules]
+    kept = [_plain_attributes(module, entries, seen) for module, entries in zip(modules, most, strict=True)]
+    attributes: Attributes = [(module, known, None, is_small) for module, known in zip(modules, kept, strict=True)]
     if owner is not None:
         attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES, seen), set(vars(owner)), is_small))
     return attributes
@@ -257,32 +260,47 @@ def put_back_attributes(attributes: Attributes, only: Callable[[Any], bool] = la
 
 
 def _plain_attributes(one: Any, most: int, seen: set[int]) -> dict[str, tuple[Any, Optional[PutBack]]]:
-    return {
-        name: (value, None if isinstance(value, PLAIN) else contents(value, of_array, seen))
-        for name, value in vars(one).items()
-        if name not in OF_TORCH and name not in OF_DATA and (is_plain(value, most) or is_state(value))
-    }
+    found: dict[str, tuple[Any, Optional[PutBack]]] = {}
+    for name, value in vars(one).items():
+        if name in OF_TORCH or name in OF_DATA:
+            continue
+        if isinstance(value, PLAIN):
+            found[name] = value, None
+        elif is_array(value):
+            found[name] = value, contents(value, of_array, seen)
+        elif most and isinstance(value, HOLDERS) and (held_bytes := bytes_held(value, most)) is not None:
+            of_other = of_array if held_bytes <= MOST_BYTES else lambda _: None
+            found[name] = value, contents(value, of_other, seen)
+    return found
 
 
-def is_plain(value: Any, most: int) -> bool:
-    """``most``: entries that a container may have; 0 for none at all. All containers within one: ten times as many."""
-    waiting, left = [value], 10 * most
+def bytes_held(container: Any, most: int) -> Optional[int]:
+    """Of tensors and arrays within. None where more than ``most`` entries, or ten times as many in all, would have to
+    be looked at, or where one hangs on a graph: that is a loss, or what it came from, and nobody's state."""
+    waiting, left, found = [container], 10 * most, 0
     while waiting:
         one = waiting.pop()
-        if isinstance(one, PLAIN):
-            continue
-        if not most or not isinstance(one, (list, dict)) or len(one) > min(most, left):
-            return False
-        left -= 1 + len(one)
-        entries = one.values() if isinstance(one, dict) else one
-        if not PLAIN_TYPES.issuperset(map(type, entries)):
-            waiting += entries
-    return True
+        if isinstance(one, HOLDERS):
+            if len(one) > min(most, left):
+                return None
+            left -= 1 + len(one)
+            entries = one.values() if isinstance(one, dict) else one
+            if not PLAIN_TYPES.issuperset(map(type, entries)):
+                waiting += entries
+        elif torch.is_tensor(one):
+            if one.requires_grad:
+                return None
+            found += one.numel() * one.element_size()
+        elif isinstance(one, np.ndarray):
+            found += one.nbytes
+    return found
 
 
 def is_small(value: Any) -> bool:
-    """A plain value, tensor or generator, or a container of plain values that can be put back."""
-    return is_plain(value, MOST_ENTRIES) or is_state(value)
+    """A plain value, array, tensor or generator, or a container that can be put back."""
+    if isinstance(value, HOLDERS):
+        return bytes_held(value, MOST_ENTRIES) is not None
+    return isinstance(value, PLAIN) or is_array(value)
 
 
 def contents(
@@ -322,6 +340,10 @@ def of_array(value: Any) -> Optional[PutBack]:
     if isinstance(value, GENERATORS):
         return of_generator(value)
     return functools.partial(refill, value, value.clone()) if is_state(value) else None
+
+
+def is_array(value: Any) -> bool:
+    return is_state(value) or type(value) is np.ndarray
 
 
 def is_state(value: Any) -> bool:
