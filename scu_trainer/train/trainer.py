@@ -39,6 +39,7 @@ from scu_trainer.train.checkpoints.selection import (
     selected_checkpoint,
     tell_of_fresh_optimizer,
     tell_of_fresh_reference,
+    tell_of_lost_generations,
 )
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
@@ -537,6 +538,7 @@ class SCUTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.is_world_process_zero():
             tell_of_fresh_reference(Path(checkpoint), self)
+            tell_of_lost_generations(Path(checkpoint), self.args, self._steps_per_epoch)
             if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
                 tell_of_fresh_optimizer(Path(checkpoint))
             if has_optimizer(Path(checkpoint)):

@@ -181,7 +181,7 @@ ALSO_OFF = {
 """Trainers of which no more is claimed: class, configuration, its arguments, rows."""
 
 
-def also_trained(name: str, folder: Path, looped: bool, **given: Any) -> Trainer:
+def also_trained(name: str, folder: Path, looped: bool, resume=None, **given: Any) -> Trainer:
     kind, config, own, rows = ALSO_OFF[name]
     common = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "bf16": False, "logging_steps": 1}
     args = config(str(folder), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, **common, **own)
@@ -193,7 +193,7 @@ def also_trained(name: str, folder: Path, looped: bool, **given: Any) -> Trainer
     trainer = kind(
         model=tiny.llama(), args=args, train_dataset=Dataset.from_dict(rows), processing_class=words, **given
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -212,6 +212,17 @@ def test_others_are_themselves_without_loops_and_with_memory(tmp_path, name):
     for ours, theirs in zip(logs(survived), logs(expected), strict=True):
         assert {key: ours[key] for key in theirs} == theirs
     assert not tiny.same(tiny.weights_of(off.model), tiny.weights_of(tiny.llama()))
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_what_was_generated_is_put_back_where_a_later_batch_of_the_step_has_replaced_it(tmp_path, name, monkeypatch):
+    """Generations of three batches, steps of two: the second step begins with the last of one, and makes the next."""
+    kind, config, own, rows = ALSO_OFF[name]
+    own = {**own, "gradient_accumulation_steps": 2, "steps_per_generation": 3}
+    monkeypatch.setitem(ALSO_OFF, name, (kind, config, own, rows))
+    expected, fault = also_trained(name, tmp_path, False), FailsOnce(backward=4)
+    found = also_trained(name, tmp_path, True, memory=MemorySettings(), callbacks=[fault])
+    assert fault.failed == 1 and tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
 
 
 def test_one_class_for_one_trainer():
@@ -463,6 +474,19 @@ def test_a_resume_says_that_a_reference_model_that_moves_starts_over(tmp_path, l
         exact, _ = run(folder, sync_steps, resume, by_step[2])
         assert tiny.same(tiny.weights_of(exact.ref_model), tiny.weights_of(whole.ref_model))
         assert tiny.same(tiny.weights_of(exact.model), tiny.weights_of(whole.model))
+
+
+@pytest.mark.parametrize("looped", [{}, ALL])
+def test_a_resume_says_that_it_generates_again_for_steps_that_had_their_texts(tmp_path, looped, caplog, monkeypatch):
+    kind, config, own, rows = ALSO_OFF["GRPO"]
+    own = {**own, "gradient_accumulation_steps": 2, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    monkeypatch.setitem(ALSO_OFF, "GRPO", (kind, config, own, rows))
+    whole = also_trained("GRPO", tmp_path, True, **copy.copy(looped))
+    for step, is_exact in ((2, True), (1, False)):  # which writes the later one again
+        caplog.clear()
+        rest = also_trained("GRPO", tmp_path, True, str(tmp_path / f"checkpoint-{step}"), **copy.copy(looped))
+        assert ("from a checkpoint whose step is a multiple of 2, which" in caplog.text) is not is_exact
+        assert tiny.same(tiny.weights_of(rest.model), tiny.weights_of(whole.model)) is is_exact
 
 
 # -- a user's own ------------------------------------------------------------------------------------------------------

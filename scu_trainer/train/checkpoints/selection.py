@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import warnings
 from pathlib import Path
@@ -106,6 +107,22 @@ def tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
             "exactly, save trainer.ref_model.state_dict() with each checkpoint (in on_save of a callback), and give it "
             "to trainer.ref_model.load_state_dict before you call train",
             checkpoint,
+        )
+
+
+def tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int) -> None:
+    """TRL generates for several steps at once, and saves nowhere what is still to be trained on."""
+    generates_for = getattr(args, "steps_per_generation", None)
+    if generates_for is None:
+        return
+    batches, accumulated = generates_for * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
+    if read_json(checkpoint / STATE)["global_step"] % steps_per_epoch * accumulated % batches:
+        logger.warning(
+            "%s does not hold what had been generated for this step and the next ones: it is generated again, so "
+            "the result is not that of an uninterrupted run. To continue exactly, resume from a checkpoint whose step "
+            "is a multiple of %d, which is how many steps one generation takes (set save_steps to such a number)",
+            checkpoint,
+            math.lcm(batches, accumulated) // accumulated,
         )
 
 
