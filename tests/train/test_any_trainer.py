@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import (
     DataCollatorForSeq2Seq,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -46,6 +47,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from scu_trainer import SCUTrainer, with_loops
 from scu_trainer.errors import ControlError, DataError, OutOfMemory, SettingsError
@@ -439,11 +441,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, name):
 class KeepsReference(TrainerCallback):
     """As the warning says, for any trainer of TRL: those of GRPO and RLOO are given no reference model."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.by_step = trainer, {}
+    def __init__(self, trainer: Trainer, name: str = "ref_model") -> None:
+        self.trainer, self.name, self.by_step = trainer, name, {}
 
     def on_save(self, args, state, control, **kwargs):
-        self.by_step[state.global_step] = copy.deepcopy(self.trainer.ref_model.state_dict())
+        self.by_step[state.global_step] = copy.deepcopy(getattr(self.trainer, self.name).state_dict())
 
 
 @pytest.mark.parametrize("looped", [{}, ALL])
@@ -474,6 +476,40 @@ def test_a_resume_says_that_a_reference_model_that_moves_starts_over(tmp_path, l
         exact, _ = run(folder, sync_steps, resume, by_step[2])
         assert tiny.same(tiny.weights_of(exact.ref_model), tiny.weights_of(whole.ref_model))
         assert tiny.same(tiny.weights_of(exact.model), tiny.weights_of(whole.model))
+
+
+def test_a_resume_says_that_a_teacher_that_moves_starts_over(tmp_path, caplog):
+    """As of SDPO, unless one says otherwise: it follows the trained model in every step."""
+    tiny.llama().save_pretrained(tmp_path / "model")
+
+    def run(resume=None, teacher=None, **given: Any) -> tuple[Trainer, dict]:
+        own = {"num_generations": 2, "max_completion_length": 6, "save_strategy": "steps", "save_steps": 1, **given}
+        args = SDPOConfig(
+            str(tmp_path / "run"), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, bf16=False,
+            use_cpu=True, report_to="none", disable_tqdm=True, **own,
+        )  # fmt: skip
+        model, rows = LlamaForCausalLM.from_pretrained(tmp_path / "model"), Dataset.from_dict(PROMPTS)
+        trainer = with_loops(SDPOTrainer)(
+            model=model, reward_funcs=reward, args=args, train_dataset=rows, processing_class=tokenizer()
+        )
+        kept = KeepsReference(trainer, "teacher_model")
+        trainer.add_callback(kept)
+        if teacher is not None:
+            trainer.teacher_model.load_state_dict(teacher)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, kept.by_step
+
+    whole, by_step = run()
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    rest, _ = run(checkpoint)
+    assert "does not hold the teacher" in caplog.text and "trainer.teacher_model.load_state_dict" in caplog.text
+    assert not tiny.same(rest.teacher_model.state_dict(), whole.teacher_model.state_dict())
+    exact, _ = run(checkpoint, by_step[2])
+    for name in ("teacher_model", "model"):
+        assert tiny.same(getattr(exact, name).state_dict(), getattr(whole, name).state_dict())
+    caplog.clear()
+    run(checkpoint, teacher_model_kind="base")
+    assert "does not hold the teacher" not in caplog.text
 
 
 @pytest.mark.parametrize("looped", [{}, ALL])

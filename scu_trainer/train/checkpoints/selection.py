@@ -97,17 +97,30 @@ def tell_of_fresh_optimizer(checkpoint: Path) -> None:
 
 
 def tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
-    """TRL moves a reference model after the trained one (``sync_ref_model``), and saves it nowhere."""
-    if not getattr(trainer.args, "sync_ref_model", False) or getattr(trainer, "ref_model", None) is None:
+    """TRL moves a reference model (DPO, GRPO, ...) or a teacher (SDFT, SDPO) after the trained one, and saves it
+    nowhere."""
+    args = trainer.args
+    if getattr(args, "sync_ref_model", False):
+        name, what, setting, steps = "ref_model", "reference model", "sync_ref_model", args.ref_model_sync_steps
+    elif getattr(args, "teacher_model_kind", None) == "ema":
+        name, what, setting, steps = "teacher_model", "teacher", "teacher_model_kind: ema", args.teacher_sync_steps
+    else:
         return
-    if read_json(checkpoint / STATE)["global_step"] >= trainer.args.ref_model_sync_steps:
-        logger.warning(
-            "%s does not hold the reference model, which had followed the trained one (sync_ref_model): it starts over "
-            "from the one that this trainer began with, so the result is not that of an uninterrupted run. To continue "
-            "exactly, save trainer.ref_model.state_dict() with each checkpoint (in on_save of a callback), and give it "
-            "to trainer.ref_model.load_state_dict before you call train",
-            checkpoint,
-        )
+    moved = getattr(trainer, name, None)
+    if moved is None or read_json(checkpoint / STATE)["global_step"] < steps:
+        return
+    advice = (
+        f". To continue exactly, save trainer.{name}.state_dict() with each checkpoint (in on_save of a callback), "
+        f"and give it to trainer.{name}.load_state_dict before you call train"
+    )
+    logger.warning(
+        "%s does not hold the %s, which had followed the trained one (%s): it starts over from the one that this "
+        "trainer began with, so the result is not that of an uninterrupted run%s",
+        checkpoint,
+        what,
+        setting,
+        "" if moved is trainer.model else advice,  # an adapter beside the trained one, whose copies a callback holds
+    )
 
 
 def tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int) -> None:
