@@ -651,6 +651,45 @@ def test_a_teacher_follows_once_per_batch(tmp_path, kind, who, caplog):
     assert all(torch.equal(one, other) for one, other in followed)
 
 
+class StepsInLoss(Trainer):
+    """With an optimizer for a module beside the model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.critic = torch.nn.Linear(tiny.VOCAB, 1)
+        self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.critic(outputs.logits.detach()).square().mean().backward()  # which tests of the loss cannot do
+        self.critic_optimizer.step()
+        self.critic_optimizer.zero_grad()
+        loss = loss + self.critic(outputs.logits).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("kind", [FollowsInLoss, StepsInLoss])
+def test_a_loss_that_moves_other_weights_is_not_run_again(tmp_path, kind):
+    """It would move them twice: where memory runs out after it, in the backward."""
+    words = "step 2 ran out of memory and is not run again, because the model or its loss writes to weights that"
+    with pytest.raises(OutOfMemory, match=f"{words}.* into a callback. The failed allocation"):
+        run(with_loops(kind), tmp_path, memory=MemorySettings(), callbacks=[FailsOnce()])
+
+
+def test_a_loss_that_moves_other_weights_runs_again_where_it_had_not_moved_them(tmp_path):
+    expected, found = run(StepsInLoss, tmp_path), []
+
+    class FailsBefore(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1 and not found:
+                found.append(fails_once(model.lm_head))
+
+    survived = run(with_loops(StepsInLoss), tmp_path, memory=MemorySettings(), callbacks=[FailsBefore()])
+    assert found and survived.micro_batches.loop.statistics.out_of_memory == 1
+    assert tiny.same(tiny.weights_of(survived.model), tiny.weights_of(expected.model))
+    assert tiny.same(tiny.weights_of(survived.critic), tiny.weights_of(expected.critic))
+
+
 class Grows(Trainer):
     """A term whose weight grows with the calls."""
 

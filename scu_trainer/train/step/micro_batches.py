@@ -23,6 +23,7 @@ from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.figures import counted
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
+from scu_trainer.train.loss.analysis.frozen_weights import WRITES
 from scu_trainer.train.loss.analysis.own_step import CallCounters, has_own_hook, name_of
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
 from scu_trainer.train.loss.rows.model_loss import counting, learns_prompts, wants_few_sizes
@@ -231,12 +232,14 @@ class MicroBatchStep:
 
     def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
         modules = self._place.buffers.modules if model is self.trainer.model else ()
+        writes = self.reduction is not None and (self.reduction.mixes or "").endswith(WRITES)
 
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
             share = 1.0 if micro_batch.weight is None else micro_batch.weight
             with self.ranks.micro_batch(last), self._backward_of(share):
                 inputs = placed(window.inputs(micro_batch), self._place.device)
                 with (
+                    self.analysis.own_step.unwritten(self._stop_unrepeatable, writes),
                     self._as_planned(micro_batch),
                     self.analysis.watched(inputs, num_items, self.parameters),
                     needless_train_left_out(model, modules),
@@ -245,7 +248,8 @@ class MicroBatchStep:
             return loss if share == 1.0 else loss * share
 
         if self.settings.memory_control and not self.analysis.own_step.is_stock:
-            return self._in_step(micro_batches, attempt, self._stop_own_step)
+            stop = functools.partial(self._stop_unrepeatable, self.analysis.own_step.mixes)
+            return self._in_step(micro_batches, attempt, stop)
         if self.settings.memory_control and self.ranks.recoverable:
             return steps.run(micro_batches, attempt, self.loop, self._place, self.trainer.loss_path)
         if self.ranks.even_micro_batches:
@@ -263,13 +267,13 @@ class MicroBatchStep:
         free_memory()
         stop(caught.text)
 
-    def _stop_own_step(self, text: str) -> NoReturn:
-        """What a ``training_step`` of somebody's own had changed by then is not known."""
-        own_step = self.analysis.own_step
-        instead = "" if own_step.exchange is not None else ", or move what it does into compute_loss or a callback"
+    def _stop_unrepeatable(self, why: str, text: str) -> NoReturn:
+        """What code of somebody's own had changed by then is not known."""
+        place = "a callback" if WRITES in why else "compute_loss or a callback"
+        instead = "" if self.analysis.own_step.exchange is not None else f", or move what it does into {place}"
         raise OutOfMemory(
-            f"step {self.trainer.state.global_step + 1} ran out of memory and is not run again, because "
-            f"{own_step.mixes}. Lower per_device_train_batch_size and raise gradient_accumulation_steps{instead}. "
+            f"step {self.trainer.state.global_step + 1} ran out of memory and is not run again, because {why}. Lower "
+            f"per_device_train_batch_size and raise gradient_accumulation_steps{instead}. "
             f"The failed allocation said: {text}"
         )
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Optional
 
 import torch
 from transformers import Trainer
@@ -26,6 +26,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     step_of_batches,
 )
 from scu_trainer.train.step.recovery.optimizer_parts import alike
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 
 logger = logging.getLogger("scu_trainer")
@@ -76,6 +77,26 @@ class OwnStep:
         hooked = [p for p in parameters if p._post_accumulate_grad_hooks]
         if hooked and not (trainer.is_deepspeed_enabled or has_sharded_weights(trainer.model)):
             self.hooked = f"a hook on {name_of(hooked[0], trainer.model)} acts within each backward pass"
+
+    @contextlib.contextmanager
+    def unwritten(self, stop: Callable[[str, str], NoReturn], writes: bool) -> Iterator[None]:
+        """Around a micro-batch: ``stop(why, what the allocation said)`` where it ran out of memory after its loss had
+        moved a teacher, or stepped an optimizer of its own: to run it again would do so twice. ``writes``: the loss was
+        seen to, so that each operation is looked at, as ``.data`` writes without counting."""
+        if not self.is_stock:  # nothing runs again
+            yield
+            return
+        self._find_frozen()
+        versions = [weight._version for weight in self._frozen]
+        written = WrittenWeights(self._frozen, keeps_values=False) if writes else None
+        try:
+            with written or contextlib.nullcontext():
+                yield
+        except (RuntimeError, MemoryError, OSError) as error:
+            has_moved = versions != [weight._version for weight in self._frozen]
+            if is_out_of_memory(error) and (has_moved or (written is not None and written.are_written)):
+                stop(f"the model or its loss {WRITES}", str(error).partition("\n")[0])
+            raise
 
     @contextlib.contextmanager
     def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:

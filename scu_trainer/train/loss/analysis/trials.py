@@ -78,7 +78,7 @@ def analyze(
         trial = _Trial(meter, precision, batches, rows, pad_token_id, shifts, is_public)
         reduction = _try_beginnings(trial) or _try_rows(trial)
         if reduction and written is not None and written.are_written:
-            return replace(reduction, mixes=f"the model or its loss {WRITES}")
+            return replace(reduction, mixes=f"the model or its loss {WRITES}", may_be_cut=False)
     return replace(reduction, mixes=f"rows affect each other through {mixing}") if mixing and reduction else reduction
 
 
