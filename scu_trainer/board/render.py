@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.resources
 from typing import Any
 from urllib.parse import quote
 
 from starlette.responses import HTMLResponse, Response
 
-from scu_trainer.report.render import FONTS, THEMES
+from scu_trainer.report.page import environment
 from scu_trainer.secrets import redact
 
-PACKAGES = ("scu_trainer.board", "scu_trainer.report")
 STATIC = {"board.css": "text/css", "page.css": "text/css", "theme.css": "text/css", "board.js": "text/javascript",
           "chat.js": "text/javascript", "page.js": "text/javascript"}  # fmt: skip
 
@@ -35,23 +33,12 @@ def address(name: str, *parts: str) -> str:
 
 @functools.cache
 def _environment() -> Any:
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package) for package in PACKAGES]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals["address"] = address
-    return environment
+    found = environment("scu_trainer.board", "scu_trainer.report")
+    found.globals["address"] = address
+    return found
 
 
 @functools.cache
 def static(name: str) -> bytes:
     """One of STATIC."""
-    if name == "theme.css":
-        return _environment().get_template("theme.css").render(themes=THEMES, fonts=FONTS).encode()
-    folders = (importlib.resources.files(package) / "templates" for package in PACKAGES)
-    return next(path for folder in folders if (path := folder / name).is_file()).read_bytes()
+    return _environment().get_template(name).render().encode()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.resources
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.report.drawing import Plot
 from scu_trainer.report.render import FONTS, NARROW_IN, THEMES, WIDE_IN, svg
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 GENERATOR = "scu-trainer report"
 
@@ -80,19 +83,21 @@ def drawing(plot: Plot) -> Drawing:
 
 def html(page: Page) -> str:
     """The whole page. Every word of a run is escaped; only our own drawings, styles and script are not."""
-    from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
+    return environment("scu_trainer.report").get_template("page.html").render(page=page, generator=GENERATOR)
 
-    environment = Environment(
-        loader=FunctionLoader(_source),
-        autoescape=select_autoescape(default=True, default_for_string=True),
+
+@functools.cache
+def environment(*packages: str) -> Environment:
+    """Of the templates in ``packages``; the theme is that of our drawings."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    found = Environment(
+        loader=ChoiceLoader([PackageLoader(package) for package in packages]),
+        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    template = environment.get_template("page.html")
-    return template.render(page=page, css=_source("page.css"), script=_source("page.js"), themes=THEMES, fonts=FONTS,
-                           generator=GENERATOR)  # fmt: skip
-
-
-def _source(name: str) -> str:
-    return (importlib.resources.files("scu_trainer.report") / "templates" / name).read_text(encoding="utf-8")
+    found.globals |= {"themes": THEMES, "fonts": FONTS}
+    return found
