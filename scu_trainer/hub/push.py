@@ -25,7 +25,6 @@ from scu_trainer.models.loading.hub_errors import as_hub_error, end_stalls, endp
 from scu_trainer.secrets import redact, secret
 
 T = TypeVar("T")
-Say = Callable[[str], None]
 
 CARD_KEPT = (
     "card: README.md on the Hub was written or edited by hand, and is left as it is; edit README.md here to send that "
@@ -101,7 +100,6 @@ def push(
     revision: Optional[str],
     message: str,
     base_id: Optional[str],
-    say: Say,
 ) -> dict[str, Any]:
     """Send ``upload`` as one commit. Returns repo, url, commit and bytes; ``removed``: files of an earlier push that
     are not of this one; ``replaced``: names that were there already, ``before``: the revision that has these files as
@@ -113,19 +111,19 @@ def push(
     if not sys.stderr.isatty():
         disable_progress_bars()
     api = HfApi(token=token)
-    with as_hub_error(repo_id), _retries_reported(say):
+    with as_hub_error(repo_id), _retries_reported():
         if base_id is not None:
-            _require_base(api, base_id, say)
-        repo_id = _again(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say).repo_id
+            _require_base(api, base_id)
+        repo_id = _again(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True)).repo_id
         if private:
-            _require_private(_again(lambda: api.model_info(repo_id), say))
+            _require_private(_again(lambda: api.model_info(repo_id)))
         if revision is not None:
-            _again(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True), say)
-        before = _again(lambda: api.model_info(repo_id, revision=revision), say)
-        is_card_kept = not upload.edited and _again(lambda: _has_edited_card(api, before), say)
+            _again(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
+        before = _again(lambda: api.model_info(repo_id, revision=revision))
+        is_card_kept = not upload.edited and _again(lambda: _has_edited_card(api, before))
         if is_card_kept:
             upload = replace(upload, items=[item for item in upload.items if item.path_in_repo != CARD])
-        commit = _again(lambda: _commit(api, upload, repo_id, revision, message), say)
+        commit = _again(lambda: _commit(api, upload, repo_id, revision, message))
     return {
         "repo_id": repo_id,
         "url": f"{endpoint()}/{repo_id}",
@@ -174,11 +172,11 @@ def _names(info: Any) -> set[str]:
     return {file.rfilename for file in info.siblings or ()}
 
 
-def _require_base(api: Any, base_id: str, say: Say) -> None:
+def _require_base(api: Any, base_id: str) -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        _again(lambda: api.model_info(base_id), say)
+        _again(lambda: api.model_info(base_id))
     except RepositoryNotFoundError as error:
         if error.response.status_code == 401:
             raise
@@ -200,7 +198,7 @@ def _require_private(info: Any) -> None:
 # -- again -------------------------------------------------------------------------------------------------------------
 
 
-def _again(request: Callable[[], T], say: Say) -> T:
+def _again(request: Callable[[], T]) -> T:
     """``request`` until it succeeds, or fails for a reason that stays, or has had all of its repetitions."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
@@ -213,7 +211,7 @@ def _again(request: Callable[[], T], say: Say) -> T:
             if wait_s is None or not is_passing(error):
                 raise
             line = hub_line(error, "")
-        say(f"{redact(line).partition(';')[0]}; again in {wait_s} s")
+        print(f"{redact(line).partition(';')[0]}; again in {wait_s} s", file=sys.stderr)
         time.sleep(wait_s)
     raise AssertionError("the last repetition returns or raises")
 
@@ -221,19 +219,15 @@ def _again(request: Callable[[], T], say: Say) -> T:
 class _Said(logging.Handler):
     """What the library says of its own repetitions, without the addresses, which carry signatures."""
 
-    def __init__(self, say: Say) -> None:
-        super().__init__(logging.WARNING)
-        self._say = say
-
     def emit(self, record: logging.LogRecord) -> None:
         text = re.sub(r"https?://\S+", lambda found: found[0].partition("?")[0], record.getMessage())
         if not text.startswith("No files have been modified"):  # ``is_changed`` tells it
-            self._say(redact(" ".join(text.split())))
+            print(redact(" ".join(text.split())), file=sys.stderr)
 
 
 @contextlib.contextmanager
-def _retries_reported(say: Say) -> Iterator[None]:
-    logger, handler = logging.getLogger("huggingface_hub"), _Said(say)
+def _retries_reported() -> Iterator[None]:
+    logger, handler = logging.getLogger("huggingface_hub"), _Said(logging.WARNING)
     handlers, propagate = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [handler], False
     try:

@@ -69,7 +69,6 @@ def main(argv: list[str]) -> int:
         revision=typed.revision,
         message=typed.commit_message or _message(facts),
         base_id=(typed.base_model or facts.base_id) if facts.is_adapter else None,
-        say=lambda line: print(line, file=sys.stderr),
     )
     print(json.dumps(sent) if typed.json else _sent_screen(sent, upload))
     return 0

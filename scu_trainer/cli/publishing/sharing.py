@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +76,6 @@ def _push(run: Path, training: TrainingArguments) -> None:
             revision=training.hub_revision,
             message="End of training",
             base_id=facts.base_id if facts.is_adapter else None,
-            say=lambda line: print(line, file=sys.stderr),
         )
     except HubError as error:
         again = f"scu-trainer push {shlex.quote(no_option(run))}{_where(repo_id, training)}"
