@@ -18,7 +18,7 @@ from starlette.routing import Route
 from scu_trainer.board import learned, one
 from scu_trainer.board.acts import Acts
 from scu_trainer.board.folders import NoSuchRun, can_answer, run_below, runs_below
-from scu_trainer.board.listing import Listing, look_at, mood
+from scu_trainer.board.listing import Listing, look_at, mood, started
 from scu_trainer.board.render import STATIC, address, html_response, show, static
 from scu_trainer.errors import SettingsError, UserError
 from scu_trainer.report.page import html
@@ -81,7 +81,10 @@ class Board:
         def page_address(number: int) -> str:
             return "/?" + urlencode({"name": asked["name"], "state": asked["state"], "page": number})
 
-        return show("list.html", choice=choice, asked=asked, root=str(self.root), page_address=page_address)
+        return show(
+            "list.html", choice=choice, asked=asked, root=str(self.root), page_address=page_address, words=words,
+            mood=mood, started=started,
+        )  # fmt: skip
 
     # -- one run -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +152,7 @@ class Board:
 
     def chat_page(self, request: Request, _: Mapping[str, str]) -> Response:
         names = {run.name for run in runs_below(self.root) if can_answer(run)}
-        return show("chat.html", names=[row.name for row in self.listing.rows() if row.name in names])
+        return show("chat.html", names=[row.run.name for row in self.listing.rows() if row.run.name in names])
 
     def chat_answer(self, request: Request, form: Mapping[str, str]) -> Response:
         """The first piece is waited for: what goes wrong until then is an error, with its code."""

@@ -32,6 +32,11 @@ def number(value: Optional[float], digits: int = 3) -> str:
     return NONE if value is None else f"{value:.{digits}f}"
 
 
+def bits(progress: Progress) -> str:
+    """The loss, in a column whose title says its unit."""
+    return number(None if progress.loss is None else bits_of(progress.loss))
+
+
 def loss(progress: Progress) -> str:
     """run.json has it in nats, as every program of transformers logs it."""
     return NONE if progress.loss is None else f"{bits_of(progress.loss):.3f} bits per {progress.unit}"

@@ -38,18 +38,17 @@ def test_the_list_is_newest_first_with_what_each_run_does(site, root):
     (root / "no run").mkdir()
     (root / "no run" / "notes.txt").write_text("a folder of mine")
     rows = site.board.listing.rows()
-    assert [(row.name, row.status, row.steps, row.loss) for row in rows] == [
-        ("new", "failed", "60/60", "3.000"),
-        ("old", "finished", "60/60", "6.781"),
-    ]
+    assert [(row.run.name, row.state.status) for row in rows] == [("new", "failed"), ("old", "finished")]
     text = site.ask("/").text
+    figures = 'data-label="step">60/60</td><td class="number" data-label="bits">'
+    assert [part[:5] for part in text.split(figures)[1:]] == ["3.000", "6.781"]
     assert text.index(">new<") < text.index(">old<") and "no run" not in text and "2 runs in" in text
 
 
 def test_a_filter_by_name_and_state(site, root):
     for name, status in (("lora-a", "finished"), ("lora-b", "failed"), ("full", "failed")):
         make_run(root / name, status=status)
-    assert [row.name for row in site.board.listing.choose("LORA", "failed").rows] == ["lora-b"]
+    assert [row.run.name for row in site.board.listing.choose("LORA", "failed").rows] == ["lora-b"]
     text = site.ask("/?name=lora&state=failed").text
     assert "lora-b" in text and "lora-a" not in text and "failed (1)" in text
     assert "No run matches the filter" in site.ask("/?name=nothing").text
@@ -60,8 +59,8 @@ def test_pages_of_the_list(root, monkeypatch):
     for number in range(5):
         begun_at(make_run(root / f"run-{number}"), f"2020-01-0{number + 1}T00:00:00+00:00")
     listing = Listing(root)
-    assert [row.name for row in listing.choose(page=1).rows] == ["run-4", "run-3"]
-    assert [row.name for row in listing.choose(page=3).rows] == ["run-0"]
+    assert [row.run.name for row in listing.choose(page=1).rows] == ["run-4", "run-3"]
+    assert [row.run.name for row in listing.choose(page=3).rows] == ["run-0"]
     assert listing.choose(page=99).page == 3 and listing.choose(page=0).page == 1
 
 
@@ -76,9 +75,9 @@ def test_a_run_that_has_ended_is_read_once_and_again_when_it_changes(root, monke
     listing, looks = Listing(root), []
     look_at = module.look_at
     monkeypatch.setattr(module, "look_at", lambda *words: looks.append(1) or look_at(*words))
-    assert [row.status for row in (listing.rows()[0], listing.rows()[0])] == ["finished"] * 2 and len(looks) == 1
+    assert [row.state.status for row in (listing.rows()[0], listing.rows()[0])] == ["finished"] * 2 and len(looks) == 1
     begun_at(folder, "2020-01-01T00:00:00+00:00", status="failed")
-    assert listing.rows()[0].status == "failed" and len(looks) == 2
+    assert listing.rows()[0].state.status == "failed" and len(looks) == 2
 
 
 def test_no_history_is_read_whole_for_the_list(root, monkeypatch):
@@ -89,7 +88,7 @@ def test_no_history_is_read_whole_for_the_list(root, monkeypatch):
     monkeypatch.setattr(
         Path, "read_bytes", lambda path: pytest.fail(str(path)) if "history" in path.name else whole(path)
     )
-    assert Listing(root).rows()[0].status == "finished"
+    assert Listing(root).rows()[0].state.status == "finished"
     assert 0 < max(map(len, read)) <= progress.TAIL_BYTES < (root / "one" / "scu_history.json").stat().st_size / 10
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scu_trainer.cli.main import facts_table, figures_table, plain_console
-from scu_trainer.figures import bits_of
 from scu_trainer.runs import words
 from scu_trainer.runs.monitor import View
 from scu_trainer.runs.state import Report
@@ -36,7 +35,7 @@ def _table(reports: Sequence[Report]):
             words.status_words(report),
             words.devices(report),
             words.steps(report.progress),
-            words.number(None if report.progress.loss is None else bits_of(report.progress.loss)),
+            words.bits(report.progress),
             words.number(report.progress.s, 4),
             words.left(report),
         ]
