@@ -55,7 +55,7 @@ class Start:
             states = found_states(self.plan, known_runs(self.plan.folder), self.retry_failed)
             self._tell_start(states)
             runner = comparison.Runner(self.plan, states, self.devices, self.write, self.look, self.hands)
-            with self.screen:
+            with self.screen.status:
                 runner.run()
             record = self.write(states)
         missing = sum(state.status == "missing" for state in states.values())

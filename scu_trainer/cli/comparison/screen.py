@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from scu_trainer.cli.main import figures_table
@@ -24,28 +23,18 @@ class Screen:
     """Lines as they come, and below them one that changes, where there is a terminal."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self._status: Optional[Any] = None
+        self.console, self.status = console, console.status("starting")
 
     def say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
 
     def look(self, plan: ComparisonPlan, states: Mapping[Key, ArmState], left_s: Optional[float]) -> None:
-        if self._status is None or not self.console.is_terminal:
+        if not self.console.is_terminal:
             return
         left = "" if left_s is None else f"{duration(left_s)} left; "
         text = Text(left + progress_line(plan, states), no_wrap=True, overflow="ellipsis")
         text.truncate(max(20, self.console.width - 4), overflow="ellipsis")
-        self._status.update(text)
-
-    def __enter__(self) -> Screen:
-        self._status = self.console.status("starting")
-        self._status.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._status.stop()
-        self._status = None
+        self.status.update(text)
 
 
 def print_arms(console: Console, arms: Sequence[Arm]) -> None:
@@ -58,12 +47,9 @@ def print_arms(console: Console, arms: Sequence[Arm]) -> None:
 
 def print_record(console: Console, record: Mapping[str, Any]) -> None:
     console.print(words.budget_line(record), soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("arm", overflow="fold", max_width=22)
-    for title in words.heads(record)[1:]:
-        table.add_column(title, justify="right", overflow="fold")
-    for row in words.rows(record):
-        table.add_row(*map(Text, row))
+    rows = [map(Text, row) for row in words.rows(record)]
+    table = figures_table(words.heads(record), rows, left=["arm"], framed=False, overflow="fold")
+    table.columns[0].max_width = 22
     console.print(table)
     verdicts = [f"{arm}: {said}" for arm, said in words.verdicts(record)]
     for line in [words.legend(record), *verdicts, "", record["verdict"], "", *record["notes"]]:

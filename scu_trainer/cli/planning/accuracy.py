@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from scu_trainer.cli.main import figures_table
 from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import StorageError
 from scu_trainer.figures import counted
@@ -61,12 +62,9 @@ def compared(metrics: list[Path], folder: Path) -> Iterator[Compared]:
 
 
 def _table(found: list[Compared]) -> str:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("run", overflow="fold")
-    for title in ("predicted", "measured", "error"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for one in sorted(found, key=lambda one: -abs(one.error)):
-        table.add_row(one.run, readable(one.predicted_bytes), readable(one.measured_bytes), f"{one.error:+.1%}")
-    return rendered(table)
+    titles = ("run", "predicted", "measured", "error")
+    rows = [
+        [one.run, readable(one.predicted_bytes), readable(one.measured_bytes), f"{one.error:+.1%}"]
+        for one in sorted(found, key=lambda one: -abs(one.error))
+    ]
+    return rendered(figures_table(titles, rows, left=["run"], framed=False, overflow="fold"))

@@ -7,13 +7,15 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from scu_trainer.cli.main import plain_console
+from scu_trainer.cli.main import figures_table, plain_console
 from scu_trainer.cli.names.translation import without
 from scu_trainer.hardware.recommend import CHANGES
 from scu_trainer.run_files import readable
 from scu_trainer.settings.base import plain
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from scu_trainer.hardware.estimate import MemoryEstimate
     from scu_trainer.train.memory_estimate.plan import Planned
     from scu_trainer.train.memory_estimate.shapes import Step
@@ -98,24 +100,20 @@ def _parts(asked: dict[str, Any]):
     return table
 
 
-def _choices(report: dict[str, Any]):
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("settings", overflow="fold")
-    for title in ("peak", "micro-batch", "fits", "time"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("changes", overflow="fold")
-    for choice in report["choices"]:
-        table.add_row(
+def _choices(report: dict[str, Any]) -> Table:
+    titles = ("settings", "peak", "micro-batch", "fits", "time", "changes")
+    rows = [
+        [
             ", ".join(f"{name}: {plain(value)}" for name, value in choice["settings"].items()) or "as asked",
             readable(choice["peak_bytes"]),
             in_words(choice).removesuffix(" tokens"),
             "yes" if choice["fits"] else "no",
             f"{choice['relative_time']:.2f}",
             choice["changes"],
-        )
-    return table
+        ]
+        for choice in report["choices"]
+    ]
+    return figures_table(titles, rows, left=["settings", "changes"], framed=False, overflow="fold")
 
 
 def _advice(report: dict[str, Any], words: Sequence[str]) -> str:
