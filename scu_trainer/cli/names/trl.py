@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from scu_trainer.cli.names.common import adapts, checkpointing, mixed, several, targets
+from scu_trainer.cli.names.common import PADDED, adapts, checkpointing, mixed, several, targets
 from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, is_on, quantized
 from scu_trainer.errors import SettingsError
 
@@ -90,7 +90,7 @@ TABLE: Table = {
     "max_length": Same("block_size"),
     "model_init_kwargs": "give them by name: dtype, attn_implementation, model_revision, trust_remote_code",
     "packing_strategy": _packing_strategy,
-    "pad_to_multiple_of": Nothing("rows are padded to the longest of their micro-batch, which changes no result"),
+    "pad_to_multiple_of": PADDED,
     "pad_token": Nothing("padding is masked, whichever token it is"),
     "padding_free": _padding_free,
     "router_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
