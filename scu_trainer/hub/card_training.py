@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 from scu_trainer.hub.facts import Facts
 from scu_trainer.run_files import readable
@@ -84,12 +84,9 @@ def _pace(metrics: dict[str, Any], steps: int) -> str:
 
 
 def controllers(facts: Facts) -> str:
-    lines = [
-        *_regularization(facts),
-        *_memory(facts.metrics.get("memory")),
-        *_curriculum(facts.metrics.get("curriculum")),
-        *_nonfinite(facts.metrics.get("bad_numbers")),
-    ]
+    lines = _regularization(facts)
+    for part, told in (("memory", _memory), ("curriculum", _curriculum), ("bad_numbers", _nonfinite)):
+        lines += told(facts.metrics[part]) if facts.metrics.get(part) else []
     return "\n".join(["## Controllers", "", *lines]) if lines else ""
 
 
@@ -124,27 +121,21 @@ def _measured(found: dict[str, Any], against: str) -> list[str]:
     ]
 
 
-def _memory(found: Optional[dict[str, Any]]) -> list[str]:
-    if not found:
-        return []
+def _memory(found: dict[str, Any]) -> list[str]:
     return [
         f"- memory: {found['chunks']:,} micro-batches in {found['windows']:,} steps, {found['changes']:,} changes of "
         f"their size, recovered from running out of memory {found['out_of_memory']:,} times"
     ]
 
 
-def _curriculum(found: Optional[dict[str, Any]]) -> list[str]:
-    if not found:
-        return []
+def _curriculum(found: dict[str, Any]) -> list[str]:
     return [
         f"- curriculum: {found['curriculum']}; of {found['samples']:,} rows {found['never_seen']:,} never seen, "
         f"{found['quarantined']:,} quarantined, {found['suspects']:,} suspect; {found['rows']:,} seen in all"
     ]
 
 
-def _nonfinite(found: Optional[dict[str, Any]]) -> list[str]:
-    if not found:
-        return []
+def _nonfinite(found: dict[str, Any]) -> list[str]:
     spikes = (found.get("spikes") or {}).get("skipped_steps", 0)
     lines = [f"- steps skipped because the loss was not finite: {found['skipped_steps'] - spikes:,}"]
     return [*lines, f"- steps undone because the loss spiked: {spikes:,}"] if spikes else lines
