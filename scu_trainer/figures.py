@@ -62,7 +62,7 @@ def before_and_after(metrics: Mapping[str, Any]) -> list[Change]:
     unit = metrics.get("unit", "token")
     of_classes = "held_out_accuracy_after" in metrics
     rows = [_row("held-out accuracy", metrics, "accuracy", ".1%", _points)] if of_classes else []
-    rows.append(_row(f"held-out bits per {unit}", metrics, "bpt", ".3f", partial(_interval, style="+.3f")))
+    rows.append(_row(f"held-out bits per {unit}", metrics, "bpt", ".3f", partial(interval, style="+.3f")))
     rows += [] if of_classes else [_perplexity(metrics)]
     for name, source in metrics.get("held_out_sources", {}).items():
         rows.append(_difference(f"  {name}, bits per {unit}", source["bpt_before"], source["bpt_after"], ".3f"))
@@ -86,16 +86,16 @@ def scored_on(metrics: Mapping[str, Any]) -> str:
 
 def _row(what: str, metrics: Mapping[str, Any], key: str, style: str, changed: Callable[[Any], str]) -> Change:
     before, after, change = (metrics.get(f"held_out_{key}_{when}") for when in ("before", "after", "change"))
-    return Change(what, _interval(before, style), _interval(after, style), changed(change))
+    return Change(what, interval(before, style), interval(after, style), changed(change))
 
 
 def _points(found: Optional[Mapping[str, Any]]) -> str:
     """The difference of two shares is in percentage points."""
     in_points = {name: 100 * value for name, value in (found or {}).items() if value is not None}
-    return f"{_interval({'value': None, **in_points}, '+.1f')} points" if found else "-"
+    return f"{interval({'value': None, **in_points}, '+.1f')} points" if found else "-"
 
 
-def _interval(found: Optional[Mapping[str, Any]], style: str) -> str:
+def interval(found: Optional[Mapping[str, Any]], style: str) -> str:
     if not found or "value" not in found:
         return "-"
     value, low, high = (found.get(name) for name in ("value", "low", "high"))
@@ -110,16 +110,16 @@ def _difference(what: str, before: Mapping[str, Any], after: Mapping[str, Any], 
     values = [found["value"] for found in (before, after)]
     is_known = all(value is not None and math.isfinite(value) for value in values)
     change = f"{values[1] - values[0]:+{style}}" if is_known else "-"
-    return Change(what, _interval({"value": values[0]}, style), _interval({"value": values[1]}, style), change)
+    return Change(what, interval({"value": values[0]}, style), interval({"value": values[1]}, style), change)
 
 
 def _perplexity(metrics: Mapping[str, Any]) -> Change:
     """2 to the power of the bits. Bits that differ are perplexities with a ratio, so that is what has the interval."""
     found = [metrics.get(f"held_out_bpt_{when}") or {"value": None} for when in ("before", "after", "change")]
-    before, after = (_interval({"value": perplexity(interval.get("value"))}, ",.1f") for interval in found[:2])
+    before, after = (interval({"value": perplexity(bits.get("value"))}, ",.1f") for bits in found[:2])
     ratios = {name: perplexity(found[2].get(name)) for name in ("value", "low", "high")}
     percent = {name: None if ratio is None else ratio - 1.0 for name, ratio in ratios.items()}
-    return Change("held-out perplexity", before, after, _interval(percent, "+.1%"))
+    return Change("held-out perplexity", before, after, interval(percent, "+.1%"))
 
 
 def perplexity(bits: Optional[float]) -> Optional[float]:

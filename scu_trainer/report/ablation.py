@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
+from scu_trainer.figures import interval
 from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT, misfit
 from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
@@ -72,9 +73,9 @@ def read_comparison(folder: Path) -> Comparison:
 
 def _folder_of(folder: Path, run: Row) -> Optional[Path]:
     """Where a run is: as written, or below the folder if that was moved."""
-    named = Path(run.get("folder") or "")
+    named = Path(run["folder"] or "")
     places = (folder / named, folder / "runs" / named.name, folder / "runs" / f"{run['arm']}-seed{run['seed']}")
-    return next((place for place in places if run.get("folder") is not None and place.is_dir()), None)
+    return next((place for place in places if run["folder"] is not None and place.is_dir()), None)
 
 
 def comparison_plots(found: Comparison) -> list[Plot]:
@@ -84,8 +85,7 @@ def comparison_plots(found: Comparison) -> list[Plot]:
 def _held_out(found: Comparison, arm: str) -> list[tuple[int, float]]:
     """(seed, value) of the finished runs of an arm that count: one with an error was left out of the table too."""
     runs = [run for run in found.content["runs"] if run["arm"] == arm and run["status"] == "finished"]
-    runs = [run for run in runs if not run.get("error")]
-    values = [(run["seed"], (run.get("metrics") or {}).get("held_out_bpt")) for run in runs]
+    values = [(run["seed"], run["metrics"].get("held_out_bpt")) for run in runs if not run["error"]]
     return [(seed, value) for seed, value in values if value is not None]
 
 
@@ -112,7 +112,7 @@ def _arms(found: Comparison) -> Plot:
 
 
 def _differences(found: Comparison) -> Plot:
-    reference = str(found.content.get("reference"))
+    reference = found.content["reference"]
     base = dict(_held_out(found, reference))
     paired = {arm: [value - base[seed] for seed, value in _held_out(found, arm) if seed in base] for arm in found.arms}
     rows = [row for row in _rows(found, "difference", paired) if row.label != reference]
@@ -136,7 +136,7 @@ def _interval_plot(key: str, title: str, panel: str, label: str, rows: Sequence[
 
 
 def _confidence(found: Comparison) -> str:
-    return percent(found.content.get("confidence", 0.95))
+    return percent(found.content["confidence"])
 
 
 # -- trajectories ------------------------------------------------------------------------------------------------------
@@ -207,31 +207,23 @@ FIGURES = re.compile(r"(: | by )[+-]?[\d.]+ \([^)]*\)")
 
 def result_rows(found: Comparison) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of results, every arm in it."""
-    head = ["arm", "runs", "held-out bits per token", f"difference from {found.content.get('reference')}",
+    head = ["arm", "runs", "held-out bits per token", f"difference from {found.content['reference']}",
             "tracking error", "settled at step", "cost of the loop", "verdict"]  # fmt: skip
     rows = [
         [
             row["arm"],
             f"{row['finished']} of {row['asked']}",
-            _interval(row.get("held_out_bpt"), ".4f"),
-            _interval(row.get("difference"), "+.4f"),
-            _or_dash(row.get("tracking_error"), ".1%"),
-            _or_dash(row.get("settling_step"), ".0f"),
-            _or_dash(row.get("overhead_fraction"), ".2%"),
-            FIGURES.sub("", row.get("verdict") or "-"),
+            interval(row["held_out_bpt"], ".4f"),
+            interval(row["difference"], "+.4f"),
+            or_dash(row["tracking_error"], ".1%"),
+            or_dash(row["settling_step"], ".0f"),
+            or_dash(row["overhead_fraction"], ".2%"),
+            FIGURES.sub("", row["verdict"] or "-"),
         ]
         for row in found.content["table"]
     ]
     return head, rows
 
 
-def _interval(value: Any, style: str) -> str:
-    if not value or value.get("value") is None:
-        return "-"
-    if value.get("low") is None or value.get("high") is None:
-        return f"{value['value']:{style}}"
-    return f"{value['value']:{style}} ({value['low']:{style}} to {value['high']:{style}})"
-
-
-def _or_dash(value: Any, style: str) -> str:
+def or_dash(value: Any, style: str) -> str:
     return "-" if value is None else f"{value:{style}}"

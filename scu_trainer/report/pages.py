@@ -9,7 +9,7 @@ from typing import Optional
 
 from scu_trainer.figures import before_and_after, scored_on
 from scu_trainer.report import samples
-from scu_trainer.report.ablation import Comparison, comparison_plots, result_rows
+from scu_trainer.report.ablation import Comparison, comparison_plots, or_dash, result_rows
 from scu_trainer.report.drawing import Plot
 from scu_trainer.report.files import RunFiles
 from scu_trainer.report.page import Drawing, Page, Section, Table, Text
@@ -76,7 +76,7 @@ def _figures(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
     """Without what the table before it says; runs beside each other have it here once more, to be compared."""
     said = {row.what.strip() for row in before_and_after(runs[0].metrics)} if len(runs) == 1 else set()
     rows = as_rows([{k: v for k, v in key_figures(run) if k not in said} for run in runs])
-    return _head(runs, "figure"), [[name, *values] for name, values in rows if set(values) != {"-"}]
+    return _head(runs, "figure"), [row for row in rows if set(row[1:]) != {"-"}]
 
 
 def _changes(runs: Sequence[RunFiles]) -> list[Table]:
@@ -118,9 +118,7 @@ def _settings(runs: Sequence[RunFiles]) -> list[Table | Text]:
         rows = differences(runs)
         if not rows:
             return [Text("The runs have the same settings, data, code and versions.")]
-        return [
-            Table(_head(runs, "setting"), [[name, *values] for name, values in rows], "what differs between the runs")
-        ]
+        return [Table(_head(runs, "setting"), rows, "what differs between the runs")]
     run = runs[0]
     if not run.settings:
         return [Text("The run has no training_config.json: its settings are not known.")]
@@ -135,7 +133,7 @@ def _hardware(runs: Sequence[RunFiles]) -> list[Table | Text]:
     rows = as_rows([dict(hardware(run)) for run in runs])
     if not rows:
         return [Text("The files do not say what it ran on.")]
-    return [Table(_head(runs, "part"), [[name, *values] for name, values in rows])]
+    return [Table(_head(runs, "part"), rows)]
 
 
 def _repeat(runs: Sequence[RunFiles], files: Sequence[Path]) -> list[Table | Text]:
@@ -167,31 +165,30 @@ def _comparison_page(found: Comparison, drawings: Sequence[Drawing], written: st
     ]
     pills += [(f"{len(failed)} failed", "bad")] if failed else []
     sections = [
-        Section("Results", [Table(*result_rows(found)), *(Text(text) for text in content.get("notes") or [])]),
+        Section("Results", [Table(*result_rows(found)), *(Text(text) for text in content["notes"])]),
         *(Section(item.plot.title, [item]) for item in drawings),
         Section("Arms", [_arms(found)]),
         Section("Runs", [_runs(found)]),
-        Section("Repeat it", [Text(str(content.get("command") or "comparison.json holds no command"), is_code=True)]),
+        Section("Repeat it", [Text(content["command"] or "comparison.json holds no command", is_code=True)]),
     ]
-    return Page(
-        f"Comparison {found.folder.name}", str(content.get("verdict") or ""), pills, sections, written, reload_s
-    )
+    return Page(f"Comparison {found.folder.name}", content["verdict"], pills, sections, written, reload_s)
 
 
 def _arms(found: Comparison) -> Table:
     rows = [
-        [arm["name"], str(arm.get("what") or "-"),
-         ", ".join(f"{name}: {show(value)}" for name, value in (arm.get("settings") or {}).items()) or "-"]
+        [
+            arm["name"],
+            arm["what"] or "-",
+            ", ".join(f"{name}: {show(value)}" for name, value in arm["settings"].items()) or "-",
+        ]
         for arm in found.content["arms"]
-    ]  # fmt: skip
+    ]
     return Table(["arm", "what it is", "settings"], rows)
 
 
 def _runs(found: Comparison) -> Table:
     rows = []
     for run in found.content["runs"]:
-        figures = run.get("metrics") or {}
-        bits = figures.get("held_out_bpt")
-        rows.append([f"{run['arm']}, seed {run['seed']}", run["status"], "-" if bits is None else f"{bits:.4f}",
-                     str(run.get("error") or "-")])  # fmt: skip
+        bits = or_dash(run["metrics"].get("held_out_bpt"), ".4f")
+        rows.append([f"{run['arm']}, seed {run['seed']}", run["status"], bits, run["error"] or "-"])
     return Table(["run", "status", "held-out bits per token", "error"], rows)

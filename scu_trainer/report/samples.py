@@ -25,12 +25,7 @@ def _of_one(run: RunFiles) -> list[Table | Text]:
     first, last = run.samples[0], run.samples[-1]
     begins = "before" if first.get("step") == 0 else f"step {first.get('step')}"
     ends = f"step {last.get('step')}" if run.is_alive else f"after, step {last.get('step')}"
-    answers = [_by_prompt(row) for row in (first, last)]
-    rows = [
-        [_shown(prompt), *(_answer(found, prompt) for found in answers), _shown(sample.get("reference"))]
-        for prompt, sample in _by_prompt(last).items()
-    ]
-    table = Table(["prompt", begins, ends, "reference"], rows, keeps_lines=True)
+    table = _table([begins, ends], [_by_prompt(row) for row in (first, last)], _by_prompt(last))
     on_the_way = run.samples[1:-1]
     if not on_the_way:
         return [table]
@@ -42,11 +37,16 @@ def _of_one(run: RunFiles) -> list[Table | Text]:
 def _of_many(runs: Sequence[RunFiles]) -> Table:
     """The last answers of each run to the prompts of the first."""
     last = [_by_prompt(run.samples[-1]) for run in runs]
+    return _table([run.name for run in runs], last, last[0])
+
+
+def _table(titles: Sequence[str], answers: Sequence[dict[str, Sample]], asked: dict[str, Sample]) -> Table:
+    """A row for each prompt in ``asked``, with the answer of each column."""
     rows = [
-        [_shown(prompt), *(_answer(found, prompt) for found in last), _shown(sample.get("reference"))]
-        for prompt, sample in last[0].items()
+        [_shown(prompt), *(_answer(found, prompt) for found in answers), _shown(sample.get("reference"))]
+        for prompt, sample in asked.items()
     ]
-    return Table(["prompt", *(run.name for run in runs), "reference"], rows, keeps_lines=True)
+    return Table(["prompt", *titles, "reference"], rows, keeps_lines=True)
 
 
 def _by_prompt(row: dict[str, Any]) -> dict[str, Sample]:

@@ -18,12 +18,11 @@ PLACES = ("output_dir", "run_name", "logging_dir")
 MISSING = "-"
 
 
-def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """(name, value of each run) of the settings, data, code and versions in which the runs differ."""
+def differences(runs: Sequence[RunFiles]) -> list[list[str]]:
+    """Name, and value of each run, of the settings, data, code and versions in which the runs differ."""
     facts = [_facts(run) for run in runs]
-    names = list(dict.fromkeys(name for known in facts for name in known))
-    shown = [(name, [show(known.get(name, MISSING)) for known in facts]) for name in names if name not in PLACES]
-    return [(name, values) for name, values in shown if len(set(values)) > 1]
+    shown = as_rows([{name: show(value) for name, value in known.items() if name not in PLACES} for known in facts])
+    return [row for row in shown if len(set(row[1:])) > 1]
 
 
 def changed(run: RunFiles) -> list[tuple[str, str, str]]:
@@ -102,7 +101,7 @@ def repeat_command(run: RunFiles, config: Path) -> str:
     return shlex.join([*(launcher if processes > 1 else ["scu-trainer", "train"]), *words])
 
 
-def as_rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
-    """Tables of several runs as rows with a value for each; a name that one lacks is a dash there."""
+def as_rows(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Tables of several runs as rows: a name, and a value for each; a name that one lacks is a dash there."""
     names = list(dict.fromkeys(name for column in columns for name in column))
-    return [(name, [column.get(name, MISSING) for column in columns]) for name in names]
+    return [[name, *(column.get(name, MISSING) for column in columns)] for name in names]

@@ -18,7 +18,8 @@ NONE = "-"
 def key_figures(run: RunFiles) -> list[tuple[str, str]]:
     """Name and value of what a person wants to know first."""
     control = run.metrics.get("regularization") or {}
-    cost, speeds = control.get("overhead_fraction"), points(run.logs, "throughput/tokens_per_second")[1]
+    cost, strength = control.get("overhead_fraction"), newest(run.control, "lambda")
+    speeds = points(run.logs, "throughput/tokens_per_second")[1]
     base = "the embedded base model" if run.settings else NONE
     return [
         ("status", f"{run.state}: {run.detail}" if run.detail else run.state),
@@ -26,7 +27,7 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         *_held_out(run),
         ("training loss, last logged", _loss(run)),
         ("S", _s(run, control)),
-        ("lambda, newest", _lambda(run, control)),
+        ("lambda, newest", NONE if only_measured(run) else number(control.get("final_lambda", strength))),
         ("cost of measuring and steering S", NONE if cost is None else f"{cost:.2%} of the training time"),
         ("tokens per second, mean", number(sum(speeds) / len(speeds) if speeds else None)),
         ("peak memory", _peak(run)),
@@ -47,10 +48,6 @@ def _loss(run: RunFiles) -> str:
     if loss is None:
         return NONE
     return f"{bits_of(loss):.3f} bits per {run.unit}" if in_bits(run) else number(loss)
-
-
-def _lambda(run: RunFiles, control: Mapping[str, Any]) -> str:
-    return NONE if only_measured(run) else number(control.get("final_lambda", newest(run.control, "lambda")))
 
 
 def _steps(run: RunFiles) -> str:

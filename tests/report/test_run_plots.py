@@ -444,8 +444,10 @@ def test_durations():
 def test_what_distinguishes_runs(made):
     one, off = (read_run(made / name, name) for name in ("one", "off"))
     assert differences([one, off]) == [
-        ("scu", ["true", "false"]), ("memory_control", ["true", "false"]), ("learning_rate", ["0.004", "0.002"])
-    ]  # fmt: skip
+        ["scu", "true", "false"],
+        ["memory_control", "true", "false"],
+        ["learning_rate", "0.004", "0.002"],
+    ]
     assert changed(one) == [("learning_rate", "0.004", "5e-05"), ("max_steps", "60", "-1")]
     assert differences([one, one]) == []
 
@@ -493,6 +495,7 @@ def test_arms_of_a_comparison_are_told_apart_and_have_their_targets():
         for key, target in targets.items()
     }
     content = {"arms": [{"name": arm} for arm in arms], "runs": [], "table": [], "seeds": [0]}
+    content |= {"reference": "arm-0", "confidence": 0.95}
     (panel,) = comparison_plots(Comparison(Path(), content, runs))[2].panels
     looks = {(line.color % COLORS, line.dash % len(DASHES)) for line in panel.lines}
     assert len(looks) == len(arms)
@@ -502,6 +505,7 @@ def test_arms_of_a_comparison_are_told_apart_and_have_their_targets():
 def test_several_seeds_of_one_job_have_no_differences():
     job = {"arm": "job", "held_out_bpt": {"value": 6.8}}
     content = {"arms": [{"name": "job"}], "runs": [], "table": [job], "seeds": [0, 1], "reference": "job"}
+    content |= {"confidence": 0.95}
     arms, paired, *_ = comparison_plots(Comparison(Path(), content, {}))
     assert arms.panels and not paired.panels
     assert paired.notes == ("there is one arm, and nothing to compare it with",)
