@@ -43,8 +43,10 @@ class Guard:
         await self.app({**scope, "method": _method(scope)}, receive, send)
 
     def _check(self, scope: Any, headers: Headers) -> None:
-        if self._hosts is not None:
-            self._check_stranger(self._hosts, headers)
+        status = None if self._hosts is None else stranger(self._hosts, headers, len(headers.getlist("host")))
+        if status is not None:
+            ours = " or ".join(sorted(self._hosts))
+            raise BadRequest(f"{STRANGERS[status]}; this server is {ours}", status=status)
         if self._key is not None and scope["path"] != HEALTH:
             self._check_key(headers.get("authorization", ""))
         route = MODELS if scope["path"].startswith(f"{MODELS}/") else scope["path"]  # of one model by its name
@@ -52,11 +54,6 @@ class Guard:
             raise BadRequest(f"{scope['path']} is not served; available: {', '.join(ROUTES)}", status=404)
         if _method(scope) != ROUTES[route]:
             raise BadRequest(f"{scope['path']} takes only {ROUTES[route]}", status=405)
-
-    def _check_stranger(self, hosts: Collection[str], headers: Headers) -> None:
-        status = stranger(hosts, headers, len(headers.getlist("host")))
-        if status is not None:
-            raise BadRequest(f"{STRANGERS[status]}; this server is {' or '.join(sorted(hosts))}", status=status)
 
     def _check_key(self, header: str) -> None:
         scheme, _, given = header.partition(" ")

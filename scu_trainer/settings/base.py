@@ -173,7 +173,8 @@ def check_text(name: str, text: str, *, is_name: bool) -> None:
     way_out = "give the file or folder a name in UTF-8 (mv, or convmv)"
     if encoding != "utf-8":
         way_out = f"this process reads names as {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
-    require(_is_unicode(text), f"{name} is {short(text)}, which is not valid UTF-8; {way_out}")
+    is_unicode = text.encode(errors="ignore").decode() == text
+    require(is_unicode, f"{name} is {short(text)}, which is not valid UTF-8; {way_out}")
     if not is_name:
         return
     longest = max(len(part.encode()) for part in text.split("/"))
@@ -186,14 +187,6 @@ def check_text(name: str, text: str, *, is_name: bool) -> None:
         not text.startswith("~") or os.path.expanduser(text) != text,
         f"{name} is {short(text)}, and there is no user of that name; write ./{text[:40]} for a file of that name",
     )
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def require(condition: bool, message: str) -> None:

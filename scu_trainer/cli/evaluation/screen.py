@@ -36,14 +36,11 @@ def _labels(models: list[dict[str, Any]]) -> list[str]:
 
 
 def _legend(models: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
-    for model, label in zip(models, labels, strict=True):
-        if label != model["name"] and "merge" not in model:
-            yield f"{label}: {_under_home(model['name'])}"
-
-
-def _under_home(name: str) -> str:
     home = f"{Path.home()}/"
-    return f"~/{name.removeprefix(home)}" if name.startswith(home) else name
+    for model, label in zip(models, labels, strict=True):
+        name = model["name"]
+        if label != name and "merge" not in model:
+            yield f"{label}: ~/{name.removeprefix(home)}" if name.startswith(home) else f"{label}: {name}"
 
 
 def _end_of(name: str) -> str:
@@ -85,12 +82,9 @@ def _table(report: dict[str, Any], models: list[dict[str, Any]], labels: list[st
         if "sources" in model:
             yield from ("", f"{label} by source, bits/{report['unit']}:")
             width = max(NAME_COLUMNS, *map(len, model["sources"]))
-            yield from (_source_row(name, source, width) for name, source in model["sources"].items())
-
-
-def _source_row(name: str, source: dict[str, Any], width: int) -> str:
-    row = _row(name, *_words(source["bpt"], "bpt"), width=width)
-    return f"{row}  {source['documents']:,} documents, {source['tokens']:,} tokens"
+            for name, source in model["sources"].items():
+                row = _row(name, *_words(source["bpt"], "bpt"), width=width)
+                yield f"{row}  {source['documents']:,} documents, {source['tokens']:,} tokens"
 
 
 def _titles(report: dict[str, Any]) -> dict[str, str]:

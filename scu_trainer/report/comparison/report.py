@@ -99,7 +99,8 @@ def metrics_of(run: Path) -> dict[str, Any]:
         "tracking_verdict": control.get("verdict") if "settling_step" in control else None,
         "overhead_fraction": control.get("overhead_fraction"),
         "steps": found["steps"],
-        "tokens": trained_tokens(found),
+        # The curriculum and memory count real tokens, where they kept statistics.
+        "tokens": (found.get("curriculum") or found.get("memory") or {}).get("real_tokens"),
         "data_fingerprint": (description.get("data") or {}).get("fingerprint"),
         "final_s": control.get("final_s"),
         "final_lambda": control.get("final_lambda"),
@@ -109,13 +110,6 @@ def metrics_of(run: Path) -> dict[str, Any]:
 
 def _value(found: Mapping[str, Any], key: str) -> Optional[float]:
     return (found.get(key) or {}).get("value")
-
-
-def trained_tokens(metrics: Mapping[str, Any]) -> Optional[int]:
-    """Real tokens that the run trained on, from the statistics of the curriculum or of memory; None where neither
-    kept."""
-    counts = metrics.get("curriculum") or metrics.get("memory") or {}
-    return counts.get("real_tokens")
 
 
 def _tracking_error(run: Path, control: Mapping[str, Any], settling_step: int) -> Optional[float]:
