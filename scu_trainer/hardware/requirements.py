@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,35 +99,6 @@ def _of_recipe(needs: RecipeNeeds, machine: Machine) -> Iterator[RequirementStat
 def all_required_met(findings: Iterable[RequirementStatus]) -> bool:
     """Whether training can start: every finding but the optional ones is ok."""
     return all(finding.ok or not finding.required for finding in findings)
-
-
-def render(findings: Sequence[RequirementStatus], width: int = 80) -> str:
-    """The findings as a table of ``width`` columns, without colours: it also goes into logs and bug reports."""
-    if importlib.util.find_spec("rich") is None:
-        return "\n".join(f"{_mark(finding)}: {finding.name} {finding.found}; {finding.fix}" for finding in findings)
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title, options in (
-        ("", {"no_wrap": True}),
-        ("requirement", {"no_wrap": True}),
-        ("found", {"max_width": 27}),
-        ("wanted, or what to do", {}),
-    ):
-        table.add_column(title, **options)
-    for finding in findings:
-        advice = finding.wanted if finding.ok else f"{finding.wanted}: {finding.fix}"
-        table.add_row(_mark(finding), finding.name, finding.found, advice)
-    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False)
-    console.print(table)
-    return console.file.getvalue().rstrip("\n")
-
-
-def _mark(finding: RequirementStatus) -> str:
-    if finding.ok:
-        return "ok"
-    return "FIX" if finding.required else "opt"
 
 
 def _parse(lines: Iterable[str]) -> tuple[list[Requirement], dict[str, list[Requirement]]]:

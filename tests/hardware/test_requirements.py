@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from scu_trainer.cli.machine.check import render
 from scu_trainer.hardware import requirements
 from scu_trainer.hardware.needs import RecipeNeeds, needs_of
 from scu_trainer.hardware.probe import Accelerator, Machine
-from scu_trainer.hardware.requirements import all_required_met, check, render
+from scu_trainer.hardware.requirements import all_required_met, check
 
 GIB = 2**30
 DECLARED = (

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.cli import configuration
+from scu_trainer.cli.main import figures_table
+from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import ModelError
 from scu_trainer.hardware.requirements import RequirementStatus
 
@@ -17,9 +19,14 @@ def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
 
     Raises SettingsError for a recipe that cannot be read, or that contradicts itself where all requirements are met.
     """
-    from scu_trainer.hardware.requirements import all_required_met, render
+    from scu_trainer.data import default_cache_dir
+    from scu_trainer.hardware.requirements import all_required_met, check
 
-    findings = _without_a_recipe() if _lacks_a_reader() else findings_of(configuration.read_values(config, flags))
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        # They know the fields of a recipe, and that they are missing is then the thing to say.
+        findings = check(Path("runs"), default_cache_dir(None))
+    else:
+        findings = findings_of(configuration.read_values(config, flags))
     print(render(findings))
     if not all_required_met(findings):
         return 2
@@ -27,16 +34,22 @@ def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
     return 0
 
 
-def _lacks_a_reader() -> bool:
-    """Whether the libraries that know the fields of a recipe are missing, which is then the thing to say."""
-    return any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
+def render(findings: Sequence[RequirementStatus]) -> str:
+    """The findings as a table of 80 columns, without colours: it also goes into logs and bug reports."""
+    if importlib.util.find_spec("rich") is None:
+        return "\n".join(f"{_mark(finding)}: {finding.name} {finding.found}; {finding.fix}" for finding in findings)
+    rows = [[_mark(one), one.name, one.found, one.wanted if one.ok else f"{one.wanted}: {one.fix}"] for one in findings]
+    titles = ("", "requirement", "found", "wanted, or what to do")
+    table = figures_table(titles, rows, left=titles, framed=False)
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
+    table.columns[2].max_width = 27
+    return rendered(table)
 
 
-def _without_a_recipe() -> list[RequirementStatus]:
-    from scu_trainer.data import default_cache_dir
-    from scu_trainer.hardware.requirements import check
-
-    return check(Path("runs"), default_cache_dir(None))
+def _mark(finding: RequirementStatus) -> str:
+    if finding.ok:
+        return "ok"
+    return "FIX" if finding.required else "opt"
 
 
 def findings_of(values: dict[str, Any]) -> list[RequirementStatus]:
