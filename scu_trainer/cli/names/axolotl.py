@@ -12,9 +12,9 @@ from scu_trainer.cli.names.common import (
     held_out,
     isolated_packing,
     mixed,
-    report_to,
     several,
     targets,
+    when_on,
     with_prompts,
 )
 from scu_trainer.cli.names.meaning import (
@@ -36,8 +36,6 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.settings.data import CHAT_TEMPLATES
 
 ATTENTION = {
-    "xformers_attention": None,
-    "sage_attention": None,
     "flex_attention": "flex_attention",
     "flash_attention": "flash_attention_2",
     "sdp_attention": "sdpa",
@@ -67,36 +65,13 @@ def _targets(value: Any, source: Source) -> Meaning:
     return targets(value, source)
 
 
-def _attention(name: str) -> Any:
-    @where_on
-    def meant(value: Any, source: Source) -> Meaning:
-        if ATTENTION[name] is None:
-            return Meaning(
-                said="transformers has no such attention; the fastest that is installed is used", is_lost=True
-            )
-        return Meaning({"attn_implementation": ATTENTION[name]})
-
-    return meant
-
-
 @where_on
 def _preferences(value: Any, source: Source) -> Meaning:
     raise SettingsError(f"{value} is another kind of training than that of the next token; {WITH_LOOPS}")
 
 
-def _number_format(name: str) -> Any:
-    def meant(value: Any, source: Source) -> Meaning:
-        if value == "auto":
-            return Meaning({"mixed_precision": "auto"})
-        return Meaning({name: is_on(value)})
-
-    return meant
-
-
-def _tf32(value: Any, source: Source) -> Meaning:
-    if value == "auto":
-        return Meaning(said="it is on if the GPU supports it")
-    return Meaning({"tf32": is_on(value)})
+def _number_format(name: str, auto: Meaning) -> Any:
+    return lambda value, source: auto if value == "auto" else Meaning({name: is_on(value)})
 
 
 def _minimum_rate(value: Any, source: Source) -> Meaning:
@@ -315,7 +290,7 @@ TABLE: Table = {
     "load_in_8bit": quantized(_adapts, load_in_8bit=True),
     "lora_model_dir": Same("adapter_name_or_path"),
     "lora_target_modules": _targets,
-    "lora_target_linear": where_on(lambda value, source: Meaning({"lora_target_modules": ["all-linear"]})),
+    "lora_target_linear": when_on(lora_target_modules=["all-linear"]),
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",
     "lora_modules_to_save": several("modules_to_save"),
     "lora_fan_in_fan_out": Nothing("peft detects it"),
@@ -336,15 +311,19 @@ TABLE: Table = {
     **dict.fromkeys(("rl", "reward_model", "process_reward_model", "diffusion"), _preferences),
     "trl": WITH_LOOPS,
     "num_labels": "texts are not classified here",
-    "bf16": _number_format("bf16"),
-    "fp16": _number_format("fp16"),
+    "bf16": _number_format("bf16", Meaning({"mixed_precision": "auto"})),
+    "fp16": _number_format("fp16", Meaning({"mixed_precision": "auto"})),
     **{name: Switch({"dtype": name}) for name in ("bfloat16", "float16", "float32")},
     "fp8": "there is no training in 8 bits here; optim: adamw_8bit and tuning: qlora save memory",
-    "tf32": _tf32,
+    "tf32": _number_format("tf32", Meaning(said="it is on if the GPU supports it")),
     "gradient_checkpointing": checkpointing,
     "gradient_checkpointing_kwargs": Nothing("checkpointing gives the same numbers either way"),
     "activation_offloading": "activations stay where they are; checkpoint_every_layer: true keeps fewer",
-    **{name: _attention(name) for name in ATTENTION},
+    **dict.fromkeys(
+        ("xformers_attention", "sage_attention"),
+        "transformers has no such attention; the fastest that is installed is used",
+    ),
+    **{name: when_on(attn_implementation=kind) for name, kind in ATTENTION.items()},
     "s2_attention": "there is no such attention here",
     "datasets": _datasets,
     "test_datasets": _held_out_sets,
@@ -397,7 +376,7 @@ TABLE: Table = {
     "evals_per_epoch": _per_epoch("eval"),
     "saves_per_epoch": _per_epoch("save"),
     "use_tensorboard": Switch({"report_to": "tensorboard"}),
-    **dict.fromkeys(("use_wandb", "wandb_project"), report_to("wandb")),
+    **dict.fromkeys(("use_wandb", "wandb_project"), when_on(report_to="wandb")),
     "wandb_name": Same("run_name"),
     **{f"wandb_{name}": f"set it for W&B: WANDB_{name.upper()}=... before the command"
        for name in ("entity", "watch", "log_model", "mode", "run_id")},

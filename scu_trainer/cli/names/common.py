@@ -113,9 +113,9 @@ def chat_template(value: Any, source: Source) -> Meaning:
     return Meaning(said="the tokenizer's own chat template is used; chat_template: NAME_OR_FILE gives another")
 
 
-def report_to(name: str) -> Reader:
-    """A switch for a place that gets the figures of a run."""
-    return where_on(lambda value, source: Meaning({"report_to": name}))
+def when_on(**settings: Any) -> Reader:
+    """A switch, or a value that is more than one, that stands for these settings."""
+    return where_on(lambda value, source: Meaning(settings))
 
 
 def several(name: str) -> Any:
@@ -152,12 +152,11 @@ def adapts(value: Any, source: Source) -> Meaning:
 
 
 PADDED = Nothing("rows are padded to the longest of their micro-batch, which changes no result")
-RUN_FOLDER = Nothing(
-    "no run is overwritten: an unfinished one of the same configuration resumes, another one starts next to it"
-)
 GONE = {
     "logging_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
-    "overwrite_output_dir": RUN_FOLDER,
+    "overwrite_output_dir": Nothing(
+        "no run is overwritten: an unfinished one of the same configuration resumes, another one starts next to it"
+    ),
     "overwrite_cache": Nothing(
         "prepared data are keyed by their source and settings, and prepared again when these change"
     ),

@@ -111,7 +111,11 @@ def _split(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
 
 def _others(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, Key]:
     """Keys that are not ours, or whose value is not. Raises SettingsError for one without a counterpart."""
-    others = [name for name, value in entries.items() if _is_other(name, value, known)]
+    others = [
+        name
+        for name, value in entries.items()
+        if is_path(name, value) or is_word(name, value) or (name not in known and name in ANYWHERE)
+    ]
     table = {name: ANYWHERE[name] for name in others if name in ANYWHERE and name not in known}
     keys = {key.name: key for key in keys_of(Source(entries), table, entries)}
     lost = next((key for key in keys.values() if key.meaning.is_lost), None)
@@ -119,10 +123,6 @@ def _others(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, Key
         raise SettingsError(f"{lost.name} is unknown here: {lost.meaning.said}")
     together(keys.values())
     return {name: keys[name] for name in others}
-
-
-def _is_other(name: str, value: Any, known: Collection[str]) -> bool:
-    return is_path(name, value) or is_word(name, value) or (name not in known and name in ANYWHERE)
 
 
 def _set(key: Key) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from scu_trainer.cli.names.common import MERGING, checkpointing, isolated_packing, mixed, report_to, targets
+from scu_trainer.cli.names.common import MERGING, checkpointing, isolated_packing, mixed, targets, when_on
 from scu_trainer.cli.names.meaning import (
     Meaning,
     Nothing,
@@ -90,7 +90,7 @@ TABLE: Table = {
     "target_modules": _of_adapters(targets),
     "use_rslora": _of_adapters(boolean("use_rslora")),
     "use_dora": _of_adapters(boolean("use_dora")),
-    "use_loftq": _of_adapters(where_on(lambda value, source: Meaning({"init_lora_weights": "loftq"}))),
+    "use_loftq": _of_adapters(when_on(init_lora_weights="loftq")),
     "loftq_config": "write init_lora_weights: loftq",
     "bias": _bias,
     "fast_inference": ANSWERS,
@@ -99,11 +99,11 @@ TABLE: Table = {
     "finetune_language_layers": PARTS,
     "finetune_attention_modules": PARTS,
     "finetune_mlp_modules": PARTS,
-    "enable_wandb": report_to("wandb"),
+    "enable_wandb": when_on(report_to="wandb"),
     "wandb_project": Nothing("set it for W&B: WANDB_PROJECT=... before the command"),
     "wandb_token": "log in with wandb login, or set the environment variable WANDB_API_KEY",
     "hf_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
-    "enable_tensorboard": report_to("tensorboard"),
+    "enable_tensorboard": when_on(report_to="tensorboard"),
     "tensorboard_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
     "log_frequency": Same("logging_steps"),
     "save_model": Nothing("the model is always saved"),
