@@ -295,6 +295,23 @@ def test_a_restart_goes_on_where_a_checkpoint_from_elsewhere_went(tmp_path):
     assert (begun.output_dir, begun.checkpoint) == (beside, str(newest))
 
 
+def test_a_restart_before_training_takes_nothing_of_the_past_that_the_run_leaves(tmp_path):
+    run = run_at(tmp_path / "run", updated_s=LAUNCHED_S + 5, configuration={"resume_from_checkpoint": None})
+    wanted, newest = str(checkpoint(run, 2)), str(checkpoint(run, 4))
+    assert start(run, wanted, restarted=True).checkpoint == wanted
+    write_json(run / "training_config.json", {"configuration": {"resume_from_checkpoint": wanted}})
+    assert start(run, wanted, restarted=True).checkpoint == newest
+
+
+@pytest.mark.parametrize("status", ["stopped", "finished"])
+def test_a_checkpoint_of_a_run_that_took_the_place_is_resumed_there(tmp_path, status):
+    run = run_at(tmp_path / "run", "finished", start_number=1)
+    second = run_at(tmp_path / "run-2", status, start_number=2, **{subject.ASKED_FOR: "run"})
+    run_at(tmp_path / "run-3", start_number=3, **{subject.ASKED_FOR: "run"})
+    wanted = str(checkpoint(second, 2))
+    assert start(run, wanted) == Start(second, wanted)
+
+
 def test_a_restart_by_weights_alone_goes_on_from_weights_alone(tmp_path):
     run = run_at(tmp_path / "run", updated_s=LAUNCHED_S + 5)
     newest = checkpoint(run, 4)

@@ -203,16 +203,21 @@ def _way_back(run: Path, request: Request) -> str:
 def _asked_for(request: Request) -> Start:
     """The checkpoint that was named; after a restart what this launch has written since."""
     run = request.output_dir
-    from_elsewhere = request.wanted is not True and Path(str(request.wanted)).resolve().parent != run.resolve()
-    if from_elsewhere:
-        run = latest_run(run) or run
-    if _is_of_this_launch(run, request):
+    folder = run.resolve() if request.wanted is True else Path(str(request.wanted)).resolve().parent
+    own = [one for one in (run, *_runs_of(run)) if one.resolve() == folder]
+    run = own[0] if own else latest_run(run) or run
+    if _is_of_this_launch(run, request) and _went_on_from(run, request.wanted):
         since, _ = newest_checkpoint(run, request.world_size, request.weights_only)
         if since is not None:
             return Start(run, str(since), f"{RESTARTED}: {going_on(since)}")
-    elif from_elsewhere and (_is_finished(run) or _changed(run, request) != {}):
+    elif not own and (_is_finished(run) or _changed(run, request) != {}):
         return replace(_beside(request.output_dir), checkpoint=request.wanted)
     return Start(run, request.wanted)
+
+
+def _went_on_from(run: Path, wanted: Optional[str | bool]) -> bool:
+    """A run is described anew when its training begins: until then its checkpoints are of the past that it leaves."""
+    return wanted in (True, _description(run).get("configuration", {}).get("resume_from_checkpoint", wanted))
 
 
 def _beside(output_dir: Path, reason: str = "") -> Start:
