@@ -181,11 +181,16 @@ def test_on_another_card_a_resumed_run_begins_with_the_batch_again(tmp_path, car
     assert trainer.micro_batches.loop.statistics.windows == 8
 
 
-def worked_off(loop: MicroBatchSizer, *batches: tuple[int, ...], share: float = 1.0) -> int:
+EXACT = Reduction("num_items")
+
+
+def worked_off(
+    loop: MicroBatchSizer, *batches: tuple[int, ...], share: float = 1.0, reduction: Reduction = EXACT
+) -> int:
     """A step on rows of these lengths, a byte per token: how many micro-batches it took. ``share``: of the tokens that
     the layers see."""
     rows = [[dict.fromkeys(("input_ids", "labels"), torch.full((n,), 3)) for n in lengths] for lengths in batches]
-    window, done = AccumulationWindow([read_layout(pad(batch)) for batch in rows], Reduction("num_items")), []
+    window, done = AccumulationWindow([read_layout(pad(batch)) for batch in rows], reduction), []
     window.is_padding_free = True
     for part in [part for whole in loop.begin(window, loop.step + 1) for part in loop.fit(whole)]:
         loop.before(part)
@@ -195,6 +200,27 @@ def worked_off(loop: MicroBatchSizer, *batches: tuple[int, ...], share: float = 
         done.append((part, torch.zeros(())))
     loop.end(done, list)
     return len(done)
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["new", "resumed on another machine"])
+@pytest.mark.parametrize(
+    ("reduction", "count"),
+    [(EXACT, 2), (Reduction("rows", mixes="rows act on each other"), 1)],
+    ids=["exact", "a split would change the gradient"],
+)
+def test_only_what_may_be_split_begins_small(monkeypatch, resumed, reduction, count):
+    loop, changes = MicroBatchSizer(MemorySettings(), Device(0), CPU), []
+    worked_off(loop, (8, 8, 8, 8), reduction=reduction)
+    saved = loop.state_dict()
+    loop.begin_with(16)
+    loop.reset()
+    loop.on_row = changes.append
+    if resumed:
+        loop.load_state_dict({**saved, "device": "another"})
+    assert worked_off(loop, (8, 8, 8, 8), reduction=reduction) == count
+    assert [row["reason"] for row in changes[:1]] == [
+        "larger ones were predicted not to fit into main memory" for _ in range(count - 1)
+    ]
 
 
 def test_rows_that_are_longer_than_all_before_are_measured_and_not_said_to_be_too_large():

@@ -131,7 +131,7 @@ class MicroBatchSizer:
         """As before the first training: sizes that fitted then may not fit now."""
         self.state, self.statistics = control.SizerState(cap_tokens=self._first_cap), MemoryStatistics()
         self._predicted_least = math.inf
-        self._learning_until = LEARNING_WINDOWS
+        self._first_window, self._learning_until = 0, LEARNING_WINDOWS
         self._measured_up_to = (0, 0)
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
         self._logged_peak_bytes = 0
@@ -162,7 +162,7 @@ class MicroBatchSizer:
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
             self._based_on(self._look() if exact else reading)
-        if self._first_cap is not None and not self.statistics.windows:
+        if self._first_cap is not None and self.statistics.windows == self._first_window:
             self._begin_small()
         micro_batches = self._plan(window) if keep_step is None else self._even(window, keep_step)
         self._planned = len(micro_batches)
@@ -539,7 +539,8 @@ class MicroBatchSizer:
             self.state = control.SizerState.from_dict(saved["state"])
             self._learning_until = saved["learning_until"]
         else:  # what fitted there, and what it cost, says nothing of here
-            self._learning_until = self.statistics.windows + LEARNING_WINDOWS
+            self._first_window = self.statistics.windows
+            self._learning_until = self._first_window + LEARNING_WINDOWS
 
     def forget_window(self) -> None:
         """Give back the last window's batches."""
