@@ -8,6 +8,8 @@ import importlib
 import os
 import pkgutil
 import random
+import re
+import resource
 from collections import UserDict
 from functools import partial
 
@@ -221,9 +223,12 @@ def test_a_worker_without_memory_is_told_in_one_line(name):
     ],
 )
 def test_too_few_files_are_told_in_one_line(error):
-    with pytest.raises(RequirementError, match=r"^step 7 needs more open files than the \d+ .*; raise that \("):
+    words = r"^step 7 needs more open files than the \d+ .*; raise that \("
+    with pytest.raises(RequirementError, match=words) as found:
         with last_word(lambda: "step 7"):
             raise error
+    now, wanted = re.search(r"than the (\d+) that .*ulimit -n (\d+)\)", str(found.value)).groups()
+    assert int(wanted) > int(now) == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @pytest.mark.parametrize(

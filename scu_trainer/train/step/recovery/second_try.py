@@ -48,8 +48,6 @@ SMALLER_LOADER = (
 TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 """The second is what a process says that has no room for the file in which a worker sends a batch."""
 
-MORE_FILES = f"raise that (ulimit -n 4096) or lower dataloader_num_workers, and {RUN_AGAIN}"
-
 LOADER_FILES = str(Path("torch", "utils", "data"))
 """Where the frames of a data loader that reads in the main process lie."""
 
@@ -129,7 +127,7 @@ def last_word(doing: Callable[[], str]) -> Iterator[None]:
         if is_out_of_memory_in_loader(error):
             _end(f"{doing()}: a worker of the data loader ran out of memory", SMALLER_LOADER, _last_line(error), error)
         if any(words in str(error) for words in TOO_MANY_FILES):
-            raise RequirementError(f"{doing()} needs more open files than {_most_files()}; {MORE_FILES}") from error
+            raise RequirementError(f"{doing()} needs more open files than {_more_files()}, and {RUN_AGAIN}") from error
         if not is_out_of_memory(error):
             raise
         frames = traceback.extract_tb(error.__traceback__)
@@ -139,12 +137,13 @@ def last_word(doing: Callable[[], str]) -> Iterator[None]:
         _end(f"{found} ({place})", SMALLER_LOADER if is_loading else MORE_ROOM, _first_line(error), error)
 
 
-def _most_files() -> str:
+def _more_files() -> str:
     try:
         import resource  # POSIX only
     except ImportError:
-        return "the system lets it have"
-    return f"the {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} that ulimit -n lets it have"
+        return "the system lets it have; lower dataloader_num_workers"
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"the {most} that ulimit -n lets it have; raise that (ulimit -n {4 * most}) or lower dataloader_num_workers"
 
 
 def _end(found: str, advice: str, text: str, error: BaseException) -> NoReturn:
