@@ -199,10 +199,10 @@ class LossPath:
         put_back_statistics = self._statistics()
         loss, losses = self._forward(model, inputs, num_items, stock, ids)
         if losses is not None and not _are_finite([losses]):
-            put_back_statistics()
             bad = ~torch.isfinite(losses.sums)
             if self._needs_all_ranks:
-                return self._left_to_guard(ids[bad], loss)
+                return self._left_to_guard(ids, bad, loss)
+            put_back_statistics()
             return self._without(inputs, num_items, stock, ids, bad)
         self._see(ids, losses)
         return loss
@@ -320,16 +320,17 @@ class LossPath:
     def _needs_all_ranks(self) -> bool:
         return self.trainer.accelerator.num_processes > 1 and is_sharded(self.trainer)
 
-    def _left_to_guard(self, bad_ids: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def _left_to_guard(self, ids: torch.Tensor, bad: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it is: for a forward pass without the bad rows the other ranks would have to take part. The
         non-finite guard skips the step on all of them. Raises ControlError where there is none."""
-        self.rows.quarantine(bad_ids)
         if self.trainer.nonfinite_guard is None:
-            samples = ", ".join(map(str, bad_ids.tolist()))
+            samples = ", ".join(map(str, ids[bad].tolist()))
             raise ControlError(
                 f"the loss of sample {samples} is not a finite number, and under FSDP or ZeRO-3 one rank cannot run "
                 "again without it; remove it from the data, or pass safety=SafetySettings(), which skips the step"
             )
+        if not (self._rows_mix and bool(bad.all())):  # else one may have spoilt all: which it is needs a pass, too
+            self.rows.quarantine(ids[bad])
         return loss
 
     def _without(self, inputs, num_items, stock, ids, bad: torch.Tensor) -> torch.Tensor:
