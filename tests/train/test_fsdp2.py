@@ -7,28 +7,32 @@ here that it is FSDP all the same. All that follows (sharding, collectives, DTen
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
 from torch.distributed.tensor import DTensor
 
 from scu_trainer import SCUTrainer
 from scu_trainer.errors import ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
+from scu_trainer.train.loss.analysis import analysis
 from scu_trainer.train.session.training import score
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes
-from tests.tiny import UnevenRows, arguments, llama, pad
+from tests.tiny import UnevenRows, arguments, images, llama, pad
 from tests.train.curricula import PoisonedRows, poisoned
+from tests.train.test_curriculum_faults import NormalizedNet
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPS = {
@@ -100,9 +104,40 @@ def bad_rows(folder: Path) -> dict:
     loops = {**LOOPS["both"], "safety": SafetySettings()}
     data = PoisonedRows(64, (3, 17))
     trainer = SCUTrainer(poisoned(llama()), args, train_dataset=data, data_collator=pad, **loops)
+    return counted(trainer)
+
+
+def bad_picture(folder: Path) -> dict:
+    """One of 64, which spoils the losses of its batch. accelerate takes buffers only where each rank loads them."""
+    data = images(64)
+    data.rows[7]["pixel_values"][0, 0, 0] = math.nan
+    args = arguments(folder, per_device_train_batch_size=4, max_steps=8)
+    loops = {"curriculum": CurriculumSettings(), "safety": SafetySettings()}
+    with mock.patch.dict(os.environ, FSDP_AUTO_WRAP_POLICY="NO_WRAP", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+        return counted(SCUTrainer(NormalizedNet(), args, train_dataset=data, data_collator=pad, **loops))
+
+
+def counted(trainer: SCUTrainer) -> dict:
     trainer.train()
     figures = trainer.curriculum.figures()["curriculum"]
-    return {"skipped": trainer.nonfinite_guard.skipped_steps, "quarantined": figures["quarantined"]}
+    buffers = all(bool(buffer.isfinite().all()) for buffer in trainer.model.buffers())
+    skipped = trainer.nonfinite_guard.skipped_steps
+    return {"skipped": skipped, "quarantined": figures["quarantined"], "finite": buffers}
+
+
+def sent_to_ask(folder: Path, rows: int) -> list[str]:
+    """What one rank sent to the other in a training with batches of ``rows``."""
+    sent: list[str] = []
+
+    def told(objects: list, from_process: int) -> list:
+        found = broadcast_object_list(objects, from_process)
+        sent.extend(type(one).__name__ for one in found[0])
+        return found
+
+    args = arguments(folder, per_device_train_batch_size=rows, max_steps=3)
+    with mock.patch.object(analysis, "broadcast_object_list", told):
+        SCUTrainer(llama(), args, train_dataset=UnevenRows(64), data_collator=pad, memory=MemorySettings()).train()
+    return sent
 
 
 def bits_per_token(trainer: SCUTrainer) -> float | None:
@@ -131,7 +166,8 @@ def main(folder: Path) -> None:
         except ControlError as error:
             found[name] = {"refused": str(error)}
     found["whole"], found["resumed"] = (outcome(trainer, {}) for trainer in resumed(folder / "resumed"))
-    found["bad rows"] = bad_rows(folder / "bad rows")
+    found["bad rows"], found["bad picture"] = bad_rows(folder / "bad rows"), bad_picture(folder / "bad picture")
+    found["sent"] = {rows: sent_to_ask(folder / f"{rows} rows", rows) for rows in (1, 4)}
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -187,7 +223,15 @@ def test_resumed_is_uninterrupted_bit_for_bit(found):
 
 def test_bad_rows_are_set_aside_and_their_steps_skipped(found):
     """A rank that runs its batch again without them would wait for the others."""
-    assert found["bad rows"] == {"skipped": 2, "quarantined": 2}
+    assert found["bad rows"] == {"skipped": 2, "quarantined": 2, "finite": True}
+
+
+def test_a_bad_picture_leaves_the_good_ones_of_its_batch_and_the_running_statistics(found):
+    assert found["bad picture"] == {"skipped": 1, "quarantined": 0, "finite": True}
+
+
+def test_only_batches_that_can_tell_are_sent_and_no_count_that_lies_on_the_device_of_one_rank(found):
+    assert found["sent"][1] == [] and set(found["sent"][4]) == {"Batch"}
 
 
 def test_all_ranks_score_a_sharded_model_together(ranks):

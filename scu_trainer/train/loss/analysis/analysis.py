@@ -46,10 +46,6 @@ MOST_QUESTIONS = 5
 all it is asked again in the windows 8, 16, 32, ..."""
 
 
-Asked = tuple[Sequence[Batch], Any]
-"""The batches of a window, and their ``num_items``."""
-
-
 def _keys(batches: Sequence[Batch]) -> frozenset:
     return frozenset(frozenset(batch.inputs) for batch in batches if isinstance(batch.inputs, Mapping))
 
@@ -58,18 +54,18 @@ def _are_padded(batches: Sequence[Batch]) -> bool:
     return len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
 
 
-def _of_one_rank(asked: Optional[Asked], ranks: Ranks) -> Optional[Asked]:
-    """What the first rank asks that has padding to ask about, else the first that asks, for every rank; None where none
-    does. Forward passes of sharded weights need all ranks, and which ones a question takes depends on its rows."""
+def _of_one_rank(batches: Optional[Sequence[Batch]], ranks: Ranks) -> Optional[Sequence[Batch]]:
+    """Those of the first rank that has padding to ask about, else of the first that asks, for every rank; None where
+    none does. Forward passes of sharded weights need all ranks, and which ones a question takes depends on its rows."""
     urgency = 0
-    if asked is not None:
-        urgency = (1 + _are_padded(asked[0])) * ranks.world_size + ranks.world_size - 1 - ranks.rank
+    if batches is not None:
+        urgency = (1 + _are_padded(batches)) * ranks.world_size + ranks.world_size - 1 - ranks.rank
     most = ranks.all_reduce_max([urgency])[0]
     if most == 0:
         return None
     if urgency == most:
-        asked = [replace(batch, inputs=send_to_device(batch.inputs, CPU)) for batch in asked[0]], asked[1]
-    return broadcast_object_list([asked], from_process=ranks.world_size - 1 - most % ranks.world_size)[0]
+        batches = [replace(batch, inputs=send_to_device(batch.inputs, CPU)) for batch in batches]
+    return broadcast_object_list([batches], from_process=ranks.world_size - 1 - most % ranks.world_size)[0]
 
 
 class LossAnalysis:
@@ -151,10 +147,11 @@ class LossAnalysis:
             is_new = self._found is None
             self._found = Reduction("num_items", mixes=self.own_step.per_batch, may_be_cut=False)
             return is_new
-        asked: Optional[Asked] = (batches, num_items) if self._must_ask(batches) else None
+        asked = batches if self._must_ask(batches) else None
         if ranks.even_micro_batches and ranks.world_size > 1:
-            asked = _of_one_rank(asked, ranks)
-        is_new = asked is not None and self._ask(*asked, pad_token_id)
+            tell = asked is not None and rows_to_ask(asked, self._seen) is not None
+            asked = _of_one_rank(asked if tell else None, ranks) or asked
+        is_new = asked is not None and self._ask(asked, num_items, pad_token_id)
         if self._found is not None:
             self._found = self._by_keys.get(_keys(batches)) or replace(self._found, trims=False)
         return is_new
@@ -216,9 +213,7 @@ class LossAnalysis:
         )
 
     def _new_classes(self, batches: Sequence[Batch]) -> bool:
-        """Whether a row has a class that no trial was about. Of a known function all classes are known."""
-        if self._found is not None and self._found.known is not None:
-            return False
+        """Whether a row has a class that no trial was about."""
         labels = [batch.inputs["labels"] for batch in batches if not batch.obstacle and "labels" in batch.inputs]
         if not labels or not all(map(are_classes, labels)):
             return False
