@@ -16,17 +16,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 
 from scu_trainer.data.items import TARGET, ItemCollator, Place, first_item, is_of_tuple
-from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.errors import ControlError, DataError, ModelError, SettingsError
 from scu_trainer.train.loss.analysis import untouched
 from scu_trainer.train.loss.loss_path import without_index
 from scu_trainer.train.loss.wrapped_loss import RowLoss
 from scu_trainer.train.loss.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_to_ask
 from scu_trainer.train.step.batches.rows import pick
+from scu_trainer.train.step.distributed.sharded import is_fsdp
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("scu_trainer")
@@ -217,7 +219,8 @@ def _named_parameters(module: nn.Module) -> Optional[list[str]]:
 def adopt(trainer: Trainer) -> None:
     """Let a trainer of a wrapped module take its collator, and all columns; does nothing to other models.
 
-    Raises DataError for a first item that cannot be trained on, SettingsError for arguments that change the loss.
+    Raises DataError for a first item that cannot be trained on, SettingsError for arguments that change the loss,
+    ControlError under FSDP.
     """
     model = trainer.model
     if not isinstance(model, WrappedModule):
@@ -226,6 +229,11 @@ def adopt(trainer: Trainer) -> None:
         raise SettingsError(
             "label_smoothing_factor would replace the loss given to wrap; drop it, and use for instance "
             "torch.nn.CrossEntropyLoss(label_smoothing=0.1)"
+        )
+    if is_fsdp(trainer):
+        raise ControlError(
+            "a wrapped module names its weights as they are named without wrap, and FSDP looks for other names; "
+            "use DDP or DeepSpeed, or let the module's own forward return its loss and give it to the trainer as it is"
         )
     trainer.args.remove_unused_columns = False  # the collator takes what the module needs
     if trainer.data_collator is not default_data_collator:
@@ -254,10 +262,24 @@ def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:
         )
     if not batches or any(not torch.is_tensor(batch.get(TARGET)) for batch in batches):
         return batches
-    if model.row_loss.must_ask(batch[TARGET] for batch in batches):
+    few = _rows_to_ask(trainer, batches)
+    if few is not None:
         with trainer.accelerator.autocast():
-            model.ask([without_index(batch) for batch in batches], trainer._prepare_inputs)
+            model.ask([few], trainer._prepare_inputs)
     return [{TARGET: model.row_loss.counted(batch[TARGET])} for batch in batches]
+
+
+def _rows_to_ask(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
+    """A few that may tell something new of the loss, None where none do. Of several ranks all ask about those of the
+    first that has such: they must take the loss for the same, and a forward of sharded weights needs them all."""
+    row_loss, few = trainer.model.row_loss, None
+    row_loss.asks_alone = trainer.accelerator.num_processes == 1
+    if row_loss.must_ask(batch[TARGET] for batch in batches):
+        few = send_to_device(_few_rows([without_index(batch) for batch in batches], row_loss.seen), "cpu")
+    if row_loss.asks_alone or row_loss.is_settled:
+        return few
+    asks = gather_object([few is not None])
+    return broadcast_object_list([few], from_process=asks.index(True))[0] if any(asks) else None
 
 
 def weighed(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:

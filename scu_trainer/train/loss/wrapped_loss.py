@@ -53,6 +53,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 class RowLoss(nn.Module):
     """``loss(outputs, targets)`` by rows. ``kind``: see above, None until it has been asked.
 
+    ``asks_alone``: whether a forward may ask, and note what it finds; several ranks ask together before it.
     ``is_plain``: the loss of a row is its plain cross-entropy over the classes of (rows, classes) logits.
 
     Raises ModelError for a loss with weights of its own, and for what is no loss.
@@ -77,6 +78,7 @@ class RowLoss(nn.Module):
         self._found = _Found()
         self.seen: set[int] = set()
         self._asked = 0
+        self.asks_alone = True
         self._way: Callable[[Any, torch.Tensor], torch.Tensor] = self._looped
 
     @property
@@ -99,11 +101,12 @@ class RowLoss(nn.Module):
             return self._loss(outputs, targets, num_items)
 
     def _loss(self, outputs: Any, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-        if self.kind is None:
-            self.ask(outputs if has_one_entry_per_row(outputs, len(targets)) else None, targets)
-        elif self.kind != "whole" and not has_one_entry_per_row(outputs, len(targets)):
+        has_rows = self.kind == "whole" or has_one_entry_per_row(outputs, len(targets))
+        if self.kind is None and self.asks_alone:
+            self.ask(outputs if has_rows else None, targets)
+        elif not has_rows and self.asks_alone:
             self._take_whole(NO_ROWS)
-        if self.kind == "whole":
+        if self.kind == "whole" or not has_rows:
             share = 1.0 if num_items is None else len(targets) / num_items
             return self._checked(outputs, targets).reshape(()) * share, None
         sums, counts = self._rows(outputs, targets)
@@ -125,14 +128,18 @@ class RowLoss(nn.Module):
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no step can tell anything new."""
+        if self.kind not in (None, "labels", "rows") or self._way == self._as_it_is:
+            return True
+        has_been_told = self._found.known or is_known(self.loss) or self._found.checks >= MOST_CHECKS
+        return self.kind is not None and has_been_told
+
     def must_ask(self, targets: Iterable[torch.Tensor]) -> bool:
         """Whether a step with these ``targets`` may tell something new of the loss."""
-        if self.kind is None:
-            return True
-        if self.kind not in ("labels", "rows") or self._way == self._as_it_is:
-            return False
-        if self._found.known or is_known(self.loss) or self._found.checks >= MOST_CHECKS:
-            return False
+        if self.kind is None or self.is_settled:
+            return self.kind is None
         return any(are_classes(some) and not self.seen.issuperset(some.unique().tolist()) for some in targets)
 
     @torch.no_grad()
@@ -153,11 +160,14 @@ class RowLoss(nn.Module):
         if whole.numel() > 1:
             self._found, self._way = _Found("rows"), self._as_it_is
             return
-        alone = torch.stack([self._of_one(few, wanted, row) for row in range(len(rows))]).float()
-        if not bool(torch.isfinite(alone).all()) or not (bool(alone.any()) or bool(whole.any())):
-            return
         divisor = divisor_of(seen.calls, {TARGET: wanted}, len(wanted))
-        self._decide(few, wanted, whole, alone, divisor and divisor.targets)
+        stated = divisor and divisor.targets
+        if self.kind is None and stated is not None and stated.kind == "targets":
+            self._found.targets = stated  # a class may weigh nothing: its rows alone have no mean
+        alone = torch.stack([self._of_one(few, wanted, row) for row in range(len(rows))]).float()
+        is_finite = bool(torch.isfinite(alone).all() & torch.isfinite(whole).all())
+        if is_finite and (bool(alone.any()) or bool(whole.any())):
+            self._decide(few, wanted, whole, alone, stated)
 
     def _decide(
         self, few: Any, wanted: torch.Tensor, whole: torch.Tensor, alone: torch.Tensor, stated: Optional[Targets]
@@ -254,7 +264,7 @@ class RowLoss(nn.Module):
         """The loss of one row alone; 0 where it has nothing to learn."""
         one = slice(row, row + 1)
         return torch.where(
-            _labels_of(targets[one]) > 0, self.loss(take(outputs, one), _safe(targets[one])).mean(), 0.0
+            self._counts(targets[one]) > 0, self.loss(take(outputs, one), self._safe(targets[one])).mean(), 0.0
         )[0]
 
     # -- ways to the losses of all rows, each the mean over what the row counts ----------------------------------------
@@ -275,7 +285,7 @@ class RowLoss(nn.Module):
                 return None
             loss = copy.copy(loss)  # shares its buffers with the one that moves between devices
             loss.reduction = "none"
-            return loss
+            return loss.forward  # without the hooks of the one that was copied, as DeepSpeed puts into all modules
         try:
             takes = "reduction" in inspect.signature(loss).parameters
         except (TypeError, ValueError):  # built-in functions tell nothing
@@ -299,7 +309,7 @@ class RowLoss(nn.Module):
             outputs = recursively_apply(lambda tensor: tensor.unsqueeze(0), output)
             return self.loss(outputs, target.unsqueeze(0)).reshape(())
 
-        return torch.vmap(of_one)(outputs, _safe(targets))
+        return torch.vmap(of_one)(outputs, self._safe(targets))
 
     def _looped(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._of_one(outputs, targets, row) for row in range(len(targets))])
@@ -314,6 +324,12 @@ class RowLoss(nn.Module):
     def _counts(self, targets: torch.Tensor) -> torch.Tensor:
         """(rows,): the labels that are learned, or what they weigh."""
         return _labels_of(targets) if self._found.targets is None else self._found.targets.items({TARGET: targets})
+
+    def _safe(self, targets: torch.Tensor) -> torch.Tensor:
+        """With a class that counts in rows where nothing does, whose mean over no labels would not be finite."""
+        counted = (self._counts(targets) > 0).reshape(-1, *([1] * (targets.dim() - 1)))
+        weight = None if self._found.targets is None else self._found.targets.weight
+        return torch.where(counted, targets, 0 if weight is None else weight.argmax().to(targets))
 
 
 @contextlib.contextmanager
@@ -361,12 +377,6 @@ def _labels_of(targets: torch.Tensor) -> torch.Tensor:
     if targets.dtype not in LABELS:
         return torch.ones(len(targets), device=targets.device)
     return targets.ne(NOT_LEARNED).reshape(len(targets), -1).sum(dim=1).float()
-
-
-def _safe(targets: torch.Tensor) -> torch.Tensor:
-    """With a class in rows where nothing is learned, whose mean over no labels would not be finite."""
-    learned = (_labels_of(targets) > 0).reshape(-1, *([1] * (targets.dim() - 1)))
-    return torch.where(learned, targets, torch.zeros_like(targets))
 
 
 def _is_plain(outputs: Any, targets: torch.Tensor, alone: torch.Tensor, rough: float) -> bool:
