@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
+from transformers import LlamaForCausalLM
 
 from scu_trainer.cli import train
 from scu_trainer.cli.configuration import read_job
@@ -110,6 +111,21 @@ def test_difficulties_are_not_known_before_training(tmp_path):
     with pytest.raises(ControlError, match="call train"):
         _ = made(tmp_path).difficulty
     assert SCUTrainer(llama(layers=1), arguments(tmp_path), train_dataset=UnevenRows(4)).difficulty is None
+
+
+class OwnForward(LlamaForCausalLM):
+    """Its own forward takes another loss than that of the class below it."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        logits = super().forward(input_ids, attention_mask, use_cache=False).logits
+        found = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": found, "logits": logits}
+
+
+def test_a_forward_of_somebodys_own_is_read_by_its_logits(tmp_path):
+    trainer = curriculum_run(tmp_path, "noise_guard", model=OwnForward(llama().config))
+    assert trainer.loss_path.kind == "returned" and trainer.loss_path.reading.kind == "shifted"
+    assert trainer.curriculum.figures()["curriculum"]["never_seen"] == 0
 
 
 def test_batches_of_another_loader_are_refused(tmp_path):

@@ -21,8 +21,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
 from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
 
-from scu_trainer import SCUTrainer
+from scu_trainer import SCUTrainer, wrap
 from scu_trainer.errors import ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.loss.analysis import analysis
@@ -30,6 +31,7 @@ from scu_trainer.train.session.training import score
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes
+from tests.faults import oom
 from tests.tiny import UnevenRows, arguments, images, llama, pad
 from tests.train.curricula import PoisonedRows, poisoned
 from tests.train.test_curriculum_faults import NormalizedNet
@@ -140,6 +142,47 @@ def sent_to_ask(folder: Path, rows: int) -> list[str]:
     return sent
 
 
+class OwnLoss(LlamaForCausalLM):
+    """Without a public loss function, so that a curriculum asks whether its loss only happens to be that of the logits.
+    The first training forward of the second rank has no finite loss."""
+
+    forwards = 0
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        logits = super().forward(input_ids, attention_mask, use_cache=False).logits
+        OwnLoss.forwards += self.training
+        if os.environ["RANK"] == "1" and OwnLoss.forwards == 1:
+            logits = logits * float("nan")
+        learned = labels[:, 1:] != -100
+        likelihoods = logits - logits.exp().sum(-1, keepdim=True).log()
+        found = likelihoods[:, :-1].gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return {"loss": -found[learned].sum() / learned.sum(), "logits": logits}
+
+
+def first_loss_not_finite(folder: Path) -> dict:
+    args = arguments(folder, per_device_train_batch_size=4, max_steps=4)
+    loops = {"curriculum": CurriculumSettings(curriculum="noise_guard"), "safety": SafetySettings()}
+    trainer = SCUTrainer(OwnLoss(llama().config), args, train_dataset=UnevenRows(64), data_collator=pad, **loops)
+    trainer.train()
+    return {"skipped": trainer.nonfinite_guard.skipped_steps, "reading": trainer.loss_path.reading.kind}
+
+
+def evaluate_out_of_memory(folder: Path) -> None:
+    """On the second rank alone."""
+    shard_on_cpu()
+    model = llama()
+    args = arguments(folder, max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
+    rows = {"train_dataset": UnevenRows(8), "eval_dataset": UnevenRows(16), "data_collator": pad}
+    trainer = SCUTrainer(model, args, **rows, memory=MemorySettings())
+
+    def fail(*_) -> None:
+        if not model.training and os.environ["RANK"] == "1":
+            raise oom()
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    trainer.train()
+
+
 def bits_per_token(trainer: SCUTrainer) -> float | None:
     """None on a rank that has nothing to report."""
     scores = score(JOB, trainer, PARTS)
@@ -168,6 +211,10 @@ def main(folder: Path) -> None:
     found["whole"], found["resumed"] = (outcome(trainer, {}) for trainer in resumed(folder / "resumed"))
     found["bad rows"], found["bad picture"] = bad_rows(folder / "bad rows"), bad_picture(folder / "bad picture")
     found["sent"] = {rows: sent_to_ask(folder / f"{rows} rows", rows) for rows in (1, 4)}
+    found["first loss"] = first_loss_not_finite(folder / "first loss")
+    with pytest.raises(ControlError) as refused:
+        SCUTrainer(wrap(torch.nn.Linear(2, 2), loss=torch.nn.CrossEntropyLoss()), arguments(folder))
+    found["wrapped"] = str(refused.value)
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -184,12 +231,16 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder) -> list[dict]:
     """What each rank found."""
+    done = two_ranks(folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def two_ranks(*words) -> processes.Done:
     config = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())["fsdp_config"]
     fields = {name.upper(): str(value) for name, value in config.items()}
     environment = {**fields, "ACCELERATE_USE_FSDP": "true"}
-    done = processes.run([Path(__file__).resolve(), folder], ranks=2, environment=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return processes.run([Path(__file__).resolve(), *words], ranks=2, environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +285,21 @@ def test_only_batches_that_can_tell_are_sent_and_no_count_that_lies_on_the_devic
     assert found["sent"][1] == [] and set(found["sent"][4]) == {"Batch"}
 
 
+def test_ranks_look_at_a_loss_of_somebodys_own_together(ranks):
+    """One rank's first batch tells nothing: the other would ask alone and wait for it."""
+    assert [rank["first loss"] for rank in ranks] == 2 * [{"skipped": 1, "reading": "shifted"}]
+
+
+def test_out_of_memory_of_one_rank_in_an_evaluation_is_told(tmp_path):
+    """It could not evaluate fewer rows: the other waits inside the same forward pass."""
+    done = two_ranks(tmp_path, "evaluate")
+    assert "evaluation of 4 rows does not fit in memory, and under FSDP or ZeRO-3 the other ranks wait" in done.stderr
+
+
+def test_a_wrapped_module_is_refused(found):
+    assert "use DDP or DeepSpeed" in found["wrapped"]
+
+
 def test_all_ranks_score_a_sharded_model_together(ranks):
     """The first rank alone would wait in a forward pass for the others, who wait for it."""
     first, other = ranks
@@ -257,4 +323,4 @@ def test_regularization_is_refused(found):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (evaluate_out_of_memory if "evaluate" in sys.argv else main)(Path(sys.argv[1]))

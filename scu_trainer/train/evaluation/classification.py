@@ -13,8 +13,7 @@ from torch.nn import functional
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.train.evaluation.scoring import DocumentScores, say_nonfinite
-from scu_trainer.train.step.recovery.halving import Halving
+from scu_trainer.train.evaluation.scoring import DocumentScores, halving_of, say_nonfinite
 
 ROWS_AT_ONCE = 128
 
@@ -69,7 +68,7 @@ def score_samples(
     The model's training mode is left as it was.
     """
     device = input_device(model)
-    halving, found = Halving(), []
+    halving, found = halving_of(model), []
     with evaluating(model):
         for start in range(0, len(rows), rows_at_once):
             numbers = range(start, min(start + rows_at_once, len(rows)))

@@ -10,13 +10,15 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from scu_trainer.figures import NATS_PER_BIT, first_few
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
-from scu_trainer.train.step.recovery.halving import Halving
+from scu_trainer.train.loss.rows.model_loss import has_sharded_weights
+from scu_trainer.train.step.recovery.halving import Halving, Together
 
 logger = logging.getLogger("scu_trainer")
 
@@ -123,6 +125,12 @@ def evaluation_path_of(model: nn.Module) -> EvaluationPath:
     return EvaluationPath(model, low_precision=is_lower)
 
 
+def halving_of(model: nn.Module) -> Halving:
+    """How rows that do not fit are scored in parts."""
+    is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return Together() if is_shared and has_sharded_weights(model) else Halving()
+
+
 def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
     device = input_device(path.model)
     documents = np.asarray(rows["document"])
@@ -130,7 +138,7 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
     if path.makes_logits:
         words = getattr(getattr(path.model, "config", None), "vocab_size", None) or 1
         batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // words))
-    halving = Halving()
+    halving = halving_of(path.model)
     for indices in _batches(rows["length"], batch_tokens):
 
         def score(part: range, indices=indices) -> np.ndarray:

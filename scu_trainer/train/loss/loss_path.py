@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, Optional, Protocol
 
 import torch
+from accelerate.utils import gather_object
 from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
@@ -253,8 +254,10 @@ class LossPath:
             loss, outputs = _pair(self.trainer, stock(model, given, True, num_items))
         if not self._has_reading:
             self.reading = self._read(outputs, labels, loss, num_items, seen.calls)
-            if bool(torch.isfinite(loss)):  # else this batch tells nothing, but which of its rows are to be set aside
-                if not seen.calls and not self._fits_other_labels(inputs, outputs, num_items, stock):
+            may_fit_by_chance = not seen.calls and self._may_fit_by_chance(labels, outputs)
+            tells, asks = self._agreed(bool(torch.isfinite(loss)), may_fit_by_chance)
+            if tells:  # else this batch tells nothing, but which of its rows are to be set aside
+                if asks and not self._fits_other_labels(inputs, outputs, num_items, stock) and may_fit_by_chance:
                     self.reading = replace(self.reading, exact=False)
                 if self.reading is not None and loss.requires_grad:
                     self.reading = self.reading.seen_in(outputs)
@@ -284,18 +287,28 @@ class LossPath:
             calls=calls,
         )
 
-    def _fits_other_labels(self, inputs, outputs, num_items, stock) -> bool:
+    def _may_fit_by_chance(self, labels: Any, outputs: Any) -> bool:
         """A weight of a class, or another loss that is about as large, fits one batch by chance."""
-        labels, logits = inputs.get("labels"), logits_of(outputs)
         if self.reading is None or not self.reading.exact or self.reading.kind == "own":
-            return True
-        if not torch.is_tensor(labels) or labels.is_floating_point() or logits is None:
-            return True
-        other = type(inputs)({**inputs, "labels": with_labels_of_others(labels, logits.size(-1))})
+            return False
+        return torch.is_tensor(labels) and not labels.is_floating_point() and logits_of(outputs) is not None
+
+    def _agreed(self, tells: bool, asks: bool) -> tuple[bool, bool]:
+        """Whether a first batch tells, and is asked about; of all ranks where a forward pass needs them all."""
+        if not self._needs_all_ranks:
+            return tells, asks
+        found = gather_object([(tells, asks)])
+        return all(told for told, _ in found), any(asked for _, asked in found)
+
+    def _fits_other_labels(self, inputs, outputs, num_items, stock) -> bool:
+        labels, logits, changed = inputs.get("labels"), logits_of(outputs), {}
+        if self._may_fit_by_chance(labels, outputs):
+            changed = {"labels": with_labels_of_others(labels, logits.size(-1))}
+        other = type(inputs)({**inputs, **changed})
         model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
         with untouched(model, self.trainer, training=True), torch.no_grad():
             loss, again = stock(model, type(inputs)(other), True, num_items)
-            return self._read(again, other["labels"], loss, num_items, ()) == self.reading
+            return self._read(again, other.get("labels"), loss, num_items, ()) == self.reading
 
     # -- rows without a finite loss
 
@@ -375,7 +388,7 @@ class LossPath:
         """Whether the loss is the model's own, of which somebody's own code may make another."""
         if not has_causal_loss(self.trainer):
             return False
-        return own_loss_between(self.trainer) is None or follows_row_weights(self.trainer, self.for_model(inputs))
+        return self._own_code is None or follows_row_weights(self.trainer, self.for_model(inputs))
 
     @property
     def _own_code(self) -> Optional[str]:

@@ -63,3 +63,19 @@ class Halving:
             return
         self.largest_rows = rows // 2
         logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
+
+
+class Together(Halving):
+    """All rows in one go, of a model whose shards lie on several ranks: where one runs out of memory the others wait
+    inside the same forward pass, so that none can run again."""
+
+    def run(
+        self, count: int, attempt: Callable[[range], Result], obstacle: Callable[[], Optional[str]] = lambda: None
+    ) -> list[tuple[range, Result]]:
+        with CatchOutOfMemory() as caught:
+            return [(range(count), attempt(range(count)))]
+        raise OutOfMemory(
+            f"evaluation of {count} rows does not fit in memory, and under FSDP or ZeRO-3 the other ranks wait inside "
+            "the same forward pass, so that it cannot run again. Lower per_device_eval_batch_size, shorten the "
+            f"held-out rows (block_size) or use more ranks. The failed allocation said: {caught.text}"
+        )
