@@ -807,3 +807,16 @@ def test_a_channel_that_drowns_another_is_named(tmp_path, offset, is_said):
     notes = prepared(tmp_path / "folder", tmp_path, own=own).statistics.notes
     assert any("channel 1 is about 1.01e+05 large, and channel " in note for note in notes) is is_said
     assert any(note.startswith("kinematics:") for note in notes) is is_said
+
+
+def test_a_channel_that_drowns_its_own_changes_is_named(tmp_path):
+    """As the pressure alone does: no other one is smaller."""
+
+    def recording(number: int) -> Recording:
+        values = 101_325 + numpy.random.default_rng(number).normal(scale=10, size=(20, 1))
+        return Recording({"kinematics": values.astype("float32")}, number % 2)
+
+    write_recordings(tmp_path / "folder", map(recording, range(8)))
+    notes = prepared(tmp_path / "folder", tmp_path, own={"branches": ["kinematics"], "num_classes": 2}).statistics.notes
+    (note,) = (note for note in notes if note.startswith("kinematics:"))
+    assert "and learns little of changes that small; from each channel subtract its mean" in note

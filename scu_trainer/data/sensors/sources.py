@@ -213,8 +213,8 @@ class _Channels:
             return None
         return (
             f"kinematics: channel {large} is about {size[large]:,.3g} large, and channel {small} changes by "
-            f"{change[small]:,.3g}: the model takes the numbers as they are, and learns little of the smaller one; "
-            "from each subtract its mean and divide by its standard deviation, both of the training recordings"
+            f"{change[small]:,.3g}: the model takes the numbers as they are, and learns little of changes that small; "
+            "from each channel subtract its mean and divide by its standard deviation, both of the training recordings"
         )
 
 
