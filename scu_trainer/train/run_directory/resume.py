@@ -216,7 +216,7 @@ def _asked_for(request: Request) -> Start:
 
 
 def _went_on_from(run: Path, wanted: Optional[str | bool]) -> bool:
-    """A run is described anew when its training begins: until then its checkpoints are of the past that it leaves."""
+    """A run is described again when its training begins: until then its checkpoints are of the past that it leaves."""
     return wanted in (True, _description(run).get("configuration", {}).get("resume_from_checkpoint", wanted))
 
 
