@@ -159,6 +159,28 @@ class OwnLoss(LlamaForCausalLM):
         return {"loss": -found[learned].sum() / learned.sum(), "logits": logits}
 
 
+class TellsNothing(LlamaForCausalLM):
+    """Its loss is 0, whatever it adds up."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        return {"loss": 0.0 * super().forward(input_ids, attention_mask, use_cache=False).logits.sum()}
+
+
+def steps_with_questions(folder: Path) -> list[int]:
+    """Of twelve, those before which ranks asked how the loss adds up."""
+    args = arguments(folder, per_device_train_batch_size=4, max_steps=12, logging_steps=100)
+    loops = {"memory": MemorySettings(), "train_dataset": UnevenRows(64), "data_collator": pad}
+    trainer, steps, analyze = SCUTrainer(TellsNothing(llama().config), args, **loops), [], analysis.analyze
+
+    def noted(*given, **options):
+        steps.append(trainer.state.global_step + 1)
+        return analyze(*given, **options)
+
+    with mock.patch.object(analysis, "analyze", noted):
+        trainer.train()
+    return steps
+
+
 def first_loss_not_finite(folder: Path) -> dict:
     args = arguments(folder, per_device_train_batch_size=4, max_steps=4)
     loops = {"curriculum": CurriculumSettings(curriculum="noise_guard"), "safety": SafetySettings()}
@@ -211,6 +233,7 @@ def main(folder: Path) -> None:
     found["whole"], found["resumed"] = (outcome(trainer, {}) for trainer in resumed(folder / "resumed"))
     found["bad rows"], found["bad picture"] = bad_rows(folder / "bad rows"), bad_picture(folder / "bad picture")
     found["sent"] = {rows: sent_to_ask(folder / f"{rows} rows", rows) for rows in (1, 4)}
+    found["questions"] = steps_with_questions(folder / "questions")
     found["first loss"] = first_loss_not_finite(folder / "first loss")
     with pytest.raises(ControlError) as refused:
         SCUTrainer(wrap(torch.nn.Linear(2, 2), loss=torch.nn.CrossEntropyLoss()), arguments(folder))
@@ -264,6 +287,10 @@ def test_ranks_ask_together_how_the_loss_adds_up(found):
     """One that asks alone would wait in a forward pass for the others."""
     for name, weight in found["curriculum"]["weights"].items():
         torch.testing.assert_close(found["both"]["weights"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_that_tells_nothing_is_left_alone(found):
+    assert found["questions"] == [1, 2, 3, 4, 5, 8]
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(found):

@@ -84,7 +84,7 @@ class LossAnalysis:
         self.audits = 0
         self.last_good_step: Optional[int] = None
         self.largest_difference = self.seconds = 0.0
-        self._windows = self._cut_windows = self._asked = 0
+        self._reads = self._windows = self._cut_windows = self._asked = 0
         self._has_looked_for_exchange = False
         self._auditor: Optional[Auditor] = None
         self._by_keys: dict[frozenset, Reduction] = {}
@@ -134,6 +134,7 @@ class LossAnalysis:
         return True
 
     def _read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int, ranks: Ranks) -> bool:
+        self._reads += 1
         if not self._has_looked_for_exchange:
             self._look_for_exchange(batches[0], num_items, pad_token_id)
         if self.own_step.exchange is not None:  # to ask would be an exchange, too
@@ -199,7 +200,7 @@ class LossAnalysis:
         """Where inputs, padding or classes are new, or rows tell kinds apart."""
         known = self._by_keys.get(_keys(batches))
         if known is None and not self._by_keys:  # a question takes some ten short forwards: not in every step for good
-            return self._asked < MOST_QUESTIONS or (self._windows + 1).bit_count() == 1  # a power of two
+            return self._asked < MOST_QUESTIONS or self._reads.bit_count() == 1  # a power of two
         if known is None:  # where batches are whole for good, others are not asked about any more
             return any(one.is_exact for one in self._by_keys.values())
         if not known.is_exact:
