@@ -28,6 +28,7 @@ from scu_trainer.errors import ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.loss.analysis import analysis
 from scu_trainer.train.session.training import score
+from scu_trainer.train.step.distributed import ranks as ranks_module
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes
@@ -137,7 +138,7 @@ def sent_to_ask(folder: Path, rows: int) -> list[str]:
         return found
 
     args = arguments(folder, per_device_train_batch_size=rows, max_steps=3)
-    with mock.patch.object(analysis, "broadcast_object_list", told):
+    with mock.patch.object(ranks_module, "broadcast_object_list", told):
         SCUTrainer(llama(), args, train_dataset=UnevenRows(64), data_collator=pad, memory=MemorySettings()).train()
     return sent
 

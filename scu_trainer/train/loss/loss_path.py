@@ -50,7 +50,7 @@ from scu_trainer.train.loss.rows.row_readings import (
     with_labels_of_others,
 )
 from scu_trainer.train.step.batches.rows import pick
-from scu_trainer.train.step.distributed.sharded import is_sharded
+from scu_trainer.train.step.distributed.sharded import needs_all_ranks
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -201,7 +201,7 @@ class LossPath:
         loss, losses = self._forward(model, inputs, num_items, stock, ids)
         if losses is not None and not _are_finite([losses]):
             bad = ~torch.isfinite(losses.sums)
-            if self._needs_all_ranks:
+            if needs_all_ranks(self.trainer):
                 return self._left_to_guard(ids, bad, loss)
             put_back_statistics()
             return self._without(inputs, num_items, stock, ids, bad)
@@ -295,7 +295,7 @@ class LossPath:
 
     def _agreed(self, tells: bool, asks: bool) -> tuple[bool, bool]:
         """Whether a first batch tells, and is asked about; of all ranks where a forward pass needs them all."""
-        if not self._needs_all_ranks:
+        if not needs_all_ranks(self.trainer):
             return tells, asks
         found = gather_object([(tells, asks)])
         return all(told for told, _ in found), any(asked for _, asked in found)
@@ -328,10 +328,6 @@ class LossPath:
                     buffer.copy_(kept[name])
 
         return put_back
-
-    @property
-    def _needs_all_ranks(self) -> bool:
-        return self.trainer.accelerator.num_processes > 1 and is_sharded(self.trainer)
 
     def _left_to_guard(self, ids: torch.Tensor, bad: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it is: for a forward pass without the bad rows the other ranks would have to take part. The

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object, send_to_device
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
@@ -28,6 +28,7 @@ from scu_trainer.train.loss.loss_path import without_index
 from scu_trainer.train.loss.wrapped_loss import RowLoss
 from scu_trainer.train.loss.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_to_ask
 from scu_trainer.train.step.batches.rows import pick
+from scu_trainer.train.step.distributed.ranks import of_one_rank
 from scu_trainer.train.step.distributed.sharded import is_fsdp
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
@@ -278,8 +279,7 @@ def _rows_to_ask(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> Opti
         few = send_to_device(_few_rows([without_index(batch) for batch in batches], row_loss.seen), "cpu")
     if row_loss.asks_alone or row_loss.is_settled:
         return few
-    asks = gather_object([few is not None])
-    return broadcast_object_list([few], from_process=asks.index(True))[0] if any(asks) else None
+    return of_one_rank(few, int(few is not None), trainer.accelerator.device)
 
 
 def weighed(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:

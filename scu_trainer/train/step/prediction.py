@@ -24,7 +24,7 @@ from scu_trainer.train.loss.analysis.measuring import training_loss
 from scu_trainer.train.loss.rows.model_loss import counting_owner, defined_between
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
-from scu_trainer.train.step.distributed.sharded import is_sharded
+from scu_trainer.train.step.distributed.sharded import needs_all_ranks
 from scu_trainer.train.step.recovery.halving import Halving, Together
 from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory, is_out_of_memory_in_loader
@@ -54,7 +54,7 @@ class Prediction:
         """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
         predict = partial(self._predicted, predict)
         batch = rows_of(self.trainer.model, inputs)
-        if self.trainer.accelerator.num_processes > 1 and is_sharded(self.trainer):
+        if needs_all_ranks(self.trainer):
             return Together().run(batch.rows, lambda _: predict(inputs))[0][1]
         is_whole = batch.obstacle is not None or batch.rows == 0
         if is_whole and not self._prepares_as_stock:  # preparing may generate, and reward: not twice

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object, send_to_device
+from accelerate.utils import gather_object, send_to_device
 from transformers import Trainer
 
 from scu_trainer.errors import OutOfMemory
@@ -27,7 +27,8 @@ from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import CPU, Batch, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launched import is_lost_rank
-from scu_trainer.train.step.distributed.ranks import Ranks
+from scu_trainer.train.step.distributed.ranks import Ranks, of_one_rank
+from scu_trainer.train.step.distributed.sharded import needs_all_ranks
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import second_try
 
@@ -52,20 +53,6 @@ def _keys(batches: Sequence[Batch]) -> frozenset:
 
 def _are_padded(batches: Sequence[Batch]) -> bool:
     return len({batch.width for batch in batches}) > 1 or any(batch.is_padded for batch in batches)
-
-
-def _of_one_rank(batches: Optional[Sequence[Batch]], ranks: Ranks) -> Optional[Sequence[Batch]]:
-    """Those of the first rank that has padding to ask about, else of the first that asks, for every rank; None where
-    none does. Forward passes of sharded weights need all ranks, and which ones a question takes depends on its rows."""
-    urgency = 0
-    if batches is not None:
-        urgency = (1 + _are_padded(batches)) * ranks.world_size + ranks.world_size - 1 - ranks.rank
-    most = ranks.all_reduce_max([urgency])[0]
-    if most == 0:
-        return None
-    if urgency == most:
-        batches = [replace(batch, inputs=send_to_device(batch.inputs, CPU)) for batch in batches]
-    return broadcast_object_list([batches], from_process=ranks.world_size - 1 - most % ranks.world_size)[0]
 
 
 class LossAnalysis:
@@ -150,8 +137,11 @@ class LossAnalysis:
             return is_new
         asked = batches if self._must_ask(batches) else None
         if ranks.even_micro_batches and ranks.world_size > 1:
-            tell = asked is not None and rows_to_ask(asked, self._seen) is not None
-            asked = _of_one_rank(asked if tell else None, ranks) or asked
+            # Which forward passes a question takes depends on its rows, and sharded weights need all ranks for each.
+            can_tell = asked is not None and rows_to_ask(asked, self._seen) is not None
+            few = [replace(one, inputs=send_to_device(one.inputs, CPU)) for one in asked] if can_tell else None
+            urgency = 1 + _are_padded(asked) if can_tell else 0
+            asked = of_one_rank(few, urgency, self.trainer.accelerator.device) or asked
         is_new = asked is not None and self._ask(asked, num_items, pad_token_id)
         if self._found is not None:
             self._found = self._by_keys.get(_keys(batches)) or replace(self._found, trims=False)
@@ -227,7 +217,7 @@ class LossAnalysis:
 
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
         trainer, lost = self.trainer, []
-        waits = trainer.args.world_size > 1 and has_sharded_weights(trainer.model)
+        waits = needs_all_ranks(trainer)
 
         def loss_of(*asked: Any) -> torch.Tensor:
             if lost:  # the other ranks wait inside the forward that failed: none may follow

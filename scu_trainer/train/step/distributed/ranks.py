@@ -21,15 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Optional, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scu_trainer.errors import ControlError
 from scu_trainer.train.step.recovery.optimizer_parts import alike
 from scu_trainer.train.step.recovery.snapshot import replaced
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 25 * 2**20
 """Small gradients travel together: what the reduction itself needs of memory. DDP's default."""
@@ -151,6 +155,16 @@ class ShardedRanks(Ranks):
             "a rank ran out of memory under FSDP or ZeRO-3, where the others wait inside the same micro-batch: none "
             "can run again. Resume from the last checkpoint with a smaller token_cap or max_batch_size, or use ZeRO-1/2"
         )
+
+
+def of_one_rank(found: Optional[T], urgency: int, device: torch.device) -> Optional[T]:
+    """``found`` of the first rank with the highest ``urgency``, for all ranks; None where that is 0 on each. Every rank
+    must call it at the same place. ``found``: without tensors on a card, which would arrive on the sender's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shared = torch.tensor(urgency * size + size - 1 - rank if urgency else 0, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    highest = int(shared)
+    return broadcast_object_list([found], from_process=size - 1 - highest % size)[0] if highest else None
 
 
 @torch.no_grad()

@@ -34,6 +34,11 @@ def is_sharded(trainer: Trainer) -> bool:
     return is_fsdp(trainer)
 
 
+def needs_all_ranks(trainer: Trainer) -> bool:
+    """Whether a forward pass of one rank alone would wait for the others without end."""
+    return trainer.accelerator.num_processes > 1 and is_sharded(trainer)
+
+
 def is_fsdp(trainer: Trainer) -> bool:
     # Not `is_fsdp_enabled`: FSDP asked for on a CPU becomes DDP. A model may come wrapped by its maker, so it is asked.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
