@@ -257,7 +257,9 @@ class LossPath:
             may_fit_by_chance = not seen.calls and self._may_fit_by_chance(labels, outputs)
             tells, asks = self._agreed(bool(torch.isfinite(loss)), may_fit_by_chance)
             if tells:  # else this batch tells nothing, but which of its rows are to be set aside
-                if asks and not self._fits_other_labels(inputs, outputs, num_items, stock) and may_fit_by_chance:
+                # Where one rank asks all do, also those to whose own batch it says nothing.
+                fits = not asks or self._fits_other_labels(inputs, outputs, num_items, stock)
+                if may_fit_by_chance and not fits:
                     self.reading = replace(self.reading, exact=False)
                 if self.reading is not None and loss.requires_grad:
                     self.reading = self.reading.seen_in(outputs)

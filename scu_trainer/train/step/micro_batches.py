@@ -23,7 +23,7 @@ from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.figures import counted
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
-from scu_trainer.train.loss.analysis.frozen_weights import WRITES
+from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, WRITES
 from scu_trainer.train.loss.analysis.own_step import CallCounters, has_own_hook, name_of
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
 from scu_trainer.train.loss.rows.model_loss import counting, learns_prompts, wants_few_sizes
@@ -232,7 +232,7 @@ class MicroBatchStep:
 
     def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
         modules = self._place.buffers.modules if model is self.trainer.model else ()
-        writes = self.reduction is not None and (self.reduction.mixes or "").endswith(WRITES)
+        writes = self.reduction is not None and self.reduction.mixes == LOSS_WRITES
 
         def attempt(micro_batch: MicroBatch, last: bool) -> torch.Tensor:
             share = 1.0 if micro_batch.weight is None else micro_batch.weight

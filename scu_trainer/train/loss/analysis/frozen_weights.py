@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, has_sharded_weights
 
 WRITES = "writes to weights that the optimizer does not train (a teacher?), which must happen once per batch"
+LOSS_WRITES = f"the model or its loss {WRITES}"
 
 
 class WrittenWeights(TorchDispatchMode):

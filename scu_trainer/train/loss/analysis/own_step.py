@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.train.loss.analysis.exchange import exchange_in
-from scu_trainer.train.loss.analysis.frozen_weights import WRITES, WrittenWeights, frozen_weights
+from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, WRITES, WrittenWeights, frozen_weights
 from scu_trainer.train.loss.analysis.no_trace import host_states, rng_state
 from scu_trainer.train.loss.rows.model_loss import (
     PUBLIC,
@@ -95,7 +95,7 @@ class OwnStep:
         except (RuntimeError, MemoryError, OSError) as error:
             has_moved = versions != [weight._version for weight in self._frozen]
             if is_out_of_memory(error) and (has_moved or (written is not None and written.are_written)):
-                stop(f"the model or its loss {WRITES}", str(error).partition("\n")[0])
+                stop(LOSS_WRITES, str(error).partition("\n")[0])
             raise
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch import nn
 
 from scu_trainer.figures import first_few
 from scu_trainer.train.loss.analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
-from scu_trainer.train.loss.analysis.frozen_weights import WRITES
+from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES
 from scu_trainer.train.loss.analysis.measuring import (
     FEW_ITEMS,
     LossOf,
@@ -78,7 +78,7 @@ def analyze(
         trial = _Trial(meter, precision, batches, rows, pad_token_id, shifts, is_public)
         reduction = _try_beginnings(trial) or _try_rows(trial)
         if reduction and written is not None and written.are_written:
-            return replace(reduction, mixes=f"the model or its loss {WRITES}", may_be_cut=False)
+            return replace(reduction, mixes=LOSS_WRITES, may_be_cut=False)
     return replace(reduction, mixes=f"rows affect each other through {mixing}") if mixing and reduction else reduction
 
 
