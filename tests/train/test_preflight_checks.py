@@ -46,6 +46,7 @@ DIRECTLY = {
     "few-inodes",
     "labels-out-of-range",
     "memory-nearly-full",
+    "more-threads-than-cores",
     "no-wandb-login",
     "nothing-trained",
     "quantized-trained",
@@ -405,6 +406,19 @@ def test_a_disk_without_inodes_is_found(tmp_path, monkeypatch):
 
 
 # -- settings and length -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "fix"),
+    [(2.5, "1", "set OMP_NUM_THREADS=2"), (16, "4", "set OMP_NUM_THREADS=4"), (8, "1", None), (7.5, "1", None)],
+)
+def test_threads_for_which_there_are_no_cores_are_found(cores, processes, fix, monkeypatch):
+    """A container's limit on processor time: torch takes all cores of the machine, and loses several times the time."""
+    monkeypatch.setattr(surroundings, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    found = [one for one in surroundings.before_loading(job_of()) if one.check == "more-threads-than-cores"]
+    assert [one.fix for one in found] == ([] if fix is None else [fix])
 
 
 def test_both_max_steps_and_epochs_are_noted():

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
 import numpy
+import torch
 from huggingface_hub import get_token
 from transformers import EvalPrediction
 
 from scu_trainer.data.store import default_cache_dir
 from scu_trainer.errors import StorageError
-from scu_trainer.hardware.probe import usable_cores
+from scu_trainer.hardware.probe import has_cuda, usable_cores
 from scu_trainer.run_files import nearest_existing, require_writable
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.train.job.job import Job
@@ -57,6 +59,13 @@ WORKERS = Check(
     "warning",
     "dataloader_num_workers exceeds the cores of this machine: workers and training compete for them",
     "lower dataloader_num_workers",
+)
+THREADS = Check(
+    "more-threads-than-cores",
+    "warning",
+    "torch computes with more threads than this run has cores, as in a container with a limit on processor time, of "
+    "which torch does not know: threads that wait for each other use the time up",
+    "set OMP_NUM_THREADS to the cores of each process",
 )
 CACHE = Check(
     "cache-not-writable",
@@ -149,6 +158,11 @@ def _cores(job: Job) -> Iterator[Finding]:
     workers, cores = job.training.dataloader_num_workers, usable_cores()
     if workers > max(1, cores):
         yield WORKERS.found(f"{workers} data loader workers on {cores:g} cores", "dataloader_num_workers")
+    threads, processes = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if threads > 1 and threads * processes > math.ceil(cores) and (job.training.use_cpu or not has_cuda()):
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        what = f"torch computes with {threads} threads{each} and may use {cores:g} of the cores"
+        yield THREADS.found(what, "OMP_NUM_THREADS", f"set OMP_NUM_THREADS={max(1, int(cores) // processes)}")
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
