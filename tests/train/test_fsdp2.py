@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from scu_trainer import SCUTrainer, wrap
-from scu_trainer.errors import ControlError
+from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.loss.analysis import analysis
 from scu_trainer.train.session.training import score
 from scu_trainer.train.step.distributed import ranks as ranks_module
-from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded
+from scu_trainer.train.step.distributed.sharded import Beforehand, check_fsdp, is_sharded
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes
 from tests.faults import oom
@@ -78,7 +78,8 @@ PARTS = SimpleNamespace(batch_tokens=8192, data=SimpleNamespace(eval=HeldOut(6))
 
 def train(folder: Path, loop: dict) -> tuple[SCUTrainer, dict]:
     """And what the command does around it: held-out figures before and after, the model in a file."""
-    args = arguments(folder, per_device_train_batch_size=4, max_steps=3, optim="sgd", learning_rate=0.3)
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    args = arguments(folder, per_device_train_batch_size=4, max_steps=3, optim="sgd", learning_rate=0.3, **saves)
     trainer = SCUTrainer(llama(), args, train_dataset=UnevenRows(64), data_collator=pad, **loop)
     sharded_before = is_sharded(trainer)
     before = Beforehand(trainer, lambda: bits_per_token(trainer))
@@ -99,6 +100,16 @@ def resumed(folder: Path) -> list[SCUTrainer]:
         trainers.append(SCUTrainer(llama(), args, train_dataset=UnevenRows(64), data_collator=pad, **loops))
         trainers[-1].train(resume_from_checkpoint=resume)
     return trainers
+
+
+def resumed_without_fsdp_before(folder: Path) -> str:
+    """What is said of a checkpoint that was saved without FSDP; ``folder``: of the run that wrote it."""
+    trainer = SCUTrainer(
+        llama(), arguments(folder), train_dataset=UnevenRows(64), data_collator=pad, memory=MemorySettings()
+    )
+    with pytest.raises(CheckpointError) as refused:
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    return str(refused.value)
 
 
 def bad_rows(folder: Path) -> dict:
@@ -232,6 +243,7 @@ def main(folder: Path) -> None:
         except ControlError as error:
             found[name] = {"refused": str(error)}
     found["whole"], found["resumed"] = (outcome(trainer, {}) for trainer in resumed(folder / "resumed"))
+    found["other"] = resumed_without_fsdp_before(folder / "data parallel")
     found["bad rows"], found["bad picture"] = bad_rows(folder / "bad rows"), bad_picture(folder / "bad picture")
     found["sent"] = {rows: sent_to_ask(folder / f"{rows} rows", rows) for rows in (1, 4)}
     found["questions"] = steps_with_questions(folder / "questions")
@@ -298,6 +310,16 @@ def test_resumed_is_uninterrupted_bit_for_bit(found):
     assert found["resumed"]["steps"] == 4
     for name, weight in found["whole"]["weights"].items():
         assert torch.equal(found["resumed"]["weights"][name], weight)
+
+
+def test_a_checkpoint_of_a_launch_with_other_files_of_weights_is_refused(found, folder):
+    """The stock Trainer ends in a traceback: it looks for files that are not there."""
+    of_data_parallelism, of_fsdp = folder / "data parallel" / "checkpoint-3", folder / "none" / "checkpoint-3"
+    assert f"{of_data_parallelism} was saved without FSDP, and this run is under FSDP" in found["other"]
+    with pytest.raises(CheckpointError, match=r"saved under FSDP, and this run is without FSDP.* begin another"):
+        check_fsdp(of_fsdp, is_on=False)
+    check_fsdp(of_fsdp, is_on=True)
+    check_fsdp(of_data_parallelism, is_on=False)
 
 
 def test_bad_rows_are_set_aside_and_their_steps_skipped(found):

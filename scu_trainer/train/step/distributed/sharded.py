@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Generic, Optional, TypeVar
 
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from scu_trainer.errors import CheckpointError
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.models.quantize import numbers_in
 
@@ -45,6 +48,20 @@ def is_fsdp(trainer: Trainer) -> bool:
 
     named = trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
     return named or isinstance(trainer.model_wrapped, FSDPModule | FullyShardedDataParallel)
+
+
+def check_fsdp(checkpoint: Path, is_on: bool) -> None:
+    """Raise CheckpointError for weights that this launch cannot read, with their optimizer state or without: FSDP reads
+    files of its own. ``is_on``: whether this launch has FSDP."""
+    if not checkpoint.is_dir() or any(checkpoint.glob(f"{FSDP_MODEL_NAME}*")) == is_on:
+        return
+    was, now = ("without", "under") if is_on else ("under", "without")
+    is_whole = any(checkpoint.glob("*model*.safetensors"))
+    fresh = " or begin another run from its weights with model_name_or_path" if is_whole else ""
+    raise CheckpointError(
+        f"{checkpoint} was saved {was} FSDP, and this run is {now} FSDP: it cannot read those files; start it as "
+        f"before{fresh}"
+    )
 
 
 def reshard(model: nn.Module) -> None:
