@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from scu_trainer import wrap
 from scu_trainer.control.guard import spikes
 from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
@@ -21,6 +23,7 @@ from tests import processes
 from tests.tiny import llama, same, trained, weights_of
 from tests.train.test_nonfinite_guard import FAULTS, AtStep, DropGradients
 from tests.train.test_spike_guard import large_loss
+from tests.train.test_wrap_ranks import ZERO_3, Net, rows
 
 pytest.importorskip("deepspeed")
 
@@ -58,6 +61,31 @@ def run(folder: Path, name: str, changes: dict, steps=(BAD_STEP,), safety=SAFETY
     return trained(model, folder / name, safety=safety, callbacks=[when, *callbacks], **{**COMMON, **changes})
 
 
+class SpoilPadding(TrainerCallback):
+    """Not a number behind the last weight of each part, where ZeRO-3 leaves what memory held."""
+
+    count = 0
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        for weight in model.parameters():
+            own = weight.ds_tensor.numel()
+            behind = weight.ds_tensor[max(0, weight.ds_numel - own * args.process_index) :]
+            behind.fill_(float("nan"))
+            self.count += behind.numel()
+
+
+def saved_with_padding(folder: Path) -> dict:
+    """Three biases on two ranks: a part of each has room for two."""
+    spoil, told = SpoilPadding(), ""
+    changes = {**COMMON, "deepspeed": ZERO_3, "save_strategy": "steps", "save_steps": STEPS}
+    try:
+        model, data = wrap(Net(), loss=torch.nn.CrossEntropyLoss()), rows(lambda i: i % 3)
+        trained(model, folder, dataset=data, safety=SAFETY, callbacks=[spoil], **changes)
+    except NonFiniteLoss as error:
+        told = str(error)
+    return {"spoiled": spoil.count, "told": told, "is_saved": (folder / f"checkpoint-{STEPS}").is_dir()}
+
+
 def outcome(trainer) -> dict:
     guard = trainer.nonfinite_guard
     skipped = [] if guard is None else guard.figures()["bad_numbers"]["skipped"]
@@ -89,6 +117,9 @@ def main(folder: Path) -> None:
         AcceleratorState._reset_state()
         GradientState._reset_state()
         found[name] = outcome(run(folder, name, {**changes, "deepspeed": configuration()}))
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    found["padding"] = saved_with_padding(folder / "padding")
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -148,6 +179,13 @@ def test_zero_2_skips_in_its_engine(ranks, name):
     reference = first[f"{name.replace(', zero', '')}, reference"]["weights"]
     for weight, expected in reference.items():
         torch.testing.assert_close(first[name]["weights"][weight], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_zero_3_leaves_behind_the_last_weight_of_a_part_is_no_weight(ranks):
+    """It ended a run at its first checkpoint, which was then not written, where that memory held no number."""
+    (first, second), _, _ = ranks
+    assert first["padding"] == {"spoiled": 0, "told": "", "is_saved": True}
+    assert second["padding"] == {"spoiled": STEPS, "told": "", "is_saved": True}
 
 
 if __name__ == "__main__":

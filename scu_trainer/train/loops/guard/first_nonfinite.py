@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
 
@@ -122,7 +123,7 @@ def has_nonfinite(value: Any) -> bool:
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
-        own = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3: the parameter is empty, its part is elsewhere
+        own = _part_of_zero_3(parameter) if hasattr(parameter, "ds_tensor") else parameter
         own = own.to_local() if hasattr(own, "to_local") else own
         # Of 8 bits torch computes no norm; such weights (a model stored in FP8) are frozen.
         if own.is_floating_point() and own.dtype.itemsize > 1 and not own.is_meta:
@@ -132,6 +133,14 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             for key, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     yield f"the statistic {name}.{key}", buffer
+
+
+def _part_of_zero_3(parameter: nn.Parameter) -> torch.Tensor:
+    """The numbers of this rank; the parameter itself is empty. Parts are of equal size, and what is behind the last
+    number is left as it was in memory."""
+    own = parameter.ds_tensor
+    before = own.numel() * dist.get_rank(parameter.ds_process_group)
+    return own.flatten()[: max(0, parameter.ds_numel - before)]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
