@@ -191,13 +191,25 @@ def test_a_trial_that_is_behind_is_ended(tmp_path):
     assert found._is_hopeless(trial, "late") and study.trials[trial.number].intermediate_values == {2: 9.0}
 
 
-def test_the_sign_of_the_verdict(monkeypatch, tmp_path):
-    """The difference is that of the best minus the job as it is: below 0 is better."""
-    answer = {"against": [{"difference": {"value": -0.2, "low": -0.3, "high": -0.1, "confidence": 0.95}}]}
+@pytest.mark.parametrize(
+    ("item", "figures", "sign", "said"),
+    [
+        ("document", {"bpt": {}}, -1, "-0.2000 bits against the job as it is (-0.3000 to -0.1000"),
+        (
+            "image",
+            {"bpt": {}, "accuracy": {}},
+            1,
+            "+20.00 points of accuracy against the job as it is (+10.00 to +30.00",
+        ),
+    ],
+)
+def test_the_sign_of_the_verdict(monkeypatch, tmp_path, item, figures, sign, said):
+    """The difference is that of the best minus the job as it is: of bits below 0 is better, of accuracy above 0."""
+    low, high = sorted((0.1 * sign, 0.3 * sign))
+    difference = {"value": 0.2 * sign, "low": low, "high": high, "confidence": 0.95}
+    answer = {"item": item, "model": figures, "against": [{"difference": difference}]}
     done = type("done", (), {"returncode": 0, "stdout": json.dumps(answer), "stderr": ""})
     monkeypatch.setattr(sweep.subprocess, "run", lambda *args, **words: done)
     found = sweep.Sweep.__new__(sweep.Sweep)
     found.plan = type("plan", (), {"folder": Path(tmp_path)})
-    assert found._verdict(3, 1) == [
-        "best: trial 3, -0.2000 bits against the job as it is (-0.3000 to -0.1000, 95% over held-out documents): better"
-    ]
+    assert found._verdict(3, 1) == [f"best: trial 3, {said}, 95% over held-out {item}s): better"]

@@ -290,7 +290,7 @@ class Sweep(Asked):
         }
 
     def _verdict(self, number: int, count: int) -> list[str]:
-        """Best against the job as it is, over the held-out documents, paired."""
+        """Best against the job as it is, over the held-out documents, paired: the figure that ``eval`` judges by."""
         runs = [str(self.folder_of(name)) for name in ("base", f"trial-{number}")]
         words = [sys.executable, "-m", "scu_trainer.cli.main", "eval", runs[1], "--against", runs[0], "--json"]
         done = subprocess.run(words, capture_output=True, text=True, check=False, env={**environment(1, False)})
@@ -298,12 +298,16 @@ class Sweep(Asked):
             return [
                 f"the best, trial {number}, could not be scored against the job as it is: {done.stderr.strip()[-300:]}"
             ]
-        found = json.loads(done.stdout)["against"][0]["difference"]
-        value, low, high = found["value"], found["low"], found["high"]
-        said = "no difference found" if low <= 0 <= high else ("better" if high < 0 else "worse")
+        report = json.loads(done.stdout)
+        found, is_accuracy = report["against"][0]["difference"], "accuracy" in report["model"]
+        scale, shown, what = (100, "+.2f", "points of accuracy") if is_accuracy else (1, "+.4f", "bits")
+        value, low, high = (f"{scale * found[name]:{shown}}" for name in ("value", "low", "high"))
+        is_better = found["low"] > 0 if is_accuracy else found["high"] < 0
+        is_same = found["low"] <= 0 <= found["high"]
+        said = "no difference found" if is_same else ("better" if is_better else "worse")
         lines = [
-            f"best: trial {number}, {value:+.4f} bits against the job as it is ({low:+.4f} to {high:+.4f}, "
-            f"{found['confidence']:.0%} over held-out documents): {said}",
+            f"best: trial {number}, {value} {what} against the job as it is ({low} to {high}, "
+            f"{found['confidence']:.0%} over held-out {report['item']}s): {said}",
         ]
         if count > 1:
             lines.append(
