@@ -81,7 +81,7 @@ class RegularizationSettings:
     kp: float = option(0.8, "original law: proportional gain on S - target")
     ki: float = option(0.15, "original law: integral gain on S - target")
     deadband: Optional[float] = option(
-        None, "errors of S smaller than this change nothing (original law 0.002, model law 0)"
+        None, "errors of S smaller than this count as 0 (original law 0.002, model law 0)"
     )
     integral_clamp: float = option(0.2, "original law: bound on the absolute value of the integral term")
     integral_leak: float = option(0.995, "original law: factor on the integral per control step")
