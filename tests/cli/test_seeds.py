@@ -110,6 +110,14 @@ def test_one_that_fails_does_not_lose_the_others():
     assert command.spread(runs[1:2]) == ["0 of 1 seeds with a held-out figure: too few for a spread"]
 
 
+def test_seeds_that_hold_out_the_same_rows_are_not_said_to_hold_out_their_own():
+    """As recordings whose manifest says which are held out."""
+    same, other = ({"status": "finished", "metrics": {"data_fingerprint": name}} for name in ("a", "b"))
+    assert command.own_data([same, same, {"status": "failed", "metrics": {}}]) == []
+    for runs in ([same, other], [same, {"status": "finished", "metrics": {}}]):
+        assert command.own_data(runs)[0].startswith("each seed holds out its own share of the data, unless")
+
+
 def test_brackets_in_an_error_are_shown_as_they_are(job, tmp_path, monkeypatch, capsys):
     program = [sys.executable, "-c", "print('error: no file data [/b]'); raise SystemExit(2)"]
     hands = command.comparison.Hands(spawn=lambda words, *rest: command.comparison.spawn(program, *rest))

@@ -196,9 +196,18 @@ def test_all_that_is_refused_is_named(checkpoint):
 @pytest.mark.parametrize("was", [{"split_seed": 3}, {"seed": 3}], ids=["known", "of a version with one seed"])
 def test_another_split_is_refused_and_the_way_on_is_said(was):
     settings = before(validation_split_percentage=10)
-    (change,) = changes({**settings, **was}, {**settings, "seed": 4, "split_seed": 5})
+    now = {**settings, "seed": 4, "split_seed": 5, "data": {"fingerprint": "of the other rows"}}
+    change, of_data = changes({**settings, **was}, now)
     assert change.is_refused and "was 3, now 5" in change.line and "set data_seed: 3" in change.line
+    assert of_data.name == "data" and not of_data.is_refused
+    assert changes({**settings, **was, "data": {}}, {**now, "data": {}}) == [change]
     assert changes({**settings, **was}, {**settings, "seed": 4, "split_seed": 3}) == []
+
+
+def test_another_seed_that_holds_out_the_same_rows_resumes():
+    """Its fingerprint names the rows of both sides, as where the manifest of recordings has splits."""
+    settings = before(validation_split_percentage=10)
+    assert changes({**settings, "split_seed": 3}, {**settings, "split_seed": 5}) == []
 
 
 @pytest.mark.parametrize("held_out", [{"validation_split_percentage": 0}, {"eval_dataset": "other.jsonl"}])

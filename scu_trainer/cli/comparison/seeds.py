@@ -43,15 +43,8 @@ class Seeds(Start):
     def _end(self, record: Mapping[str, Any]) -> int:
         self.console.print(_table(record["runs"]))
         fixed = any(self.plan.resolved[JOB.name].get(name) is not None for name in SHARED_DATA)
-        own_split = (
-            "each seed holds out its own documents, so the spread includes both; set data_seed (or eval_dataset) to "
-            "hold out the same ones"
-        )
-        for line in [
-            *spread(record["runs"]),
-            *([] if fixed else [own_split]),
-            f"written: {self.plan.folder / 'comparison.json'}",
-        ]:
+        notes = [] if fixed else own_data(record["runs"])
+        for line in [*spread(record["runs"]), *notes, f"written: {self.plan.folder / 'comparison.json'}"]:
             screens.print_wrapped(self.console, line)
         return exit_code(record)
 
@@ -83,3 +76,14 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         reach = t_quantile(CONFIDENCE, len(values) - 1)
         said.append(f"{len(values)} seeds are few: the interval reaches {reach:.1f} standard errors to each side")
     return said
+
+
+def own_data(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where the finished runs may not have held out the same rows."""
+    data = {run["metrics"].get("data_fingerprint") for run in runs if run["status"] == "finished"}
+    if len(data) < 2 and None not in data:
+        return []
+    return [
+        "each seed holds out its own share of the data, unless they come with rows to hold out, so the spread includes "
+        "both; set data_seed (or eval_dataset) to hold out the same ones"
+    ]

@@ -240,7 +240,9 @@ def _of_fact(name: str, before: Any, now: Any, consequence: str) -> list[Change]
 def _of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Where a share of the data themselves is held out. Runs of older versions knew one seed for everything."""
     was, here, settings = before.get("split_seed", before.get("seed")), now.get("split_seed"), now["configuration"]
-    is_split = settings.get("validation_split_percentage") and settings.get("eval_dataset") is None
+    data = [facts.get("data", {}).get("fingerprint") for facts in (before, now)]
+    is_same = None not in data and data[0] == data[1]  # as where a manifest says what is held out
+    is_split = settings.get("validation_split_percentage") and settings.get("eval_dataset") is None and not is_same
     if None in (was, here) or was == here or not is_split:
         return []
     text = f"other rows would be held out, and most of them were trained on; set data_seed: {was} to resume"
