@@ -44,6 +44,12 @@ def test_arguments_that_choose_samples_as_well_are_refused(tmp_path, name, curri
         made(tmp_path, curriculum, **{name: value})
 
 
+def test_an_order_that_does_not_follow_from_the_seed_is_refused(tmp_path):
+    message = r"use_seedable_sampler: false with a curriculum: .*; set use_seedable_sampler: true$"
+    with pytest.raises(SettingsError, match=message):
+        made(tmp_path, accelerator_config={"use_seedable_sampler": False})
+
+
 def test_several_gpus_in_one_process_are_refused(tmp_path):
     args = arguments(tmp_path)
     assert obstacle(args, None) is None

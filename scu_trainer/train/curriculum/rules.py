@@ -41,6 +41,11 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
             return f"accelerator_config {name} distributes batches itself; drop it with a curriculum"
+    if not args.accelerator_config.use_seedable_sampler:
+        return (
+            "accelerator_config use_seedable_sampler: false with a curriculum: it would shuffle rows without the seed, "
+            "from which a curriculum plans their order; set use_seedable_sampler: true"
+        )
     if args.n_gpu > 1:
         return "a curriculum does not work under DataParallel; start one process per GPU with torchrun"
     if memory is not None and memory.batch_mode == "logical":
