@@ -616,7 +616,15 @@ BAD_ROWS = {
     "no name": ({"file": "a\0b"}, "unreadable file", r"\('a\\x00b'\): not a readable"),
     "unknown branch": ({"missing": ["radar"]}, "unknown branch", "missing is .*'radar'.*allowed: visible"),
     "unknown column": ({"lable": 3}, "unknown column", "'lable'.*did you mean 'label'"),
+    "split by another name": ({"fold": "Test"}, "unknown column", "'fold' with 'Test'.*did you mean 'split'"),
 }
+
+
+def test_other_columns_of_the_manifest_are_named_and_not_read(folder, tmp_path):
+    for number in (2, 3):
+        edit_manifest(folder, number, subject=f"S{number}", note="")
+    statistics = prepared(folder, tmp_path / "cache").statistics
+    assert not statistics.dropped and "unused columns: subject (2 rows)" in statistics.lines()
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)

@@ -15,6 +15,8 @@ Columns of the manifest:
               nor declared is an error
     report    optional: a short text about the recording, which report_head: true learns to write
 
+Other columns are named and not read.
+
 Arrays of a .npz, by name. Lengths (frames, points, time) may differ between recordings and between the arrays of one;
 height, width, channels and the count of numbers are the same in all recordings. Only arrays that a branch in use reads
 have to be there (``settings.sensors.BRANCHES``).

@@ -6,13 +6,21 @@ import csv
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.data.json_files import each_once
-from scu_trainer.data.readers import MOST_NAMES, is_hidden, require_each_once, shown_name
+from scu_trainer.data.readers import (
+    HELD_OUT_SPLITS,
+    MOST_NAMES,
+    is_hidden,
+    named_split,
+    require_each_once,
+    shown_name,
+)
 from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST
@@ -68,6 +76,7 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
     entries: list[Entry] = []
     by_file: dict[Path, Entry] = {}
     named: set[str] = set()
+    unread: Counter[str] = Counter()
     for line, row, problem in _rows(path):
         rejections.statistics.read += 1
         named.add(os.path.normpath(folder / str(row.get("file") if isinstance(row, dict) else "")))
@@ -79,12 +88,15 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
                 found = f"its label is {entry.label!r}, and {first.label!r} in {first.place}"
                 raise BadSample("two labels", f"{found}; a recording has one class")
             entries.append(entry)
+            unread.update(str(name) for name, value in row.items() if name not in COLUMNS and value not in (None, ""))
         except BadSample as error:
             rejections.add(place, error)
     if not entries:
         raise DataError(
             f"{path} has no usable row: {rejections.statistics.read:,} read; it needs file and label in each"
         )
+    columns = ", ".join(f"{name or 'without a name'} ({counted(count, 'row')})" for name, count in unread.items())
+    rejections.statistics.notes += [f"unused columns: {columns}"] if columns else []
     rejections.statistics.notes += _not_read(folder, path, named)
     return entries
 
@@ -140,12 +152,11 @@ def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Opti
 def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
     if problem is not None or not isinstance(row, dict):
         raise BadSample("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
-    unknown = [str(name) for name in row if name not in COLUMNS]
-    if unknown:
-        raise BadSample(
-            "unknown column",
-            f"unknown column {unknown[0]!r}; allowed: {', '.join(COLUMNS)}{nearest(unknown[0], COLUMNS)}",
-        )
+    for name in (name for name in row if name not in COLUMNS):
+        says_split = named_split(str(row[name]).strip()) in ("train", *HELD_OUT_SPLITS)
+        if near := nearest("split" if says_split else str(name), COLUMNS):
+            found = f"unknown column {name!r} with {short(row[name])}; read are {', '.join(COLUMNS)}{near}"
+            raise BadSample("unknown column", found)
     file = row.get("file")
     if not isinstance(file, str) or not file or HALF_CHARACTER.search(file):
         raise BadSample("no file", "it names no file")
