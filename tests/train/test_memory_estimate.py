@@ -588,6 +588,19 @@ def test_micro_batches_begin_as_large_as_main_memory_lets_them(model_dir, monkey
     assert found.first_tokens is None and "there for it" not in found.line
 
 
+@pytest.mark.parametrize(("all_rows", "rows", "parts"), [(20, 8, 3), (16, 8, 2), (6, 6, 1), (100, 8, 4)])
+def test_a_step_is_predicted_with_no_more_rows_than_there_are(model_dir, all_rows, rows, parts):
+    words = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 4, "--memory_control", "false"]
+    of_rows = RowShapes(32, 32.0, False)
+    step = predict.step_of(small_job(model_dir, *words), of_rows, "cpu", tiny.llama(), all_rows)
+    assert (step.rows, step.micro_batches) == (rows, parts)
+
+
+def test_the_line_of_a_run_names_no_more_rows_than_there_are(model_dir):
+    job = small_job(model_dir, "--per_device_train_batch_size", 64, "--memory_control", "false")
+    assert "micro-batches of 8 rows of 32 tokens" in record.prediction(job, loaded(tiny.llama())).line
+
+
 def test_the_limit_counts_what_the_model_holds_already(model_dir, monkeypatch):
     job, parts = small_job(model_dir), loaded(tiny.llama())
     monkeypatch.setattr(record, "free_memory", lambda training: SimpleNamespace(main_bytes=1000))
