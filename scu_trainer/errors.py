@@ -89,8 +89,9 @@ NEAR = 0.65
 def nearest(name: str, allowed: Iterable[str], cutoff: float = NEAR) -> str:
     """Phrase that names the allowed word nearest to ``name``: " (did you mean 'block_size'?)"; nothing if none is near,
     for a far one sends people the wrong way."""
-    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    spelled = {word.lower(): word for word in allowed}  # 'LoRA' is as near to 'lora' as can be
+    matches = difflib.get_close_matches(name.lower(), list(spelled), n=1, cutoff=cutoff)
+    return f" (did you mean {spelled[matches[0]]!r}?)" if matches else ""
 
 
 def require_packages(purpose: str, extra: str, modules: Sequence[str], loads: bool = False) -> None:

@@ -173,8 +173,9 @@ def read_file(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise SettingsError(f"{path} nests too deeply; at most {DEEPEST} levels are allowed") from error
     except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two for what a tag such as !!int says
-        said = " ".join(str(error).split())[:1000]
-        raise SettingsError(f"{path} is not valid YAML or JSON: {said}{_as_text(path)}") from error
+        said = " ".join(str(error).replace(' in "<unicode string>"', "").split())[:1000]
+        tab = "; YAML takes spaces where this line has a tab" if r"character '\t'" in said else ""
+        raise SettingsError(f"{path} is not valid YAML or JSON: {said}{tab}{_as_text(path)}") from error
     if not isinstance(entries, dict):
         found = "nothing" if entries is None else type(entries).__name__
         raise SettingsError(f"{path} holds {found}; it must hold lines like 'learning_rate: 2e-4'{_as_text(path)}")

@@ -83,6 +83,9 @@ def our_parser(*more: type) -> HfArgumentParser:
     actions = parser._option_string_actions
     for flag in READ_BY.keys() & actions.keys():
         actions[flag].type = READ_BY[flag]
+    for flag, action in actions.items():
+        if flag.startswith("--no_") and action.const is False:  # transformers repeats the help of what it turns off
+            action.help, action.default = f"the same as {flag.replace('no_', '', 1)} false", argparse.SUPPRESS
     return parser
 
 

@@ -88,6 +88,12 @@ def test_help_needs_no_torch():
     assert "--scu_target_s" in answer.stdout and "--test_run" in answer.stdout
 
 
+def test_help_of_what_turns_a_default_off_says_so(capsys):
+    assert train.main(["--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--no_resume, --no-resume the same as --resume false --" in text
+
+
 def test_help_all_lists_stock_fields(capsys):
     assert train.main(["--help-all"]) == 0
     assert "--gradient_accumulation_steps" in capsys.readouterr().out
@@ -138,6 +144,8 @@ def test_scu_can_be_switched_off(capsys):
         ("- a\n- b", "holds list"),
         ("", "holds nothing"),
         ("a: [", "not valid YAML"),
+        ("seed: 1\n\tmax_steps: 2", "line 2, column 1: max_steps: 2 ^; YAML takes spaces where this line has a tab"),
+        ("tuning: LoRA", "did you mean 'lora'?"),
         ("streaming: true", "give max_steps"),
         ("scu_target_s: auto", "set eval_strategy"),
         ("fp16: true\nuse_cpu: true", "fp16"),
