@@ -42,7 +42,8 @@ class AnswerSettings:
         require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
         for name in ("temperature", "repetition_penalty"):
             value = getattr(self, name)
-            greedy = "; for greedy answers leave it out and set do_sample to false" if value == 0 else ""
+            greedy = ", or 0 for greedy answers" if name == "temperature" else ""
+            greedy = "; for greedy answers leave it out and set do_sample to false" if value == 0 else greedy
             require(value is None or value > 0, f"{name} is {value}; it must be above 0{greedy}")
         require(self.temperature is None or self.temperature >= LOWEST_TEMPERATURE,
                 f"temperature is {self.temperature}; the lowest is {LOWEST_TEMPERATURE:g}")  # fmt: skip

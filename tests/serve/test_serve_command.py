@@ -98,7 +98,7 @@ def test_a_key_file_that_is_not_there(folder, capsys, tmp_path):
     [
         (["--port", "70000"], "--port is 70000"),
         (["--host", "gpu-7"], "--host is 'gpu-7'; give an address of this machine"),
-        (["--temperature", "-1", "--port", "0"], "temperature is -1.0; it must be above 0"),
+        (["--temperature", "-1", "--port", "0"], "temperature is -1.0; it must be above 0, or 0 for greedy answers"),
         (["--engine", "vllm"], "vllm is not installed; pip install vllm, or --engine transformers"),
     ],
 )

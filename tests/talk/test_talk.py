@@ -171,7 +171,7 @@ def test_without_a_template_the_text_goes_on(folder, talker):
     ("changes", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"temperature": -1.0}, "temperature is -1.0; it must be above 0"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be above 0, or 0 for greedy answers"),
         ({"temperature": 0.0}, "must be above 0; for greedy answers leave it out and set do_sample to false"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"do_sample": False, "top_k": 5}, "top_k have an effect only when tokens are sampled"),
