@@ -135,6 +135,10 @@ IDLE = (
     Idle(
         ("scu_time_constant", "scu_growth_alpha"), lambda job: _law(job) not in (None, "model"), "scu_law is not model"
     ),
+    Idle(
+        ("scu_lambda_min", "scu_lambda_max", "scu_deadband"), lambda job: _law(job) in ("fixed", "schedule"),
+        "scu_law is fixed or schedule, which do not look at it",
+    ),
     Idle(("scu_lambda_init",), lambda job: _law(job) == "model", "scu_law is model, which finds lambda by itself"),
     Idle(
         ("scu_lambda_final", "scu_schedule"), lambda job: _law(job) not in (None, "schedule"),
