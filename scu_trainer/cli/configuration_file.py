@@ -173,7 +173,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise SettingsError(f"{path} nests too deeply; at most {DEEPEST} levels are allowed") from error
     except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two for what a tag such as !!int says
-        said = " ".join(str(error).replace(' in "<unicode string>"', "").split())[:1000]
+        said = " ".join(str(error).split()).replace(' in "<unicode string>"', "")[:1000]
         tab = "; YAML takes spaces where this line has a tab" if r"character '\t'" in said else ""
         raise SettingsError(f"{path} is not valid YAML or JSON: {said}{tab}{_as_text(path)}") from error
     if not isinstance(entries, dict):
