@@ -213,3 +213,65 @@ def test_the_sign_of_the_verdict(monkeypatch, tmp_path, item, figures, sign, sai
     found = sweep.Sweep.__new__(sweep.Sweep)
     found.plan = type("plan", (), {"folder": Path(tmp_path)})
     assert found._verdict(3, 1) == [f"best: trial 3, {said}, 95% over held-out {item}s): better"]
+
+
+def test_one_held_out_row_gives_no_interval(monkeypatch, tmp_path):
+    """A single document cannot be resampled, so its difference has no bounds."""
+    difference = {"value": -0.2, "low": None, "high": None, "confidence": 0.95, "verdict": "one document cannot tell"}
+    answer = {"item": "document", "model": {"bpt": {}}, "against": [{"difference": difference}]}
+    done = type("done", (), {"returncode": 0, "stdout": json.dumps(answer), "stderr": ""})
+    monkeypatch.setattr(sweep.subprocess, "run", lambda *args, **words: done)
+    found = sweep.Sweep.__new__(sweep.Sweep)
+    found.plan = type("plan", (), {"folder": Path(tmp_path)})
+    assert found._verdict(3, 2) == ["best: trial 3, -0.2000 bits against the job as it is: one document cannot tell"]
+
+
+def test_an_evaluation_that_is_not_finite_is_no_figure_of_a_trial(tmp_path):
+    """It is null in the log; Optuna takes numbers alone."""
+    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=0))
+    found = sweep.Sweep.__new__(sweep.Sweep)
+    found.plan = type("plan", (), {"folder": tmp_path})
+    (tmp_path / "runs" / "late").mkdir(parents=True)
+    (tmp_path / "runs/late/log_history.json").write_text('[\n{"step": 2, "eval_bpt": null}\n]')
+    trial = study.ask()
+    assert not found._is_hopeless(trial, "late") and not study.trials[trial.number].intermediate_values
+
+
+def test_nothing_held_out_is_refused_before_anything_runs(job, capsys, tmp_path):  # noqa: F811
+    words = [
+        "sweep",
+        "--config",
+        str(job),
+        "--search",
+        "learning_rate=1e-4:1e-1",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    assert cli([*words, "--validation_split_percentage", "0"]) == 2
+    assert "a sweep judges by held-out rows: nothing is held out; give eval_dataset" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "fault"),
+    [
+        ({"value": 3.0}, "it was scored on 2 documents, 60 tokens, the job as it is on 2 documents, 20 tokens"),
+        ({"value": None}, "it has no finite held-out figure"),
+    ],
+)
+def test_a_trial_that_cannot_be_compared_fails(tmp_path, own, fault):
+    """One that predicts other tokens (completion_only_loss, another tokenizer) may have fewer bits and learn less."""
+    for name, tokens, bits in (("base", 20, {"value": 5.0}), ("trial-0", 60, own)):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text('{"status": "finished"}')
+        figures = {"held_out_documents": 2, "held_out_tokens": tokens, "held_out_bpt_after": bits}
+        (folder / "scu_metrics.json").write_text(json.dumps(figures))
+    said: list[str] = []
+    found = sweep.Sweep.__new__(sweep.Sweep)
+    found.plan = type("plan", (), {"folder": tmp_path, "axes": [Axis("lora_r", values=["4", "8"])]})
+    found.say = said.append
+    study = optuna.create_study()
+    found._try(study, study.ask())
+    assert [trial.state.name for trial in study.trials] == ["FAIL"]
+    assert said[0].startswith("trial 0: lora_r ") and said[0].endswith(f": failed: {fault}")

@@ -22,12 +22,18 @@ from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, Stopped, require_packages
+from scu_trainer.figures import scored_on
 from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
 from scu_trainer.runs.launch import environment
 from scu_trainer.runs.queue import Line, wait_for_turn
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
-from scu_trainer.runs.studies.comparison_plan import SHARED_DATA, ComparisonPlan
+from scu_trainer.runs.studies.comparison_plan import (
+    NOTHING_HELD_OUT,
+    SHARED_DATA,
+    ComparisonPlan,
+    holds_nothing_out,
+)
 from scu_trainer.runs.studies.comparison_state import is_finished, last_words
 from scu_trainer.runs.studies.search import FORM, axes_of
 from scu_trainer.shipped import recipe
@@ -101,6 +107,8 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     require_packages("sweep", "sweep", ("optuna",), loads=True)
     settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
     refuse_push(settings.get("push_to_hub"), "trial")
+    if holds_nothing_out(settings):
+        raise SettingsError(f"a sweep judges by held-out rows: {NOTHING_HELD_OUT}")
     typed = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
     return Sweep(plan, options, plain_console(), hands or comparison.Hands()).run()
@@ -169,10 +177,10 @@ class Sweep(Asked):
         return self.plan.folder / "runs" / name
 
     def _base(self) -> None:
-        if not is_finished(self.folder_of("base")):
-            code = self._watched("base", {}, lambda: False)
-            if code != comparison.TRAINED or not is_finished(self.folder_of("base")):
-                raise SettingsError(f"the job as it is cannot be trained: {self._last_words('base', code)}")
+        is_done = is_finished(self.folder_of("base"))
+        fault = self._fault("base", comparison.TRAINED if is_done else self._watched("base", {}, lambda: False))
+        if fault is not None:
+            raise SettingsError(f"the job as it is gives nothing to compare trials with: {fault}")
         self.say(f"the job as it is: held-out bits {self._figure('base'):.4f}")
 
     def _watched(self, name: str, values: Mapping[str, Any], is_hopeless: Any) -> int:
@@ -196,8 +204,20 @@ class Sweep(Asked):
             raise Stopped("stopped; run the same command to continue with the unfinished run")
         return process.poll()
 
+    def _metrics(self, name: str) -> dict[str, Any]:
+        return read_json(self.folder_of(name) / "scu_metrics.json")
+
     def _figure(self, name: str) -> Optional[float]:
-        return (read_json(self.folder_of(name) / "scu_metrics.json").get("held_out_bpt_after") or {}).get("value")
+        return (self._metrics(name).get("held_out_bpt_after") or {}).get("value")
+
+    def _fault(self, name: str, code: int) -> Optional[str]:
+        """Why a run that has ended has no figure that can be compared; None where it has one."""
+        if code != comparison.TRAINED or not is_finished(self.folder_of(name)):
+            return self._last_words(name, code)
+        if self._figure(name) is None:
+            return "it has no finite held-out figure"
+        own, base = (scored_on(self._metrics(run)) for run in (name, "base"))
+        return None if own == base else f"it was scored on {own}, the job as it is on {base}"
 
     def _last_words(self, name: str, code: int) -> str:
         return last_words(self.plan.folder / "console" / f"{name}.log", code)
@@ -237,23 +257,23 @@ class Sweep(Asked):
             code = self._watched(name, values, lambda: self._is_hopeless(trial, name))
         else:
             code = comparison.TRAINED
-        figure = self._figure(name) if is_finished(self.folder_of(name)) else None
-        if figure is not None and code == comparison.TRAINED:
-            study.tell(trial, figure)
-            self.say(f"trial {trial.number}: {said}: held-out bits {figure:.4f}")
+        fault = self._fault(name, code)
+        if fault is None:
+            study.tell(trial, self._figure(name))
+            self.say(f"trial {trial.number}: {said}: held-out bits {self._figure(name):.4f}")
         elif code == Stopped.exit_code:
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             self.say(f"trial {trial.number}: {said}: ended early, worse than half of the others were at that step")
         else:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            self.say(f"trial {trial.number}: {said}: failed: {self._last_words(name, code)}")
+            self.say(f"trial {trial.number}: {said}: failed: {fault}")
 
     def _is_hopeless(self, trial: optuna.Trial, name: str) -> bool:
         """By the evaluations that the run has logged so far."""
         path = self.folder_of(name) / "log_history.json"
         known = trial.study.trials[trial.number].intermediate_values
         for row in read_rows(path) if path.is_file() else ():
-            if "eval_bpt" in row and row["step"] not in known:
+            if row.get("eval_bpt") is not None and row["step"] not in known:  # None: it was not finite
                 trial.report(row["eval_bpt"], row["step"])
         return trial.should_prune()
 
@@ -301,14 +321,14 @@ class Sweep(Asked):
         report = json.loads(done.stdout)
         found, is_accuracy = report["against"][0]["difference"], "accuracy" in report["model"]
         scale, shown, what = (100, "+.2f", "points of accuracy") if is_accuracy else (1, "+.4f", "bits")
-        value, low, high = (f"{scale * found[name]:{shown}}" for name in ("value", "low", "high"))
+        best = f"best: trial {number}, {scale * found['value']:{shown}} {what} against the job as it is"
+        if found["low"] is None:
+            return [f"{best}: one {report['item']} cannot tell"]
+        low, high = (f"{scale * found[name]:{shown}}" for name in ("low", "high"))
         is_better = found["low"] > 0 if is_accuracy else found["high"] < 0
         is_same = found["low"] <= 0 <= found["high"]
         said = "no difference found" if is_same else ("better" if is_better else "worse")
-        lines = [
-            f"best: trial {number}, {value} {what} against the job as it is ({low} to {high}, "
-            f"{found['confidence']:.0%} over held-out {report['item']}s): {said}",
-        ]
+        lines = [f"{best} ({low} to {high}, {found['confidence']:.0%} over held-out {report['item']}s): {said}"]
         if count > 1:
             lines.append(
                 f"it is the best of {count} on the documents that chose it, so the figure is too good on average; "

@@ -34,6 +34,8 @@ BUDGET = (
 SHARED_DATA = ("eval_dataset", "data_seed")
 """Settings with which all seeds are scored on the same documents."""
 
+NOTHING_HELD_OUT = "nothing is held out; give eval_dataset or validation_split_percentage above 0"
+
 SELECTING = ("noise_guard", "acmds", "infobatch")
 
 
@@ -143,10 +145,12 @@ def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:
         return "auto_find_batch_size repeats rows after an out-of-memory; memory_control does not need it, drop it"
     if settings.get("load_best_model_at_end"):
         return "load_best_model_at_end chooses by the held-out loss that is compared here; drop it"
+    return NOTHING_HELD_OUT if holds_nothing_out(settings) else None
+
+
+def holds_nothing_out(settings: Mapping[str, Any]) -> bool:
     share = settings.get("validation_split_percentage")
-    if not (settings.get("eval_dataset") or settings.get("streaming") or share is None or share > 0):
-        return "nothing is held out; give eval_dataset or validation_split_percentage above 0"
-    return None
+    return not (settings.get("eval_dataset") or settings.get("streaming") or share is None or share > 0)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
