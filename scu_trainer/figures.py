@@ -84,6 +84,16 @@ def scored_on(metrics: Mapping[str, Any]) -> str:
     return f"{items}, {counted(tokens, metrics.get('unit', 'token'))}"
 
 
+def best_on_the_way(metrics: Mapping[str, Any]) -> Optional[str]:
+    """The best evaluation during training: of classifiers the one with the highest accuracy."""
+    best = metrics.get("best_held_out")
+    if not best or best.get("bpt") is None:
+        return None
+    bits = f"{best['bpt']:.3f} bits per {metrics.get('unit', 'token')}"
+    figure = bits if best.get("accuracy") is None else f"accuracy {best['accuracy']:.1%}"
+    return f"{figure} at step {best.get('step', '-')}"
+
+
 def _row(what: str, metrics: Mapping[str, Any], key: str, style: str, changed: Callable[[Any], str]) -> Change:
     before, after, change = (metrics.get(f"held_out_{key}_{when}") for when in ("before", "after", "change"))
     return Change(what, interval(before, style), interval(after, style), changed(change))
@@ -109,7 +119,10 @@ def _difference(what: str, before: Mapping[str, Any], after: Mapping[str, Any], 
     """Of two figures whose difference has no interval of its own."""
     values = [found["value"] for found in (before, after)]
     is_known = all(value is not None and math.isfinite(value) for value in values)
-    change = f"{values[1] - values[0]:+{style}}" if is_known else "-"
+    change = "-"
+    if is_known:
+        difference = {"value": values[1] - values[0]}
+        change = _points(difference) if style.endswith("%") else interval(difference, f"+{style}")
     return Change(what, interval({"value": values[0]}, style), interval({"value": values[1]}, style), change)
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from scu_trainer.figures import UNITS, before_and_after, bits_of
+from scu_trainer.figures import UNITS, before_and_after, best_on_the_way, bits_of
 from scu_trainer.settings.tasks import KINDS
 
 
@@ -49,10 +49,20 @@ def test_of_classes_accuracy_in_points_and_no_perplexity():
 
 def test_of_a_mixture_and_of_reports():
     sources = {"a": {"bpt_before": interval(3.0), "bpt_after": interval(2.5)}}
-    reports = {f"held_out_report_{k}_{w}": interval(0.5) for k in ("exact", "bpt") for w in ("before", "after")}
+    values = {"before": 0.5, "after": 0.625}
+    reports = {f"held_out_report_{k}_{w}": interval(v) for k in ("exact", "bpt") for w, v in values.items()}
     found = {row.what: tuple(row[1:]) for row in before_and_after({**TEXT, "held_out_sources": sources, **reports})}
     assert found["  a, bits per token"] == ("3.000", "2.500", "-0.500")
-    assert found["reports word for word"] == ("50.0%", "50.0%", "+0.0%")
+    assert found["reports word for word"] == ("50.0%", "62.5%", "+12.5 points")
+    assert found["bits per word of reports"] == ("0.500", "0.625", "+0.125")
+
+
+def test_the_best_on_the_way_of_a_classifier_is_its_accuracy():
+    """That is what it was chosen by: its bits may be higher than those of the end."""
+    best = {"step": 8, "bpt": 3.2}
+    assert best_on_the_way({"best_held_out": best}) == "3.200 bits per token at step 8"
+    assert best_on_the_way({"best_held_out": {**best, "accuracy": 0.75}, "unit": "label"}) == "accuracy 75.0% at step 8"
+    assert best_on_the_way({"best_held_out": None}) is None
 
 
 @pytest.mark.parametrize("bits", [None, math.inf, math.nan, 5000.0])

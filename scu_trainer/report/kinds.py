@@ -29,7 +29,7 @@ METRICS: Row = {
     **{f"held_out_{what}_{when}": INTERVAL
        for what in ("bpt", "accuracy", "report_exact", "report_bpt") for when in ("before", "after", "change")},
     "held_out_sources": {EACH: {"bpt_before": INTERVAL, "bpt_after": INTERVAL}},
-    "best_held_out": {"step": NUMBER, "bpt": NUMBER},
+    "best_held_out": {"step": NUMBER, "bpt": NUMBER, "accuracy": NUMBER},
     "costs": {"peak_bytes": NUMBER},
     "memory": {"peak_bytes": NUMBER, "out_of_memory": NUMBER},
     "bad_numbers": {"skipped_steps": NUMBER, "skipped": [{}]},

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from scu_trainer.figures import before_and_after, bits_of, counted, scored_on
+from scu_trainer.figures import before_and_after, best_on_the_way, bits_of, counted, scored_on
 from scu_trainer.report.files import RunFiles, newest, points
 from scu_trainer.report.run_plots import in_bits, number, only_measured, ooms
 from scu_trainer.run_files import readable
@@ -67,12 +67,8 @@ def _held_out(run: RunFiles) -> list[tuple[str, str]]:
         newest_bpt = newest(run.logs, "eval_bpt")
         said = NONE if newest_bpt is None else f"{newest_bpt:.3f} at the last evaluation"
         return [(f"held-out bits per {run.unit}", said)]
-    best = run.metrics.get("best_held_out")
-    if best and best.get("bpt") is not None:
-        found.append(
-            ("best during training", f"{best['bpt']:.3f} bits per {run.unit} at step {best.get('step', NONE)}")
-        )
-    return found
+    best = best_on_the_way(run.metrics)
+    return found if best is None else [*found, ("best during training", best)]
 
 
 def _s(run: RunFiles, control: Mapping[str, Any]) -> str:

@@ -379,6 +379,16 @@ def test_a_task_tells_rounding_from_learning_too():
     assert [row["difference"]["verdict"] for row in rows[1:]] == ["lower by rounding", "lower"]
 
 
+def test_one_question_gives_no_interval_of_a_difference():
+    answers = [EvaluationResult(figures=(figure([value]),)) for value in (1.0, 0.0)]
+    options = SimpleNamespace(confidence=0.95, how={"resamples": 200, "confidence": 0.95, "seed": 0})
+    asked = SimpleNamespace(names="t", limit=1, apply_chat_template=False)
+    subjects = [SimpleNamespace(name="run", word=None, source="run")] * 2
+    found = tasks_report(subjects, answers, asked, options)["results"][1]["difference"]
+    assert (found["value"], found["low"], found["high"]) == (1.0, None, None)
+    assert found["verdict"] == "one question cannot tell"
+
+
 def test_questions_that_all_came_out_alike_give_no_interval():
     """A standard error of 0 would claim that no other question could come out otherwise."""
     assert figure([1.0, 0.0]).interval(0.95).low == pytest.approx(0.5 - 1.959964 * 0.1)

@@ -82,6 +82,14 @@ def test_paths_are_printed_as_one_types_them_here(monkeypatch, tmp_path):
     assert said.endswith(f"next: scu-trainer train {command}")
 
 
+def test_one_held_out_document_gives_no_interval():
+    """It cannot be resampled: bounds that are the value itself would claim a certainty that nobody measured."""
+    figures = {"weights": 2, "size_bytes": 8, "bits": 1.0}
+    facts = {"output": "small", "source": "run", "unit": "token", "before": figures, "after": figures, "units": {}}
+    change = {"value": 0.5, "low": None, "high": None, "confidence": 0.95}
+    assert "1.000 before, 1.000 after (+0.500)\n" in prune.screen({**facts, "change": change}, "")
+
+
 def test_what_cannot_be_pruned_is_refused(model_dir, documents, flags, tmp_path, capsys):
     assert train.main(flags) == 0
     capsys.readouterr()

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scu_trainer.cli.evaluation import retain
 from scu_trainer.cli.evaluation.retain import RETAIN_FILE, _halves
 from scu_trainer.cli.main import main as cli
 from scu_trainer.errors import DataError
@@ -143,3 +144,16 @@ def test_a_base_that_is_another_model(tuned, anchor, tmp_path, capsys):
     words = [tuned, "--base", tmp_path / "other", "--anchor", anchor, "--budget_bits", "0.1"]
     code, _, err = retained(capsys, *words, "--output_dir", tmp_path / "out")
     assert code == 2 and "it is not the base of this model" in err and not (tmp_path / "out").exists()
+
+
+def test_one_held_out_document_of_the_run_gives_no_interval():
+    """It cannot be resampled: bounds that are the value itself would claim a certainty that nobody measured."""
+    bits = {"value": -0.5, "low": -0.6, "high": -0.4, "confidence": 0.95}
+    one = {**bits, "low": None, "high": None}
+    said = retain.as_text(
+        {"share": 1.0, "anchor": "a.txt", "judging_documents": 4, "budget_bits": 1.0, "is_within_budget": True,
+         "lost_bits": bits, "lost_bits_of_the_whole_update": bits, "folder": "out",
+         "own_text": {"documents": 1, "whole": one, "kept": one}}
+    )  # fmt: skip
+    assert "held out, 1 document, against the base:\n  with all of it      -0.5000 bits per token\n" in said
+    assert "-0.5000 bits per token (-0.6000 to -0.4000, 95% interval), the budget is 1" in said

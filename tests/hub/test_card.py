@@ -41,6 +41,16 @@ def test_it_holds_the_figures_of_the_run(run):
     assert data.library_name == "peft" and data.base_model is None and data.license is None
 
 
+def test_the_best_evaluation_of_a_classifier_is_that_of_its_accuracy(run):
+    """On the card and in the report: the one with the most right may have more bits than the end has."""
+    metrics = read_json(run / "scu_metrics.json")
+    metrics |= {"unit": "label", "best_held_out": {"step": 8, "bpt": 3.2, "accuracy": 0.75}}
+    write_json(run / "scu_metrics.json", metrics)
+    card = card_of(read_facts(run, run), "me/x")
+    assert "Best evaluation during training: accuracy 75.0% at step 8." in card
+    assert dict(key_figures(read_run(run, "run")))["best during training"] == "accuracy 75.0% at step 8"
+
+
 def test_the_command_that_repeats_the_run_reads_its_configuration(run, tmp_path):
     stored = read_json(run / "training_config.json")["configuration"]
     check_early(str(run / "training_config.json"), [])

@@ -185,7 +185,9 @@ def _task_row(
     row |= {name: getattr(figure, name) for name in ("questions", "num_fewshot", "version", "is_higher_better")}
     found = None if model is None else paired_difference(figure, model, options.how)
     if found is not None:
-        row["difference"] = {**asdict(found), "verdict": verdict(found, len(figure.per_question), "question")}
+        bounds = {"low": None, "high": None} if len(figure.per_question) < 2 else {}
+        said = verdict(found, len(figure.per_question), "question")
+        row["difference"] = {**asdict(found), **bounds, "verdict": said}
     return row
 
 

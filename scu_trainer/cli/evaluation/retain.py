@@ -14,6 +14,7 @@ from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
 from scu_trainer.control.budget import SOLVED_AT, largest_share
 from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.figures import counted
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.run_files import require_room, require_writable, write_json
 from scu_trainer.settings.tasks import TEXT
@@ -134,7 +135,7 @@ def _own(tuned: Subject, base: Subject, share: float, asked: EvalOptions) -> Opt
     shares = Shares(evaluation_request([tuned], {}, asked, HarnessOptions()), tuned, base)
     before, kept, whole = (shares.scores(at) for at in (0.0, share, 1.0))
     differences = {
-        name: asdict(bootstrap_difference(before, after, seed=asked.seed))
+        name: bootstrap_difference(before, after, seed=asked.seed).over(before)
         for name, after in (("whole", whole), ("kept", kept))
     }
     return {"documents": len(before.nats), **differences}
@@ -178,13 +179,15 @@ def as_text(report: dict[str, Any]) -> str:
     own = report["own_text"]
     if own:
         lines += [
-            f"on what the run held out, {own['documents']} documents, against the base:",
+            f"on what the run held out, {counted(own['documents'], 'document')}, against the base:",
             f"  with all of it      {_bits(own['whole'])}",
             f"  with what is kept   {_bits(own['kept'])}",
         ]
     return "\n".join([*lines, f"written: {report['folder']}, {RETAIN_FILE} in it"])
 
 
-def _bits(found: dict[str, float]) -> str:
-    level = f"{found['confidence']:.0%}"
-    return f"{found['value']:+.4f} bits per token ({found['low']:+.4f} to {found['high']:+.4f}, {level} interval)"
+def _bits(found: dict[str, Any]) -> str:
+    bits = f"{found['value']:+.4f} bits per token"
+    if found["low"] is None:  # of one document
+        return bits
+    return f"{bits} ({found['low']:+.4f} to {found['high']:+.4f}, {found['confidence']:.0%} interval)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -107,13 +107,14 @@ def screen(facts: dict[str, Any], job_flags: str) -> str:
         f"{kind} {', '.join(f'{count} to {kept}' for count, kept in sizes)}" for kind, sizes in facts["units"].items()
     )
     change = facts["change"]
+    bounds = "" if change["low"] is None else f"; 95 % interval {change['low']:+.3f} to {change['high']:+.3f}"
     lines = [
         f"pruned: {output}",
         f"  {units}",
         f"  weights: {before['weights']:,} before, {after['weights']:,} after",
         f"  bytes: {readable(before['size_bytes'])} before, {readable(after['size_bytes'])} after",
         f"  held-out bits per {facts['unit']}: {before['bits']:.3f} before, {after['bits']:.3f} after "
-        f"({change['value']:+.3f}; 95 % interval {change['low']:+.3f} to {change['high']:+.3f})",
+        f"({change['value']:+.3f}{bounds})",
     ]
     if "accuracy" in before:
         lines.append(f"  held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} after")
@@ -180,7 +181,7 @@ class _Pruning:
             "units": plan.sizes,
             "before": _figures(parts, before),
             "after": _figures(again, after),
-            "change": asdict(bootstrap_difference(before, after)),
+            "change": bootstrap_difference(before, after).over(before),
         }
         write_json(folder / PRUNE_FILE, self.facts)
 

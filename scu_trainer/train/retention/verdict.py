@@ -133,7 +133,7 @@ def _own_figures(loop: Any, update: ScaledUpdate, share: float, whole: Optional[
              for name, after in (("whole", whole), ("kept", kept))}  # fmt: skip
     # 0 is added so that nothing is not "-0%".
     left = gains["kept"].value / gains["whole"].value + 0.0 if gains["whole"].value < 0 else None
-    return {"own_text": {name: asdict(gain) for name, gain in gains.items()}, "share_of_gain_kept": left}
+    return {"own_text": {name: gain.over(before) for name, gain in gains.items()}, "share_of_gain_kept": left}
 
 
 def verdict_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from rich.box import SQUARE
 from rich.console import Console
 from rich.table import Table
 
-from scu_trainer.figures import before_and_after, scored_on
+from scu_trainer.figures import before_and_after, best_on_the_way, scored_on
 from scu_trainer.safe_paths import no_option
 from scu_trainer.train.evaluation.by_source import scores_by_source
 from scu_trainer.train.evaluation.scoring import (
@@ -100,7 +100,7 @@ def print_table(
     table = Table(show_header=False, pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
-    best = _best_line(figures, figures.get("unit", "token")) if figures["held_out_documents"] else []
+    best = _best_line(figures) if figures["held_out_documents"] else []
     off = [] if "regularization" in figures else [("SCU", "off")]
     for name, value in [*best, ("held out", scored_on(figures)), *off, *of_loops]:
         table.add_row(name, value)
@@ -130,11 +130,12 @@ def _print_changes(console: Console, figures: dict[str, Any], trained: str) -> N
     console.print(table)
 
 
-def _best_line(figures: dict[str, Any], unit: str) -> list[tuple[str, str]]:
+def _best_line(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """Where an evaluation on the way was better than the end."""
     best, accuracy = figures.get("best_held_out"), figures.get("held_out_accuracy_after")
-    if best and accuracy and best["accuracy"] > accuracy["value"] + 1e-9:
-        return [("best during training", f"{best['accuracy']:.1%} at step {best['step']}")]
-    if best and not accuracy and best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4:
-        return [("best during training", f"{best['bpt']:.3f} bits per {unit} at step {best['step']}")]
-    return []
+    is_better = bool(best) and (
+        best["accuracy"] > accuracy["value"] + 1e-9
+        if accuracy
+        else best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4
+    )
+    return [("best during training", str(best_on_the_way(figures)))] if is_better else []
