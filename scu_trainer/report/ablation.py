@@ -16,6 +16,7 @@ from scu_trainer.errors import StorageError
 from scu_trainer.figures import interval
 from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT, misfit
 from scu_trainer.report.comparison.statistics import percent
+from scu_trainer.report.comparison.text import has_accuracy, in_points
 from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number
@@ -35,6 +36,10 @@ class Comparison:
     @property
     def arms(self) -> list[str]:
         return [arm["name"] for arm in self.content["arms"]]
+
+    @property
+    def unit(self) -> str:
+        return next((run.unit for run in self.runs.values()), "token")
 
     @property
     def is_alive(self) -> bool:
@@ -108,7 +113,7 @@ def _arms(found: Comparison) -> Plot:
     seeds = {arm: [value for _, value in _held_out(found, arm)] for arm in found.arms}
     rows = _rows(found, "held_out_bpt", seeds)
     title = f"Mean, {_confidence(found)} interval; dots: seeds"
-    return _interval_plot("arms", "Held-out bits per arm", title, "held-out bits per token", rows, False)
+    return _interval_plot("arms", "Held-out bits per arm", title, f"held-out bits per {found.unit}", rows, False)
 
 
 def _differences(found: Comparison) -> Plot:
@@ -117,7 +122,7 @@ def _differences(found: Comparison) -> Plot:
     paired = {arm: [value - base[seed] for seed, value in _held_out(found, arm) if seed in base] for arm in found.arms}
     rows = [row for row in _rows(found, "difference", paired) if row.label != reference]
     title = f"Difference from {reference}, paired by seed: mean and {_confidence(found)} interval"
-    label = "bits per token, below 0: lower loss"
+    label = f"bits per {found.unit}, below 0: lower loss"
     return _interval_plot("differences", "Paired differences", title, label, rows, True)
 
 
@@ -166,8 +171,8 @@ def _target_levels(found: Comparison) -> list[Level]:
 def _curves(found: Comparison) -> Plot:
     lines, without = _means(found, "logs", "eval_bpt")
     notes = [f"{', '.join(without)}: no evaluation during training"] if without else []
-    title = "Held-out bits per token, mean of the seeds"
-    return _curve_plot("curves", "Held-out bits during training", title, "bits per token", lines, notes)
+    title = f"Held-out bits per {found.unit}, mean of the seeds"
+    return _curve_plot("curves", "Held-out bits during training", title, f"bits per {found.unit}", lines, notes)
 
 
 def _curve_plot(
@@ -198,6 +203,8 @@ def _means(found: Comparison, part: str, name: str) -> tuple[list[Line], list[st
     return lines, without
 
 
+ACCURACY = (("held_out_accuracy", ".1f"), ("accuracy_difference", "+.1f"))
+
 FIGURES = re.compile(r"(: | by )[+-]?[\d.]+ \([^)]*\)")
 """In a verdict: the difference and its interval, which have a column of their own."""
 
@@ -207,12 +214,16 @@ FIGURES = re.compile(r"(: | by )[+-]?[\d.]+ \([^)]*\)")
 
 def result_rows(found: Comparison) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of results, every arm in it."""
-    head = ["arm", "runs", "held-out bits per token", f"difference from {found.content['reference']}",
+    of_classes = has_accuracy(found.content)
+    minus = f"difference from {found.content['reference']}"
+    accuracy = ["held-out accuracy in %", f"{minus}, in points"] if of_classes else []
+    head = ["arm", "runs", *accuracy, f"held-out bits per {found.unit}", minus,
             "tracking error", "settled at step", "cost of the loop", "verdict"]  # fmt: skip
     rows = [
         [
             row["arm"],
             f"{row['finished']} of {row['asked']}",
+            *([in_points(row.get(key), style) for key, style in ACCURACY] if of_classes else []),
             interval(row["held_out_bpt"], ".4f"),
             interval(row["difference"], "+.4f"),
             or_dash(row["tracking_error"], ".1%"),

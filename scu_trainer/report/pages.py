@@ -191,4 +191,4 @@ def _runs(found: Comparison) -> Table:
     for run in found.content["runs"]:
         bits = or_dash(run["metrics"].get("held_out_bpt"), ".4f")
         rows.append([f"{run['arm']}, seed {run['seed']}", run["status"], bits, run["error"] or "-"])
-    return Table(["run", "status", "held-out bits per token", "error"], rows)
+    return Table(["run", "status", f"held-out bits per {found.unit}", "error"], rows)

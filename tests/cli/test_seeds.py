@@ -110,6 +110,35 @@ def test_one_that_fails_does_not_lose_the_others():
     assert command.spread(runs[1:2]) == ["0 of 1 seeds with a held-out figure: too few for a spread"]
 
 
+def test_of_classifiers_the_spread_of_the_accuracy_comes_first(tmp_path):
+    """By hand: 50 and 60 % have a standard deviation of 7.07 points, and t(0.975, 1) is 12.706."""
+    metrics = [{"held_out_bpt": bits, "held_out_accuracy": share} for bits, share in ((6.0, 0.5), (8.0, 0.6))]
+    runs = [{"seed": 0, "status": "finished", "error": None, "folder": "-", "metrics": found} for found in metrics]
+    accuracy, bits, _ = command.spread(runs)
+    assert accuracy.startswith("held-out accuracy over 2 seeds: mean 55.0%, standard deviation 7.1%, 95% t interval of")
+    assert accuracy.endswith("the mean -8.5% to 118.5%") and bits.startswith("held-out bits over 2 seeds: mean 7.000")
+    shown = command._table(runs)
+    assert shown.columns[3].header == "accuracy after" and [*shown.columns[3].cells] == ["50.0%", "60.0%"]
+
+
+def test_seeds_without_held_out_rows_are_trained_and_nothing_untrue_is_said(job, tmp_path, monkeypatch, capsys):
+    """No spread, and no seed holds out its own share; a run that did what it was asked has not failed."""
+    write = (
+        "import json, sys; from pathlib import Path; folder = Path(sys.argv[sys.argv.index('--output_dir') + 1]);"
+        "folder.mkdir(parents=True); (folder / 'run.json').write_text('{\"status\": \"finished\"}');"
+        "(folder / 'training_config.json').write_text('{}');"
+        "(folder / 'scu_metrics.json').write_text('{\"steps\": 6, \"held_out_documents\": 0}')"
+    )
+    hands = command.comparison.Hands(
+        spawn=lambda words, *rest: command.comparison.spawn([sys.executable, "-c", write, *words], *rest)
+    )
+    monkeypatch.setattr(command.comparison, "Hands", lambda: hands)
+    words = ["--config", str(job), "--seeds", "0", "1", "--output_dir", str(tmp_path / "out")]
+    assert train.main([*words, "--validation_split_percentage", "0"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0 of 2 seeds with a held-out figure" in said and "holds out its own" not in said
+
+
 def test_seeds_that_hold_out_the_same_rows_are_not_said_to_hold_out_their_own():
     """As recordings whose manifest says which are held out."""
     same, other = ({"status": "finished", "metrics": {"data_fingerprint": name}} for name in ("a", "b"))

@@ -8,7 +8,7 @@ import pytest
 
 from scu_trainer.report.comparison import text
 from scu_trainer.report.comparison.report import metrics_of, misfit, record
-from scu_trainer.run_files import write_json
+from scu_trainer.run_files import read_json, write_json
 
 S_VALUES = (0.02, 0.09, 0.11, 0.10)
 SEEDS = (0, 1, 2)
@@ -97,6 +97,31 @@ def test_that_seeds_share_their_documents_is_said(folder):
             description = {"configuration": {}, "data": {"fingerprint": f"of seed {seed}"}}
             write_json(folder / "runs" / f"{arm}-seed{seed}" / "training_config.json", description)
     assert not any(note.startswith(shared) for note in record(described(), ALL, folder)["notes"])
+
+
+def test_of_classifiers_the_accuracy_is_shown_and_what_they_count(folder):
+    """By hand: 60, 70 and 80 % against 50, 65 and 80 % are 10, 5 and 0 points; t(0.975, 2) is 4.303, and the standard
+    error of these 5 / sqrt(3)."""
+    for arm, shares in (("none", (0.5, 0.65, 0.8)), ("model", (0.6, 0.7, 0.8))):
+        for seed, share in zip(SEEDS, shares, strict=True):
+            place = folder / "runs" / f"{arm}-seed{seed}" / "scu_metrics.json"
+            best = {"step": 2, "bpt": 9.0, "accuracy": 0.9}
+            more = {
+                "unit": "label",
+                "item": "image",
+                "held_out_accuracy_after": {"value": share},
+                "best_held_out": best,
+            }
+            write_json(place, {**read_json(place), **more})
+    found = record(described(), ALL, folder)
+    none, model = text.rows(found)
+    assert text.heads(found)[2:6] == ("accuracy in %", "minus none", "held-out bits", "minus none")
+    assert none[2:4] == ("65.0 ±37.3", "-") and model[2:4] == ("70.0 ±24.8", "+5.0 ±12.4")
+    assert "lowest" not in text.heads(found), "the best was chosen by its accuracy: its 9 bits are not the lowest"
+    assert len(text.heads(found)) == len(none) == 8
+    assert found["notes"][0].startswith("Images trained: 100 (seed 0)") and "100 images" in text.budget_line(found)
+    assert "All seeds share their images, learned and held out" in found["notes"][1]
+    assert "the verdict is on bits per label" in text.legend(found) and misfit(found) is None
 
 
 def test_tracking_error_is_taken_after_settling(folder):

@@ -51,5 +51,8 @@ def spread_lines(reports: Sequence[Report]) -> list[str]:
 def _figures(reports: Sequence[Report]) -> Iterator[dict[str, Any]]:
     for report in reports:
         file = report.run.path / "scu_metrics.json"
-        after = (read_json(file).get("held_out_bpt_after") or {}) if file.is_file() else {}
-        yield {"status": report.state.status, "metrics": {"held_out_bpt": after.get("value")}}
+        found = read_json(file) if file.is_file() else {}
+        values = {
+            f"held_out_{key}": (found.get(f"held_out_{key}_after") or {}).get("value") for key in ("bpt", "accuracy")
+        }
+        yield {"status": report.state.status, "metrics": values}

@@ -43,39 +43,51 @@ class Seeds(Start):
     def _end(self, record: Mapping[str, Any]) -> int:
         self.console.print(_table(record["runs"]))
         fixed = any(self.plan.resolved[JOB.name].get(name) is not None for name in SHARED_DATA)
-        notes = [] if fixed else own_data(record["runs"])
+        is_scored = any(run["metrics"].get("held_out_bpt_before") is not None for run in record["runs"])
+        notes = own_data(record["runs"]) if is_scored and not fixed else []
         for line in [*spread(record["runs"]), *notes, f"written: {self.plan.folder / 'comparison.json'}"]:
             screens.print_wrapped(self.console, line)
         return exit_code(record)
 
 
 def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    rows = []
+    rows, of_classes = [], any(run["metrics"].get("held_out_accuracy") is not None for run in runs)
     for run in runs:
         found = run["metrics"]
         names = ("held_out_bpt_before", "held_out_bpt", "best_held_out_bpt")
         figures = ["-" if found.get(name) is None else f"{found[name]:.3f}" for name in names]
         end = run["folder"] if run["status"] == "finished" else f"{run['status']}: {run['error']}"
+        if of_classes:
+            accuracy = found.get("held_out_accuracy")
+            figures[2] = "-" if accuracy is None else f"{accuracy:.1%}"
         rows.append([str(run["seed"]), *figures, str(found.get("steps", "-")), end])
-    titles = ("seed", "held-out bits before", "after", "best during training", "steps", "run")
+    last = "accuracy after" if of_classes else "best during training"
+    titles = ("seed", "held-out bits before", "after", last, "steps", "run")
     return figures_table(titles, rows, left=["run"], framed=False, overflow="fold")
 
 
 def spread(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Mean, standard deviation and interval over the seeds that are finished, and how far that can be trusted."""
-    values = [run["metrics"].get("held_out_bpt") for run in runs if run["status"] == "finished"]
-    values = [value for value in values if value is not None]
+    finished = [run["metrics"] for run in runs if run["status"] == "finished"]
+    values = [found["held_out_bpt"] for found in finished if found.get("held_out_bpt") is not None]
     if len(values) < 2:
         return [f"{len(values)} of {len(runs)} seeds with a held-out figure: too few for a spread"]
-    interval = t_interval(values, CONFIDENCE)
-    said = [
-        f"held-out bits over {len(values)} seeds: mean {interval.value:.3f}, standard deviation {stdev(values):.3f}, "
-        f"{CONFIDENCE:.0%} t interval of the mean {interval.low:.3f} to {interval.high:.3f}"
-    ]
+    shares = [found["held_out_accuracy"] for found in finished if found.get("held_out_accuracy") is not None]
+    said = [_said("held-out accuracy", shares, ".1%")] if len(shares) > 1 else []
+    said.append(_said("held-out bits", values, ".3f"))
     if len(values) < FEW_SEEDS:
         reach = t_quantile(CONFIDENCE, len(values) - 1)
         said.append(f"{len(values)} seeds are few: the interval reaches {reach:.1f} standard errors to each side")
     return said
+
+
+def _said(what: str, values: Sequence[float], style: str) -> str:
+    interval = t_interval(values, CONFIDENCE)
+    mean, low, high = (f"{value:{style}}" for value in (interval.value, interval.low, interval.high))
+    return (
+        f"{what} over {len(values)} seeds: mean {mean}, standard deviation {stdev(values):{style}}, "
+        f"{CONFIDENCE:.0%} t interval of the mean {low} to {high}"
+    )
 
 
 def own_data(runs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -159,7 +159,7 @@ def _task(rows: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
     """One row of each model, in their order."""
     first = rows[0]
     filtered = "" if first["filter"] == "none" else f", filter {first['filter']}"
-    asked = "" if first["questions"] is None else f", {first['questions']:,} questions"
+    asked = "" if first["questions"] is None else f", {counted(first['questions'], 'question')}"
     shots = "" if first["num_fewshot"] is None else f", {first['num_fewshot']}-shot"
     yield f"{first['task']}: {first['metric']}{filtered}{asked}{shots}"
     if first["stderr_method"] is not None:

@@ -13,6 +13,7 @@ from scu_trainer.report.comparison import statistics
 from scu_trainer.run_files import read_json, read_rows
 
 COMPARISON_FILE, FORMAT = "comparison.json", 1
+NOTHING_HELD_OUT = "nothing was held out"
 SAME_BITS = 1e-4
 """Relative difference of held-out bits before training up to which two runs began with the same weights."""
 
@@ -65,6 +66,7 @@ def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder:
         "format": FORMAT,
         **{key: plan[key] for key in ("command", "config", "seeds", "reference", "confidence")},
         "budget": {"steps": _common(runs, "steps"), "tokens": _common(runs, "tokens")},
+        **{key: _common(runs, key) for key in ("unit", "item")},
         "arms": list(plan["arms"]),
         "runs": runs,
         "table": [_row(name, plan, runs, counted, left_out) for name in names],
@@ -93,12 +95,15 @@ def metrics_of(run: Path) -> dict[str, Any]:
     return {
         "held_out_bpt": _value(found, "held_out_bpt_after"),
         "held_out_bpt_before": _value(found, "held_out_bpt_before"),
-        "best_held_out_bpt": best.get("bpt"),
+        "held_out_accuracy": _value(found, "held_out_accuracy_after"),
+        "best_held_out_bpt": None if "accuracy" in best else best.get("bpt"),  # that is not the one with fewest bits
         "tracking_error": None if settling_step is None else _tracking_error(run, control, settling_step),
         "settling_step": settling_step,
         "tracking_verdict": control.get("verdict") if "settling_step" in control else None,
         "overhead_fraction": control.get("overhead_fraction"),
         "steps": found["steps"],
+        "unit": found.get("unit", "token"),
+        "item": found.get("item", "document"),
         # The curriculum and memory count real tokens, where they kept statistics.
         "tokens": (found.get("curriculum") or found.get("memory") or {}).get("real_tokens"),
         "data_fingerprint": (description.get("data") or {}).get("fingerprint"),
@@ -136,8 +141,9 @@ def unequal_runs(runs: Sequence[Run], reference: str, arms: Sequence[str]) -> di
 
 def _unequal(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Optional[str]:
     if run["held_out_bpt"] is None:
-        return "it has no finite held-out figure"
-    for key, what in (("tokens", "trained {} tokens"), ("steps", "took {} steps")):
+        is_scored = run["held_out_bpt_before"] is not None
+        return "it has no finite held-out figure" if is_scored else NOTHING_HELD_OUT
+    for key, what in (("tokens", f"trained {{}} {trained(run)}s"), ("steps", "took {} steps")):
         if run[key] != other[key]:
             return f"it {what.format(run[key])}, {name} {other[key]}"
     if run["data_fingerprint"] != other["data_fingerprint"]:
@@ -148,15 +154,23 @@ def _unequal(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Opt
     return None
 
 
-def _by_seed(runs: Sequence[Run], arm: str, left_out: Mapping[tuple[str, int], str]) -> dict[int, float]:
+def trained(found: Mapping[str, Any]) -> str:
+    """What the tokens of a training are: those of texts, words, and of classifiers the images or recordings."""
+    unit = found.get("unit") or "token"
+    return str(found.get("item")) if unit == "label" else unit
+
+
+def _by_seed(
+    runs: Sequence[Run], arm: str, left_out: Mapping[tuple[str, int], str], figure: str = "held_out_bpt"
+) -> dict[int, float]:
     return {
-        run["seed"]: run["metrics"]["held_out_bpt"]
+        run["seed"]: run["metrics"][figure]
         for run in runs
         if run["arm"] == arm and run["status"] == "finished" and (arm, run["seed"]) not in left_out
     }
 
 
-def _common(runs: Sequence[Run], key: str) -> Optional[int]:
+def _common(runs: Sequence[Run], key: str) -> Any:
     """The value that all finished runs have; None where they differ, as they may between seeds."""
     values = {run["metrics"][key] for run in runs if run["status"] == "finished"}
     return values.pop() if len(values) == 1 else None
@@ -181,11 +195,24 @@ def _row(name: str, plan: Mapping[str, Any], runs: Sequence[Run], counted, left_
         "held_out_bpt": _as_dict(statistics.t_interval(list(counted[name].values()), confidence)),
         "best_held_out_bpt": _mean(metrics, "best_held_out_bpt"),
         "difference": _as_dict(difference),
+        **_accuracy(name, reference, confidence, runs, left_out),
         "tracking_error": _mean(metrics, "tracking_error"),
         "settling_step": fmean(settled) if settled else None,
         "settled": len(settled) if is_controlled else None,
         "overhead_fraction": _mean(metrics, "overhead_fraction"),
         "verdict": _arm_verdict(name, reference, difference, counted, own, left_out),
+    }
+
+
+def _accuracy(name: str, reference: str, confidence: float, runs: Sequence[Run], left_out) -> dict[str, Any]:
+    """Of classifiers; nothing else has it."""
+    own, other = (_by_seed(runs, arm, left_out, "held_out_accuracy") for arm in (name, reference))
+    if not own or None in [*own.values(), *other.values()]:
+        return {}
+    difference = None if name == reference else statistics.paired_difference(own, other, confidence)
+    return {
+        "held_out_accuracy": _as_dict(statistics.t_interval(list(own.values()), confidence)),
+        "accuracy_difference": _as_dict(difference),
     }
 
 
@@ -226,14 +253,15 @@ def _equality_notes(runs: Sequence[Run], left_out: Mapping[tuple[str, int], str]
     if not finished:
         return []
     found = [f"{arm}, seed {seed}: {reason}." for (arm, seed), reason in left_out.items()]
+    what = f"{trained(finished[0]['metrics'])}s".capitalize()
     if any(run["metrics"]["tokens"] is None for run in finished):
-        return [*found, "Tokens were not counted in these runs; only steps and data were seen to be equal."]
+        return [*found, f"{what} were not counted in these runs; only steps and data were seen to be equal."]
     tokens = {run["seed"]: run["metrics"]["tokens"] for run in finished if (run["arm"], run["seed"]) not in left_out}
     listed = ", ".join(f"{count:,} (seed {seed})" for seed, count in sorted(tokens.items()))
     which = "all other finished runs" if left_out else "all finished runs"
     return [
         *found,
-        f"Tokens trained: {listed}, the same in {which} of a seed; so are steps, data and held-out bits before "
+        f"{what} trained: {listed}, the same in {which} of a seed; so are steps, data and held-out bits before "
         "training.",
         *_shared_data_note(finished),
     ]
@@ -244,4 +272,5 @@ def _shared_data_note(finished: Sequence[Run]) -> list[str]:
     seeds, data = {run["seed"] for run in finished}, {run["metrics"]["data_fingerprint"] for run in finished}
     if len(seeds) < 2 or len(data) > 1 or None in data:
         return []
-    return ["All seeds share their documents, learned and held out, so intervals say nothing about other documents."]
+    item = f"{finished[0]['metrics']['item']}s"
+    return [f"All seeds share their {item}, learned and held out, so intervals say nothing about other {item}."]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
+from scu_trainer.report.comparison.report import trained
 from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.settings.base import plain
 
@@ -16,21 +17,31 @@ NOTHING = "-"
 
 
 def heads(record: Record) -> tuple[str, ...]:
-    return ("arm", "runs", "held-out bits", f"minus {record['reference']}", "lowest", "S error", "settled")
+    minus = f"minus {record['reference']}"
+    accuracy = ("accuracy in %", minus) if has_accuracy(record) else ()
+    lowest = () if accuracy else ("lowest",)  # by accuracy another evaluation is the best
+    return ("arm", "runs", *accuracy, "held-out bits", minus, *lowest, "S error", "settled")
+
+
+def has_accuracy(record: Record) -> bool:
+    return any(row.get("held_out_accuracy") for row in record["table"])
 
 
 def rows(record: Record) -> list[tuple[str, ...]]:
     """A row per arm, also of those that failed."""
-    return [_row(row) for row in record["table"]]
+    return [_row(row, has_accuracy(record)) for row in record["table"]]
 
 
-def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(row: Mapping[str, Any], has_accuracy: bool) -> tuple[str, ...]:
+    lowest = row["best_held_out_bpt"]
+    accuracy = (in_points(row.get("held_out_accuracy"), ".1f"), in_points(row.get("accuracy_difference"), "+.1f"))
     return (
         row["arm"],
         f"{row['finished']}/{row['asked']}",
+        *(accuracy if has_accuracy else ()),
         with_half_width(row["held_out_bpt"], ".3f"),
         with_half_width(row["difference"], "+.3f"),
-        NOTHING if row["best_held_out_bpt"] is None else f"{row['best_held_out_bpt']:.3f}",
+        *(() if has_accuracy else (NOTHING if lowest is None else f"{lowest:.3f}",)),
         NOTHING if row["tracking_error"] is None else f"{row['tracking_error']:.1%}",
         _settled(row),
     )
@@ -45,18 +56,27 @@ def _settled(row: Mapping[str, Any]) -> str:
     return f"{row['settling_step']:.0f}{share}"
 
 
+def in_points(interval: Optional[Mapping[str, Any]], style: str) -> str:
+    """Of shares: "71.3 ±4.2"."""
+    percent = {name: None if value is None else 100 * value for name, value in (interval or {}).items()}
+    return with_half_width(percent or None, style)
+
+
 def with_half_width(interval: Optional[Mapping[str, Any]], style: str) -> str:
     """ "6.791 ±0.120"; without the interval where a single run gives none."""
     if interval is None:
         return NOTHING
     value = f"{interval['value']:{style}}"
-    return value if interval["high"] is None else f"{value} ±{interval['high'] - interval['value']:.3f}"
+    return value if interval["high"] is None else f"{value} ±{interval['high'] - interval['value']:{style.lstrip('+')}}"
 
 
 def legend(record: Record) -> str:
+    own = "lowest: the best evaluation during training"
+    if has_accuracy(record):
+        own = "accuracy: its difference is in points, above 0 is better; the verdict is on bits per label"
     return (
         f"± is half of the {percent(record['confidence'])} t interval over seeds; minus {record['reference']}: the "
-        "paired difference, below 0 is better; lowest: the best evaluation during training; S error: mean of |S - "
+        f"paired difference, below 0 is better; {own}; S error: mean of |S - "
         "target| / target after S has settled; settled: at this step, mean over seeds"
     )
 
@@ -81,8 +101,8 @@ def budget_line(record: Record) -> str:
     is_known = any(run["status"] == "finished" for run in record["runs"])
     seeds = " ".join(map(str, record["seeds"]))
     parts = [f"{len(record['arms'])} arms", f"seed{'s' if len(record['seeds']) > 1 else ''} {seeds}"]
-    for what in ("steps", "tokens"):
-        value = record["budget"][what]
+    for key, what in (("steps", "steps"), ("tokens", f"{trained(record)}s")):
+        value = record["budget"][key]
         unknown = f"{what} by seed in the notes" if is_known else f"{what} not known yet"
         parts.append(unknown if value is None else f"{value:,} {what}")
     return ", ".join(parts)
