@@ -64,6 +64,11 @@ def with_numbers(output, target):
     return functional.cross_entropy(output, target) * (1.0 if float(output.detach().sum()) < 1e9 else 2.0)
 
 
+def that_writes(output, target):
+    """To what it is given, and something else each time."""
+    return functional.cross_entropy(output.mul_(1.5), target)
+
+
 LOSSES = {
     "module": (nn.CrossEntropyLoss(), "labels", "_unreduced"),
     "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), "labels", "_unreduced"),
@@ -73,6 +78,7 @@ LOSSES = {
     "own function": (lambda o, y: functional.cross_entropy(o, y, label_smoothing=0.1), "labels", "_mapped"),
     "own sum": (lambda o, y: functional.cross_entropy(o, y, reduction="sum"), "sum", "_mapped"),
     "looks at numbers": (with_numbers, "labels", "_looped"),
+    "writes": (that_writes, "labels", "_mapped"),
 }
 
 

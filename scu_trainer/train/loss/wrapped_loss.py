@@ -32,7 +32,14 @@ from scu_trainer.errors import ModelError
 from scu_trainer.train.loss.analysis import EXACT, ROUGH
 from scu_trainer.train.loss.analysis.measuring import Observation, with_gradient
 from scu_trainer.train.loss.rows.known import LossCalls, divisor_of
-from scu_trainer.train.loss.wrapped_rows import LABELS, are_classes, has_one_entry_per_row, rows_to_ask, take
+from scu_trainer.train.loss.wrapped_rows import (
+    LABELS,
+    are_classes,
+    copied,
+    has_one_entry_per_row,
+    rows_to_ask,
+    take,
+)
 from scu_trainer.train.step.batches.reduction import Targets
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
@@ -156,7 +163,7 @@ class RowLoss(nn.Module):
         rows = rows_to_ask(targets, self.seen)
         few, wanted = take(outputs, rows), targets[rows]
         with LossCalls() as seen, _classes_told(few, wanted):
-            whole = self._checked(few, wanted)
+            whole = self._checked(copied(few), wanted)
         if whole.numel() > 1:
             self._found, self._way = _Found("rows"), self._as_it_is
             return
@@ -164,7 +171,7 @@ class RowLoss(nn.Module):
         stated = divisor and divisor.targets
         if self.kind is None and stated is not None and stated.kind == "targets":
             self._found.targets = stated  # a class may weigh nothing: its rows alone have no mean
-        alone = torch.stack([self._of_one(few, wanted, row) for row in range(len(rows))]).float()
+        alone = torch.stack([self._of_one(copied(few), wanted, row) for row in range(len(rows))]).float()
         is_finite = bool(torch.isfinite(alone).all() & torch.isfinite(whole).all())
         if is_finite and (bool(alone.any()) or bool(whole.any())):
             self._decide(few, wanted, whole, alone, stated)
@@ -213,8 +220,8 @@ class RowLoss(nn.Module):
 
         with torch.enable_grad():
             outputs = recursively_apply(leaf, few)
-            whole = with_gradient(self._checked(outputs, wanted), leaves)
-            parts = [with_gradient(self._of_one(outputs, wanted, row), leaves) for row in range(len(wanted))]
+            whole = with_gradient(self._checked(copied(outputs), wanted), leaves)
+            parts = [with_gradient(self._of_one(copied(outputs), wanted, row), leaves) for row in range(len(wanted))]
         return Observation({TARGET: wanted}, len(wanted), whole, parts)
 
     def _stated_for_one(self, stated: Optional[Targets]) -> Optional[str]:
@@ -273,7 +280,7 @@ class RowLoss(nn.Module):
         if way == self._looped:
             return True
         try:
-            found = way(outputs, targets)
+            found = way(copied(outputs), targets)
         except (RuntimeError, ValueError, TypeError, IndexError):  # functions that look at numbers cannot be mapped
             return False
         return found.shape == alone.shape and torch.allclose(found.float(), alone, rtol=rough, atol=rough * 1e-2)

@@ -34,6 +34,11 @@ def take(outputs: Any, rows: slice | list[int]) -> Any:
     return recursively_apply(lambda tensor: tensor[rows], outputs)
 
 
+def copied(outputs: Any) -> Any:
+    """For a loss that is asked several times, and may write to what it is given."""
+    return recursively_apply(torch.clone, outputs)
+
+
 def join(values: Sequence[Any]) -> Any:
     """The rows of all ``values``, which are alike; what has no rows is that of the first."""
     tensors = [_tensors(value) for value in values]
