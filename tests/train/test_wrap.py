@@ -567,6 +567,66 @@ def test_an_output_that_only_training_has_counts_in_the_losses_of_rows(tmp_path)
     assert error_of(recorder.gradients[0], plain_gradients(WithHelper(), loss, PAIRS, ROWS)) < 1e-6
 
 
+class KeepsMean(nn.Module):
+    """Of what it has seen, for evaluations alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.register_buffer("mean", torch.zeros(CLASSES))
+
+    def forward(self, x):
+        outputs = self.net(x)
+        if self.training:
+            self.keep(outputs.detach())
+        return outputs if self.training else outputs - self.mean
+
+    def keep(self, outputs):
+        self.mean.data.lerp_(outputs.mean(dim=0), 0.1)
+
+
+class ReplacesMean(KeepsMean):
+    def keep(self, outputs):
+        self.mean = 0.9 * self.mean + 0.1 * outputs.mean(dim=0)
+
+
+class NormOfRows(nn.Module):
+    """Rows do not act on each other in training; evaluations take the running statistics of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = net(), nn.InstanceNorm1d(1, track_running_stats=True)
+
+    def forward(self, x):
+        return self.norm(self.net(x).unsqueeze(1)).squeeze(1)
+
+
+class Caches(KeepsMean):
+    """As masks of attention are: made again for another length alone."""
+
+    def keep(self, outputs):
+        if len(self.mean) != len(outputs):
+            self.mean = torch.zeros(len(outputs))
+
+    def state_dict(self, *args, **kwargs):
+        return self.net.state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(KeepsMean, "mean"), (ReplacesMean, "mean"), (NormOfRows, "norm.running")])
+def test_a_buffer_that_each_forward_moves_moves_once_per_batch(tmp_path, caplog, kind, name):
+    plain, _ = fit(wrap(kind(), nn.CrossEntropyLoss()), tmp_path, max_steps=4)
+    memory = MemorySettings(max_batch_size=2)
+    cut, _ = fit(wrap(kind(), nn.CrossEntropyLoss()), tmp_path, memory=memory, max_steps=4)
+    assert same(cut.model.state_dict(), plain.model.state_dict())
+    assert f"each forward writes to the buffer module.{name}" in caplog.text and "Batches run whole" in caplog.text
+
+
+def test_a_cache_among_the_buffers_leaves_the_split(tmp_path):
+    memory = MemorySettings(max_batch_size=2)
+    cut, _ = fit(wrap(Caches(), nn.CrossEntropyLoss()), tmp_path, memory=memory, max_steps=2)
+    assert cut.micro_batches.reduction.is_exact
+
+
 def test_saved_files_are_those_of_the_module(tmp_path):
     module = net()
     trainer, _ = fit(wrap(module, nn.CrossEntropyLoss(weight=torch.ones(CLASSES))), tmp_path)

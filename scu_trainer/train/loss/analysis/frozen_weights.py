@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, has_sharded_weights
 
-WRITES = "writes to weights that the optimizer does not train (a teacher?), which must happen once per batch"
+ONCE = "which must happen once per batch"
+WRITES = f"writes to weights that the optimizer does not train (a teacher?), {ONCE}"
 LOSS_WRITES = f"the model or its loss {WRITES}"
 
 
@@ -46,8 +47,18 @@ class WrittenWeights(TorchDispatchMode):
     @property
     def are_written(self) -> bool:
         """Also outside of this mode, where that shows."""
-        moved = any(w._version != version or w.data_ptr() != values.data_ptr() for w, values, version in self._weights)
-        return moved or bool(self._kept)
+        return bool(self.written)
+
+    @property
+    def written(self) -> list[int]:
+        """Positions of those that are."""
+        return [
+            position
+            for position, (weight, values, version) in enumerate(self._weights)
+            if weight._version != version
+            or weight.data_ptr() != values.data_ptr()
+            or values.untyped_storage().data_ptr() in self._kept
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -78,10 +89,40 @@ def frozen_weights(model: nn.Module, owner: Any = None) -> list[torch.Tensor]:
     own_loss = getattr(owner, "compute_loss_func", None) is not None
     if has_sharded_weights(model) or not (own_loss or any(not comes_from(kind, *PUBLIC) for kind in kinds)):
         return []
-    beside = [one for one in vars(owner).values() if isinstance(one, nn.Module)] if owner is not None else []
     trained = {p for p in model.parameters() if p.requires_grad}
-    found = dict.fromkeys(p for one in (model, *beside) for p in one.parameters() if p not in trained)
+    found = dict.fromkeys(p for one in _held(model, owner) for p in one.parameters() if p not in trained)
     return [p for p in found if type(p) is nn.Parameter and p.is_floating_point() and _has_values(p)]
+
+
+def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any]) -> Optional[str]:
+    """Name of one to which each ``ask``, of the same rows, writes: a running mean or a count, and no cache."""
+    ask()
+    before = _buffers(model, owner)
+    written = WrittenWeights(list(before.values()), keeps_values=False)
+    with written:
+        ask()
+    keys, after = list(before), _buffers(model, owner)
+    found = [keys[position] for position in written.written]
+    found += [key for key in keys if key in after and not _is_equal(before[key], after[key])]  # others in their place
+    return found[0][1] if found else None
+
+
+def _buffers(model: nn.Module, owner: Any) -> dict[tuple[int, str], torch.Tensor]:
+    """By the number of the module that has them, and their names in it."""
+    named = {
+        (number, name): buffer for number, one in enumerate(_held(model, owner)) for name, buffer in one.named_buffers()
+    }
+    return {key: buffer for key, buffer in named.items() if type(buffer) is torch.Tensor and _has_values(buffer)}
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.device == other.device and torch.equal(one, other))
+
+
+def _held(model: nn.Module, owner: Any) -> list[nn.Module]:
+    """``model``, and modules that its trainer ``owner`` holds beside it."""
+    beside = [] if owner is None else [one for one in vars(owner).values() if isinstance(one, nn.Module)]
+    return [model, *beside]
 
 
 def _has_values(weight: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 
 from scu_trainer.figures import first_few
 from scu_trainer.train.loss.analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
-from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES
+from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, ONCE, written_buffer
 from scu_trainer.train.loss.analysis.measuring import (
     FEW_ITEMS,
     LossOf,
@@ -75,7 +75,7 @@ def analyze(
             for module in filter(is_batch_norm, model.modules()):
                 module.eval()
         meter = Meter(loss_of, num_items, model, weights)
-        trial = _Trial(meter, precision, batches, rows, pad_token_id, shifts, is_public)
+        trial = _Trial(meter, precision, batches, rows, pad_token_id, shifts, is_public, owner)
         reduction = _try_beginnings(trial) or _try_rows(trial)
         if reduction and written is not None and written.are_written:
             return replace(reduction, mixes=LOSS_WRITES, may_be_cut=False)
@@ -136,6 +136,7 @@ class _Trial:
     pad_token_id: int
     shifts: bool
     is_public: bool
+    owner: Any = None
 
     def reduction(self, trim: bool) -> Optional[Reduction]:
         meter, rows = self.meter, len(self.rows)
@@ -156,8 +157,10 @@ class _Trial:
             return None
         if reduction.is_exact and not self.is_public:
             alone = [self._row(strongest, row) for row in range(len(self.rows))]
-            if draws_once(self.meter.as_it_is, strongest, alone, self.tolerance):
+            if draws_once(meter.as_it_is, strongest, alone, self.tolerance):
                 reduction = replace(reduction, mixes=ONCE_PER_BATCH)
+            elif name := written_buffer(meter.model, self.owner, partial(meter.loss, strongest)):
+                reduction = replace(reduction, mixes=f"each forward writes to the buffer {name}, {ONCE}")
         trims = self._trims(together, asked[0]) if trim else False
         reads_padding = "cutting it changes the loss" if trims is False else None
         left_out = left_out_by(calls, strongest, rows) if reduction.kind == "rows" else ()
