@@ -19,7 +19,7 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.train import mode_parser
 from scu_trainer.hardware.probe import accelerators
-from scu_trainer.runs.launch import command, environment, processes_here
+from scu_trainer.runs.launch import DEEPSPEED, command, environment, processes_here
 
 DESCRIPTION = """\
 Prints the command with which accelerate, deepspeed or torchrun trains on this machine, and runs it. Flags of
@@ -68,7 +68,7 @@ def _count(text: str) -> Optional[int]:
 def _shown(line: Sequence[str], has_gpu: bool) -> str:
     here, tools = Path.cwd(), Path(sys.executable).parent
     words = [_relative(word, tools, here) for word in line]
-    return ("" if has_gpu else "DS_ACCELERATOR=cpu " if "deepspeed" in line[0] else "") + shlex.join(words)
+    return ("" if has_gpu else "DS_ACCELERATOR=cpu " if DEEPSPEED in line else "") + shlex.join(words)
 
 
 def _relative(word: str, tools: Path, here: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from scu_trainer.shipped import ROOT
 
 Launcher = Literal["python", "torchrun", "accelerate", "deepspeed"]
 ON_CPU, ON_GPUS = "accelerate_configs/cpu_2_processes.yaml", "accelerate_configs/multi_gpu_bf16.yaml"
+DEEPSPEED = "deepspeed.launcher.launch"
 
 
 def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: bool) -> list[str]:
@@ -34,8 +37,17 @@ def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: b
         # "no": the run chooses the precision of this device itself, not every card has bf16.
         options = ["--config_file", launch_file, "--num_processes", count, "--mixed_precision", "no"]
         return [str(here / "accelerate"), "launch", *options, *script]
-    # DeepSpeed takes port 0 for a number of its own: each rank would wait at another place.
-    return [str(here / "deepspeed"), "--num_gpus", count, "--master_port", str(free_port()), *script]
+    # What the command deepspeed starts on one machine. That command dies of a SIGTERM and leaves the ranks training,
+    # and takes the first GPUs whatever CUDA_VISIBLE_DEVICES says. Port 0: each rank would wait at another place.
+    meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    start = [sys.executable, "-u", "-m", DEEPSPEED, f"--world_info={_deepspeed_devices(processes, has_gpu)}"]
+    return [*start, *meeting, *script]
+
+
+def _deepspeed_devices(processes: int, has_gpu: bool) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if has_gpu else ""
+    devices = visible.split(",")[:processes] if visible else list(range(processes))
+    return base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
 
 
 def environment(processes: int, has_gpu: bool) -> dict[str, str]:

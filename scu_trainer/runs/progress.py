@@ -133,7 +133,9 @@ def last_error(console: Path) -> Optional[str]:
     if errors:
         return errors[-1]
     is_traceback = any(line.startswith("Traceback ") for line in lines)
-    return next((line for line in reversed(lines) if line and not line.startswith(" ")), None) if is_traceback else None
+    last = next((line for line in reversed(lines) if line and not line.startswith(" ")), "") if is_traceback else ""
+    # torch's launcher ends with a traceback where it was asked to end, too.
+    return None if "SignalException: " in last else last or None
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

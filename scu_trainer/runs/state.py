@@ -82,7 +82,7 @@ def judge(seen: Evidence) -> RunState:
             "elsewhere", f"it was started on {host}: only that machine can tell whether it is alive; last seen {status}"
         )
     if seen.fact == "rebooted":
-        return RunState("rebooted", f"the machine restarted while {_doing(status)}", "reboot")
+        return RunState("rebooted", f"the machine restarted while {_doing(seen, status)}", "reboot")
     if _is_disk_full(seen):
         return RunState(
             "failed", seen.error or "the disk was full, so its last message could not be written", "disk full"
@@ -91,7 +91,7 @@ def judge(seen: Evidence) -> RunState:
         return RunState("failed", seen.error or f"ended with exit code {seen.record.exit_code}", "error")
     if seen.error is not None and seen.record is not None and seen.record.options.launcher != "python":
         return RunState("failed", seen.error, "error")  # nobody noted the exit code of a launcher
-    gone = f"it ended without an error message while {_doing(status)}"
+    gone = f"it ended without an error message while {_doing(seen, status)}"
     if seen.fact == "other program":
         return RunState("killed", f"{gone}; another program now has its process number", "number re-used")
     return RunState("killed", f"{gone}: killed, or out of memory", "killed")
@@ -136,8 +136,11 @@ def _without_process(seen: Evidence) -> RunState:
     return RunState("killed", "its process never came up", "no start")
 
 
-def _doing(status: str) -> str:
-    return "it waited in the line" if status == "queued" else f"it was {status}"
+def _doing(seen: Evidence, status: str) -> str:
+    if status != "queued":
+        return f"it was {status}"
+    is_in_line = seen.record is None or seen.record.phase != "training"
+    return "it waited in the line" if is_in_line else "it was starting"
 
 
 def _is_disk_full(seen: Evidence) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +12,16 @@ import pytest
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.runs import launch
+from tests.runs.test_process import until
+
+PATIENCE_S = 120.0
+RANK = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[-1])
+signal.signal(signal.SIGTERM, lambda *_: ((folder / "SIGTERM").touch(), sys.exit(3)))
+(folder / "ready").touch()
+time.sleep(30)
+"""
 
 
 @pytest.mark.parametrize(
@@ -38,8 +51,33 @@ def test_commands():
     ]
     assert any(word.endswith("cpu_2_processes.yaml") for word in launch.command("accelerate", [], 2, False))
     assert any(word.endswith("multi_gpu_bf16.yaml") for word in launch.command("accelerate", [], 2, True))
-    words = launch.command("deepspeed", [], 2, True)
-    assert words[1:4] == ["--num_gpus", "2", "--master_port"] and int(words[4]) > 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "has_gpu", "devices"),
+    [("", True, [0, 1]), ("2,3,5", True, ["2", "3"]), ("2,3", False, [0, 1])],
+)
+def test_deepspeed_takes_the_gpus_that_are_visible(monkeypatch, visible, has_gpu, devices):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    words = launch.command("deepspeed", [], 2, has_gpu)
+    (world,) = (word.partition("=")[2] for word in words if word.startswith("--world_info="))
+    assert json.loads(base64.urlsafe_b64decode(world)) == {"localhost": devices}
+    assert int(words[words.index("--master_port") + 1]) > 0
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_the_signal_of_a_launcher_reaches_the_ranks(monkeypatch, tmp_path, launcher):
+    """As runs stop and a preemption send it; a rank that does not get it trains on without its launcher."""
+    pytest.importorskip("torch" if launcher == "torchrun" else launcher)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(RANK)
+    monkeypatch.setattr(launch, "ROOT", tmp_path)
+    words = launch.command(launcher, [str(tmp_path)], 1, False)
+    with subprocess.Popen(words, env=launch.environment(1, False)) as started:
+        until((tmp_path / "ready").exists, PATIENCE_S)
+        started.terminate()
+        until((tmp_path / "SIGTERM").exists, PATIENCE_S)
 
 
 def test_a_launcher_that_is_missing(monkeypatch):

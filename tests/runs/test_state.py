@@ -53,7 +53,8 @@ LAUNCHED = record(options=Options(launcher="accelerate"))
     [
         (evidence("running", "dead"), "killed", "killed", "while it was running"),
         (evidence("stopping", "dead"), "killed", "killed", "while it was stopping"),
-        (evidence("queued", "dead"), "killed", "killed", "while it waited in the line"),
+        (evidence("queued", "dead", record=record(phase="queued")), "killed", "killed", "while it waited in the line"),
+        (evidence("queued", "dead"), "killed", "killed", "while it was starting"),
         (evidence("running", "other program"), "killed", "number re-used", "another program now"),
         (evidence("running", "rebooted"), "rebooted", "reboot", "restarted while it was running"),
         (evidence("running", "elsewhere"), "elsewhere", None, f"started on {HERE.host()}"),
@@ -240,6 +241,15 @@ def test_an_error_of_an_earlier_start_is_none_of_this_one(tmp_path):
     assert last_error(console) is None
     console.write_text(f"{console.read_text()}Traceback (most recent call last):\n  File x\nValueError: no\n")
     assert last_error(console) == "ValueError: no"
+
+
+def test_a_launcher_that_was_asked_to_end_tells_no_error(tmp_path):
+    console = tmp_path / "console.log"
+    signal = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
+    console.write_text(f"---- start 1, now\nTraceback (most recent call last):\n  File x\n{signal}")
+    assert last_error(console) is None
+    console.write_text(f"---- start 1, now\nerror: wrong key\nTraceback (most recent call last):\n{signal}")
+    assert last_error(console) == "wrong key"
 
 
 def test_last_lines_of_long_and_short_files(tmp_path):
