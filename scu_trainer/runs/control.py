@@ -15,7 +15,7 @@ from typing import Any, Optional
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import RunStatus, require_room, require_writable, write_text
 from scu_trainer.runs import room
-from scu_trainer.runs.process import MARK, Machine, Platform, family, is_alive, this_platform
+from scu_trainer.runs.process import MARK, Identity, Machine, Platform, family, is_alive, this_platform
 from scu_trainer.runs.progress import START_LINE, last_error, newest_checkpoint, tail
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.state import Report, report
@@ -217,11 +217,12 @@ def stop(run: Run, hands: Hands, timeout_s: Optional[float] = None, now: bool = 
         _end_all(record, hands)
     elif is_alive(record.process, hands.machine):
         if _is_first_request(run):
-            hands.platform.ask_to_stop(record.process, hands.machine)
+            hands.platform.ask_to_stop(_who_is_asked(run, record, hands), hands.machine)
         if not _all_gone(record, hands, timeout_s):
             return report(run, hands.machine)
     after = report(run, hands.machine)
-    if not after.state.is_alive and after.state.status == "killed" and (now or after.progress.step is None):
+    has_begun = after.progress.step is not None and run.status().get("status") != "queued"
+    if not after.state.is_alive and after.state.status == "killed" and (now or not has_begun):
         how = "ended at once by runs stop --now" if now else "stopped before training began"
         settle(run, "stopped", how)
         after = report(run, hands.machine)
@@ -245,6 +246,14 @@ def _awake(run: Run, hands: Hands) -> RunRecord:
         if not seen.state.is_alive or hands.clock() - begun_s > REGISTERS_WITHIN_S:
             raise SettingsError(f"{run.name} has no process: {seen.state.detail}")
         hands.sleep(LOOK_EVERY_S)
+
+
+def _who_is_asked(run: Run, record: RunRecord, hands: Hands) -> Identity:
+    """The first rank, which tells the others: a launcher gives its ranks 30 seconds for a step and a checkpoint, and
+    then kills them."""
+    members, status = family(record.process, record.token, hands.machine), run.status()
+    rank = status.get("pid") if status.get("status") == "running" else None
+    return next((member for member in members if member.pid == rank), record.process)
 
 
 def _is_first_request(run: Run) -> bool:

@@ -37,7 +37,8 @@ def hands(**more: Any) -> Hands:
 def training(words: list[str]) -> int:
     options = dict(zip(words[::2], words[1::2], strict=True))
     settings = yaml.safe_load(Path(options["--config"]).read_text())
-    behave = {"train": _train, "refuse": _refuse, "crash": _crash, "die": _die, "child": _with_child}
+    behave = {"train": _train, "refuse": _refuse, "crash": _crash, "die": _die, "child": _with_child, "launch": _launch}
+    behave["load"] = _load_again
     return behave[settings.get("behave", "train")](Path(options["--output_dir"]), settings)
 
 
@@ -82,6 +83,25 @@ def _with_child(run: Path, settings: dict) -> int:
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (run / "child").write_text(str(child.pid))
     return _train(run, settings)
+
+
+def _launch(run: Path, settings: dict) -> int:
+    """As a launcher whose patience with its rank has ended when the signal comes."""
+    rank = os.fork()
+    if rank == 0:
+        os._exit(_train(run, settings))
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(rank, signal.SIGKILL))
+    return os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+
+
+def _load_again(run: Path, settings: dict) -> int:
+    """A start that resumes ends by a signal while it still loads, and nobody notes an exit code, as of a launcher."""
+    if not any(run.glob("checkpoint-*")):
+        return _train(run, settings)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    (run / "loads").touch()
+    time.sleep(600)
+    return 1
 
 
 def main(path: Path) -> int:

@@ -100,6 +100,23 @@ def test_a_second_request_to_stop_is_no_second_signal(root):
     assert read_json(run.path / after.progress.checkpoint / "trainer_state.json") == {"signals": 1}
 
 
+def test_a_launcher_cannot_cut_the_checkpoint_short(root):
+    run = begun(root, "a", "behave: launch")
+    until(lambda: (report(run, Machine()).progress.step or 0) >= 3)
+    after = stop(run, HANDS, 20)
+    assert after.state.status == "stopped" and after.progress.checkpoint == f"checkpoint-{after.progress.step}"
+
+
+def test_a_launcher_that_resumes_can_be_stopped_before_training_begins(root):
+    run = begun(root, "a", "behave: load")
+    until(lambda: (report(run, Machine()).progress.step or 0) >= 3)
+    stop(run, HANDS, 20)
+    resume(run, HANDS)
+    until((run.path / "loads").exists)
+    after = stop(run, HANDS, 20)
+    assert (after.state.status, after.state.detail) == ("stopped", "stopped before training began")
+
+
 def test_now_ends_children_that_left_the_session_too(root):
     run = begun(root, "a", "behave: child")
     reaches(run, "running")
