@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Optional
 
 import numpy
@@ -50,9 +52,13 @@ class Numbered(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
         many = getattr(self.rows, "__getitems__", None)
-        with own_generators((self._seed, int(self._epoch), int(indices[0]))):
+        with self.generators(indices):
             rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
         return list(zip(indices, rows, strict=True))
+
+    def generators(self, indices: Sequence[int], *use: int) -> AbstractContextManager[None]:
+        """Of the batch of ``indices``; other ``use``, other numbers."""
+        return own_generators((self._seed, int(self._epoch), int(indices[0]), *use))
 
 
 def _share(epoch: torch.Tensor) -> None:
@@ -66,17 +72,19 @@ def _share(epoch: torch.Tensor) -> None:
 
 
 class NumberedCollator:
-    """Any collator, with ``sample_index`` added to its batch: int64, shape (rows,).
+    """Any collator, with ``sample_index`` added to its batch: int64, shape (rows,). What it draws at random depends on
+    what the rows of ``numbered`` do.
 
     Raises DataError where the batch has not one entry per row: losses could not be attributed to rows.
     """
 
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        self.collator = collator
+    def __init__(self, collator: Callable[[list[Any]], Any], numbered: Optional[Numbered] = None) -> None:
+        self.collator, self._numbered = collator, numbered
 
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> Any:
         indices, rows = zip(*numbered, strict=True)
-        batch = self.collator(list(rows))
+        with contextlib.nullcontext() if self._numbered is None else self._numbered.generators(indices, 1):
+            batch = self.collator(list(rows))
         theirs = getattr(self.collator, "data_collator", self.collator)  # inside of transformers' RemoveColumnsCollator
         name = getattr(theirs, "__name__", type(theirs).__name__)
         if not isinstance(batch, Mapping):

@@ -181,3 +181,14 @@ def test_rows_of_any_kind_have_a_checksum(value, other):
 def test_what_an_object_does_not_say_is_left_out():
     assert content_crc32([{"x": Opaque(), "y": 1}]) == content_crc32([{"x": Opaque(), "y": 1}])
     assert content_crc32([{"x": Opaque(), "y": 1}]) != content_crc32([{"x": Opaque(), "y": 2}])
+
+
+def test_what_a_collator_draws_follows_from_seed_epoch_and_batch():
+    def drawn(epoch, collator_draws_before):
+        rows = Numbered([{"labels": 0}] * 4, seed=5)
+        rows.set_epoch(epoch)
+        torch.rand(collator_draws_before)
+        collate = NumberedCollator(lambda items: {"noise": torch.rand(len(items))}, rows)
+        return collate(rows.__getitems__([1, 2]))["noise"]
+
+    assert torch.equal(drawn(0, 1), drawn(0, 3)) and not torch.equal(drawn(0, 1), drawn(1, 1))

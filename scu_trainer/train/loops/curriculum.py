@@ -146,7 +146,8 @@ class CurriculumLoop(Loop):
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
         self._numbered = Numbered(rows, seed_of_data(trainer.args), trainer.args.dataloader_num_workers > 0)
-        collate = NumberedCollator(trainer._get_collator_with_removed_columns(trainer.data_collator, "training"))
+        collator = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
+        collate = NumberedCollator(collator, self._numbered)
         with replaced(trainer, "data_collator", collate):
             loader = trainer._get_dataloader(
                 dataset=self._numbered,
