@@ -27,7 +27,7 @@ from scu_trainer import SCUTrainer, wrap
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.train.loss.analysis import analysis
-from scu_trainer.train.session.training import score
+from scu_trainer.train.session.training import _save, score
 from scu_trainer.train.step.distributed import ranks as ranks_module
 from scu_trainer.train.step.distributed.sharded import Beforehand, check_fsdp, is_sharded
 from scu_trainer.train.tasks.text import TextTask
@@ -223,6 +223,17 @@ def bits_per_token(trainer: SCUTrainer) -> float | None:
     return None if scores is None else scores.bpt
 
 
+def checkpoints_in_shards(folder: Path) -> SCUTrainer:
+    """As accelerate asks for by itself. It ends as the command does."""
+    args = arguments(folder, max_steps=2, save_strategy="steps", save_steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+        trainer = SCUTrainer(llama(), args, train_dataset=UnevenRows(64), data_collator=pad, safety=SafetySettings())
+    trainer.train()
+    _save(trainer, folder)
+    return trainer
+
+
 def outcome(trainer: SCUTrainer, around: dict) -> dict:
     weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
     return {
@@ -243,6 +254,7 @@ def main(folder: Path) -> None:
         except ControlError as error:
             found[name] = {"refused": str(error)}
     found["whole"], found["resumed"] = (outcome(trainer, {}) for trainer in resumed(folder / "resumed"))
+    found["shards"] = outcome(checkpoints_in_shards(folder / "shards"), {})
     found["other"] = resumed_without_fsdp_before(folder / "data parallel")
     found["bad rows"], found["bad picture"] = bad_rows(folder / "bad rows"), bad_picture(folder / "bad picture")
     found["sent"] = {rows: sent_to_ask(folder / f"{rows} rows", rows) for rows in (1, 4)}
@@ -360,12 +372,17 @@ def test_all_ranks_score_a_sharded_model_together(ranks):
     assert before > after
 
 
-def test_the_whole_model_is_saved(found, folder):
+@pytest.mark.parametrize("name", ["none", "shards"])
+def test_the_whole_model_is_saved(found, folder, name):
     from transformers import AutoModelForCausalLM
 
-    saved = dict(AutoModelForCausalLM.from_pretrained(folder / "none").named_parameters())
-    for name, weight in found["none"]["weights"].items():
-        assert torch.equal(saved[name], weight)
+    saved = dict(AutoModelForCausalLM.from_pretrained(folder / name).named_parameters())
+    for weight_name, weight in found[name]["weights"].items():
+        assert torch.equal(saved[weight_name], weight)
+
+
+def test_checkpoints_may_stay_in_shards(found, folder):
+    assert list((folder / "shards" / "checkpoint-1").rglob("*.distcp"))
 
 
 def test_regularization_is_refused(found):

@@ -25,7 +25,7 @@ from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
 from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
 from scu_trainer.train.step.distributed.deepspeed_start import builds_are_said
-from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, training_precision
+from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, save_whole, training_precision
 from scu_trainer.train.trainer import SCUTrainer
 
 
@@ -102,6 +102,7 @@ def _outcome(trainer: SCUTrainer, start: Start, console: Console) -> TrainOutput
 def _save(trainer: SCUTrainer, output_dir: Path) -> None:
     """Before the scores, which take a while and change nothing. A push waits for them: the card has them."""
     trainer.before_save()
+    save_whole(trainer)
     with written_or_refused("the trained model"):
         trainer.save_model(_internal_call=True)
         trainer.save_state()

@@ -50,6 +50,13 @@ def is_fsdp(trainer: Trainer) -> bool:
     return named or isinstance(trainer.model_wrapped, FSDPModule | FullyShardedDataParallel)
 
 
+def save_whole(trainer: Trainer) -> None:
+    """What FSDP saves from now on; of a model in shards, as accelerate asks for by itself, the stock Trainer saves
+    nothing at the end."""
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+
+
 def check_fsdp(checkpoint: Path, is_on: bool) -> None:
     """Raise CheckpointError for weights that this launch cannot read, with their optimizer state or without: FSDP reads
     files of its own. ``is_on``: whether this launch has FSDP."""
