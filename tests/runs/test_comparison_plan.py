@@ -127,6 +127,7 @@ def test_a_word_that_yaml_takes_for_false_stays_a_word():
         ({"batch_mode": "logical"}, "lets memory choose the batch"),
         ({"auto_find_batch_size": True}, "repeats rows"),
         ({"load_best_model_at_end": True}, "chooses by the held-out loss"),
+        ({"early_stopping_patience": 2, "load_best_model_at_end": True}, "early_stopping_patience ends runs by"),
         ({"validation_split_percentage": 0.0, "eval_dataset": None}, "nothing is held out"),
     ],
 )

@@ -143,6 +143,8 @@ def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:
         return f"batch_mode {settings['batch_mode']} lets memory choose the batch; set batch_mode: chunk"
     if settings.get("auto_find_batch_size"):
         return "auto_find_batch_size repeats rows after an out-of-memory; memory_control does not need it, drop it"
+    if settings.get("early_stopping_patience"):  # it turns load_best_model_at_end on, which nobody may have typed
+        return "early_stopping_patience ends runs by the held-out loss that is compared here; drop it"
     if settings.get("load_best_model_at_end"):
         return "load_best_model_at_end chooses by the held-out loss that is compared here; drop it"
     return NOTHING_HELD_OUT if holds_nothing_out(settings) else None
