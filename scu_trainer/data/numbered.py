@@ -56,9 +56,9 @@ class Numbered(torch.utils.data.Dataset):
             rows = many(indices) if callable(many) else [self.rows[index] for index in indices]
         return list(zip(indices, rows, strict=True))
 
-    def generators(self, indices: Sequence[int], *use: int) -> AbstractContextManager[None]:
-        """Of the batch of ``indices``; other ``use``, other numbers."""
-        return own_generators((self._seed, int(self._epoch), int(indices[0]), *use))
+    def generators(self, indices: Sequence[int], use: int = 0) -> AbstractContextManager[None]:
+        """Of the batch of ``indices``. ``use``: 0 for its rows, 1 for what puts them together."""
+        return own_generators((self._seed, int(self._epoch), int(indices[0])), use)
 
 
 def _share(epoch: torch.Tensor) -> None:

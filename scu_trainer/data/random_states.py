@@ -67,9 +67,10 @@ def states_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
-    """Those of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were."""
-    for_python, for_numpy, for_torch = numpy.random.SeedSequence(entropy).generate_state(3).tolist()
+def own_generators(entropy: tuple[int, ...], use: int = 0) -> Iterator[None]:
+    """Those of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were. ``use``: 0 or 1, which
+    get different numbers."""
+    for_python, for_numpy, for_torch = _seeds(entropy)[3 * use : 3 * use + 3]
     of_python, of_numpy, of_torch = _of_python(), _of_numpy(), torch.get_rng_state()
     theirs = numpy.random.get_bit_generator()
     try:
@@ -84,6 +85,12 @@ def own_generators(entropy: tuple[int, ...]) -> Iterator[None]:
             numpy.random.set_state(of_numpy)
         _set_python(of_python)
         torch.set_rng_state(of_torch)
+
+
+@functools.lru_cache(maxsize=1)
+def _seeds(entropy: tuple[int, ...]) -> list[int]:
+    """For both uses, which follow each other in a batch."""
+    return numpy.random.SeedSequence(entropy).generate_state(6).tolist()
 
 
 @functools.cache
