@@ -206,7 +206,7 @@ class RetentionSettings:
         "initial weights (lambda); auto: replay if there is enough of it to train on",
     )
     retain_max_share: float = option(0.5, "largest share of the rows of a batch that are replayed")
-    retain_documents: int = option(2000, "most documents of retain to read")
+    retain_documents: int = option(2000, "most documents of retain to read; of sampled, at most 400 are written")
     retain_frequency: Optional[int] = option(
         None, "optimizer steps between two measurements; default: as often as costs 2 %% of the training time"
     )

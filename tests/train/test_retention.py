@@ -28,7 +28,7 @@ from scu_trainer.settings import (
 from scu_trainer.train.retention.choice import chooser
 from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from scu_trainer.train.retention.replay import NO_NUMBER, Replay, joined_rows
-from scu_trainer.train.retention.sampled import sampled_text
+from scu_trainer.train.retention.sampled import MOST_DOCUMENTS, sampled_text
 from scu_trainer.train.retention.verdict import _lost
 from tests import processes
 from tests.tiny import VOCAB, Rows, llama, lora, same, saved_llama, trained, weights_of
@@ -529,6 +529,11 @@ if __name__ == "__main__":
 
 
 # -- text that the model writes itself ---------------------------------------------------------------------------------
+
+
+def test_the_help_says_how_many_texts_are_written_at_most():
+    help_sentence = RetentionSettings.__dataclass_fields__["retain_documents"].metadata["help"]
+    assert f"of sampled, at most {MOST_DOCUMENTS} are written" in help_sentence
 
 
 def test_sampled_text_is_decided_by_the_seed_and_leaves_the_random_numbers_alone(tmp_path):
