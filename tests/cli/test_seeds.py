@@ -121,22 +121,24 @@ def test_of_classifiers_the_spread_of_the_accuracy_comes_first(tmp_path):
     assert shown.columns[3].header == "accuracy after" and [*shown.columns[3].cells] == ["50.0%", "60.0%"]
 
 
-def test_seeds_without_held_out_rows_are_trained_and_nothing_untrue_is_said(job, tmp_path, monkeypatch, capsys):
-    """No spread, and no seed holds out its own share; a run that did what it was asked has not failed."""
+@pytest.mark.parametrize(("documents", "code"), [(0, 0), (4, 1)])
+def test_seeds_without_a_held_out_figure(job, tmp_path, monkeypatch, capsys, documents, code):
+    """Where nothing is held out there is no spread, no seed holds out its own share, and a run that did what it was
+    asked has not failed; a score that is not finite before and after training is another thing."""
     write = (
         "import json, sys; from pathlib import Path; folder = Path(sys.argv[sys.argv.index('--output_dir') + 1]);"
         "folder.mkdir(parents=True); (folder / 'run.json').write_text('{\"status\": \"finished\"}');"
         "(folder / 'training_config.json').write_text('{}');"
-        "(folder / 'scu_metrics.json').write_text('{\"steps\": 6, \"held_out_documents\": 0}')"
+        "(folder / 'scu_metrics.json').write_text('{\"steps\": 6, \"held_out_documents\": %d}')" % documents
     )
     hands = command.comparison.Hands(
         spawn=lambda words, *rest: command.comparison.spawn([sys.executable, "-c", write, *words], *rest)
     )
     monkeypatch.setattr(command.comparison, "Hands", lambda: hands)
     words = ["--config", str(job), "--seeds", "0", "1", "--output_dir", str(tmp_path / "out")]
-    assert train.main([*words, "--validation_split_percentage", "0"]) == 0
+    assert train.main([*words, "--validation_split_percentage", "0"]) == code
     said = " ".join(capsys.readouterr().out.split())
-    assert "0 of 2 seeds with a held-out figure" in said and "holds out its own" not in said
+    assert "0 of 2 seeds with a held-out figure" in said and ("holds out its own" in said) == (documents > 0)
 
 
 def test_seeds_that_hold_out_the_same_rows_are_not_said_to_hold_out_their_own():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scu_trainer.cli.comparison.runs import exit_code
 from scu_trainer.report.comparison import text
 from scu_trainer.report.comparison.report import metrics_of, misfit, record
 from scu_trainer.run_files import read_json, write_json
@@ -164,6 +165,20 @@ def test_a_run_that_trained_otherwise_does_not_count(folder, changes, reason):
     assert "Not judged: odd." in found["verdict"]
     assert next(run for run in found["runs"] if run["arm"] == "odd" and run["seed"] == 1)["error"].endswith(reason)
     assert found["notes"][0].startswith("odd, seed 1: left out: ")
+
+
+@pytest.mark.parametrize(
+    ("documents", "reason"), [(4, "it has no finite held-out figure"), (0, "nothing was held out")]
+)
+def test_a_run_without_a_figure_fails_a_comparison(folder, documents, reason):
+    """Also of one that had none before training, such as a held-out row that the base gives no finite loss."""
+    for arm in ("none", "model"):
+        place = folder / "runs" / f"{arm}-seed0" / "scu_metrics.json"
+        none = dict.fromkeys(("held_out_bpt_before", "held_out_bpt_after"), {"value": None})
+        write_json(place, {**read_json(place), **none, "held_out_documents": documents})
+    found = record(described(), ALL, folder)
+    assert [run["error"] for run in found["runs"]] == [*[f"left out: {reason}"] * 2, *[None] * 4]
+    assert exit_code(found) == 1 and exit_code(found, fine=f"left out: {reason}") == 0
 
 
 def test_without_the_reference_of_a_seed_the_others_still_agree_among_themselves(folder):

@@ -15,6 +15,7 @@ from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code
 from scu_trainer.cli.main import figures_table, plain_console
+from scu_trainer.report.comparison.report import NOTHING_HELD_OUT
 from scu_trainer.report.comparison.statistics import FEW_SEEDS, t_interval, t_quantile
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
@@ -43,11 +44,11 @@ class Seeds(Start):
     def _end(self, record: Mapping[str, Any]) -> int:
         self.console.print(_table(record["runs"]))
         fixed = any(self.plan.resolved[JOB.name].get(name) is not None for name in SHARED_DATA)
-        is_scored = any(run["metrics"].get("held_out_bpt_before") is not None for run in record["runs"])
+        is_scored = any(run["metrics"].get("held_out_documents", 0) != 0 for run in record["runs"])
         notes = own_data(record["runs"]) if is_scored and not fixed else []
         for line in [*spread(record["runs"]), *notes, f"written: {self.plan.folder / 'comparison.json'}"]:
             screens.print_wrapped(self.console, line)
-        return exit_code(record)
+        return exit_code(record, fine=f"left out: {NOTHING_HELD_OUT}")
 
 
 def _table(runs: Sequence[Mapping[str, Any]]) -> Table:

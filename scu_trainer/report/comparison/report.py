@@ -93,6 +93,7 @@ def metrics_of(run: Path) -> dict[str, Any]:
     control, best = found.get("regularization") or {}, found.get("best_held_out") or {}
     settling_step = control.get("settling_step")
     return {
+        "held_out_documents": found.get("held_out_documents"),
         "held_out_bpt": _value(found, "held_out_bpt_after"),
         "held_out_bpt_before": _value(found, "held_out_bpt_before"),
         "held_out_accuracy": _value(found, "held_out_accuracy_after"),
@@ -141,8 +142,7 @@ def unequal_runs(runs: Sequence[Run], reference: str, arms: Sequence[str]) -> di
 
 def _unequal(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Optional[str]:
     if run["held_out_bpt"] is None:
-        is_scored = run["held_out_bpt_before"] is not None
-        return "it has no finite held-out figure" if is_scored else NOTHING_HELD_OUT
+        return NOTHING_HELD_OUT if run["held_out_documents"] == 0 else "it has no finite held-out figure"
     for key, what in (("tokens", f"trained {{}} {trained(run)}s"), ("steps", "took {} steps")):
         if run[key] != other[key]:
             return f"it {what.format(run[key])}, {name} {other[key]}"
