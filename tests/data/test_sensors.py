@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from scu_trainer.data.samples import SampleStatistics
+from scu_trainer.data.sensors import manifest
 from scu_trainer.data.sensors.collate import SensorCollator
 from scu_trainer.data.sensors.data import prepare_sensors
 from scu_trainer.data.sensors.format import MANIFEST, Recording, write_recordings
@@ -625,6 +626,16 @@ def test_other_columns_of_the_manifest_are_named_and_not_read(folder, tmp_path):
         edit_manifest(folder, number, subject=f"S{number}", note="")
     statistics = prepared(folder, tmp_path / "cache").statistics
     assert not statistics.dropped and "unused columns: subject (2 rows)" in statistics.lines()
+
+
+def test_the_names_of_columns_are_looked_at_once(folder, monkeypatch, tmp_path):
+    """A manifest has many rows, and to find the nearest name takes longer than to read one."""
+    looked_at = []
+    monkeypatch.setattr(manifest, "nearest", lambda name, allowed: looked_at.append(name) or "")
+    for number in (1, 2, 3):
+        edit_manifest(folder, number, humidity="0.5")
+    prepared(folder, tmp_path / "cache")
+    assert looked_at == ["humidity"]
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)

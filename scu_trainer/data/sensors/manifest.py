@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
 
@@ -154,9 +155,9 @@ def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
         raise BadSample("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
     for name in (name for name in row if name not in COLUMNS):
         says_split = named_split(str(row[name]).strip()) in ("train", *HELD_OUT_SPLITS)
-        if near := nearest("split" if says_split else str(name), COLUMNS):
-            found = f"unknown column {name!r} with {short(row[name])}; read are {', '.join(COLUMNS)}{near}"
-            raise BadSample("unknown column", found)
+        if near := _meant("split" if says_split else str(name)):
+            read = f"the columns that are read: {', '.join(COLUMNS)}"
+            raise BadSample("unknown column", f"unknown column {name!r} with {short(row[name])}{near}; {read}")
     file = row.get("file")
     if not isinstance(file, str) or not file or HALF_CHARACTER.search(file):
         raise BadSample("no file", "it names no file")
@@ -166,6 +167,12 @@ def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
     shown = file if file.isprintable() else repr(file)
     label, split = _label(row.get("label")), _split(row)
     return Entry(f"{place} ({shown})", file, inside, label, split, _missing(row), _report(row))
+
+
+@lru_cache
+def _meant(name: str) -> str:
+    """It takes some time, and each row has the same columns."""
+    return nearest(name, COLUMNS)
 
 
 def _split(row: dict) -> Optional[str]:
