@@ -75,8 +75,7 @@ def find(text: str) -> Preset:
     if fitting:
         several = ", ".join(preset.name for preset in fitting)
         raise SettingsError(f"machine {text!r} may be each of {several}; name one of them")
-    hint = nearest(text.lower(), [name.lower() for name in names])
-    raise SettingsError(f"no machine is called {text!r}; known: {', '.join(names)}{hint}")
+    raise SettingsError(f"no machine is called {text!r}; known: {', '.join(names)}{nearest(text, names)}")
 
 
 def parse_bytes(text: Union[str, float], name: str = "size") -> int:

@@ -156,7 +156,7 @@ def test_a_limit_that_nothing_fits(small, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "rtx 3055 4gb"], "did you mean 'rtx 3050 4gb'?"),
+        (["--gpu", "rtx 3055 4gb"], "did you mean 'RTX 3050 4GB'?"),
         (["--here", "--gpu", "t4"], "--here is this machine"),
         (["--here", "--ram", "8GB"], "--here is this machine"),
         (["--limit", "much"], "limit is 'much'"),

@@ -84,8 +84,8 @@ def test_a_machine_is_found_by_what_people_write(text, name):
     [
         ("A100", "machine 'A100' may be each of A100 40GB, A100 80GB; name one of them"),
         ("80GB", "may be each of A100 80GB, H100 80GB"),
-        ("RTX 3080 Ti", "did you mean 'rtx 3080 10gb'"),
-        ("RTX 3050 8GB", "did you mean 'rtx 3050 4gb'"),
+        ("RTX 3080 Ti", "did you mean 'RTX 3080 10GB'"),
+        ("RTX 3050 8GB", "did you mean 'RTX 3050 4GB'"),
         ("NVIDIA GeForce RTX 3050 6GB Laptop GPU", "no machine is called"),
         ("NVIDIA H100 PCIe", "known: CPU-only, RTX 3050 4GB"),
         ("NVIDIA GH200 480GB", "no machine is called"),
