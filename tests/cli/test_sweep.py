@@ -252,6 +252,14 @@ def test_nothing_held_out_is_refused_before_anything_runs(job, capsys, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+def test_images_may_come_with_held_out_ones(monkeypatch, tmp_path):
+    """In a folder test, whatever the share is; where they do not, the job as it is says so."""
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: 0)
+    words = ["--search", "learning_rate=1e-4:1e-1", "--output_dir", str(tmp_path / "out")]
+    of_images = ["--task", "image-classification", "--mode", "tiny", "--dataset", "digits"]
+    assert sweep.main([*words, *of_images, "--validation_split_percentage", "0"]) == 0
+
+
 @pytest.mark.parametrize(
     ("own", "fault"),
     [

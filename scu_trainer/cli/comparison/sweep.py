@@ -22,7 +22,7 @@ from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, Stopped, require_packages
-from scu_trainer.figures import scored_on
+from scu_trainer.figures import UNITS, scored_on
 from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
 from scu_trainer.runs.launch import environment
 from scu_trainer.runs.queue import Line, wait_for_turn
@@ -107,7 +107,8 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     require_packages("sweep", "sweep", ("optuna",), loads=True)
     settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
     refuse_push(settings.get("push_to_hub"), "trial")
-    if holds_nothing_out(settings):
+    is_known = UNITS[settings["task"]] != "label"  # folders of images and manifests may say themselves what is held out
+    if is_known and holds_nothing_out(settings):
         raise SettingsError(f"a sweep judges by held-out rows: {NOTHING_HELD_OUT}")
     typed = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
