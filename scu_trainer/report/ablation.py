@@ -16,7 +16,7 @@ from scu_trainer.errors import StorageError
 from scu_trainer.figures import interval
 from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT, misfit
 from scu_trainer.report.comparison.statistics import percent
-from scu_trainer.report.comparison.text import has_accuracy, in_points
+from scu_trainer.report.comparison.text import has_accuracy, in_percent
 from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number
@@ -223,7 +223,7 @@ def result_rows(found: Comparison) -> tuple[list[str], list[list[str]]]:
         [
             row["arm"],
             f"{row['finished']} of {row['asked']}",
-            *([in_points(row.get(key), style) for key, style in ACCURACY] if of_classes else []),
+            *([interval(in_percent(row.get(key)), style) for key, style in ACCURACY] if of_classes else []),
             interval(row["held_out_bpt"], ".4f"),
             interval(row["difference"], "+.4f"),
             or_dash(row["tracking_error"], ".1%"),

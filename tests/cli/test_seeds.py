@@ -129,7 +129,7 @@ def test_seeds_without_a_held_out_figure(job, tmp_path, monkeypatch, capsys, doc
         "import json, sys; from pathlib import Path; folder = Path(sys.argv[sys.argv.index('--output_dir') + 1]);"
         "folder.mkdir(parents=True); (folder / 'run.json').write_text('{\"status\": \"finished\"}');"
         "(folder / 'training_config.json').write_text('{}');"
-        "(folder / 'scu_metrics.json').write_text('{\"steps\": 6, \"held_out_documents\": %d}')" % documents
+        f"(folder / 'scu_metrics.json').write_text('{{\"steps\": 6, \"held_out_documents\": {documents}}}')"
     )
     hands = command.comparison.Hands(
         spawn=lambda words, *rest: command.comparison.spawn([sys.executable, "-c", write, *words], *rest)

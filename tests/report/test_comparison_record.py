@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scu_trainer.cli.comparison.runs import exit_code
+from scu_trainer.report.ablation import Comparison, result_rows
 from scu_trainer.report.comparison import text
 from scu_trainer.report.comparison.report import metrics_of, misfit, record
 from scu_trainer.run_files import read_json, write_json
@@ -80,6 +81,8 @@ def test_a_whole_comparison(folder):
         (lambda found: found["table"].append("x"), "table[2] is 'x'"),
         (lambda found: found["table"][0].pop("finished"), "table[0].finished is missing"),
         (lambda found: found["table"][0]["held_out_bpt"].update(value=None), "table[0].held_out_bpt.value is None"),
+        (lambda found: found["table"][0].update(held_out_accuracy="x"), "table[0].held_out_accuracy is 'x'"),
+        (lambda found: found.update(unit=["label"]), "unit is ['label']"),
         (lambda found: found["runs"][0]["metrics"].update(held_out_bpt="9"), "runs[0].metrics.held_out_bpt is '9'"),
     ],
 )
@@ -123,6 +126,8 @@ def test_of_classifiers_the_accuracy_is_shown_and_what_they_count(folder):
     assert found["notes"][0].startswith("Images trained: 100 (seed 0)") and "100 images" in text.budget_line(found)
     assert "All seeds share their images, learned and held out" in found["notes"][1]
     assert "the verdict is on bits per label" in text.legend(found) and misfit(found) is None
+    shown = result_rows(Comparison(folder, found, {}))[1][1][2:4]
+    assert shown == ["70.0 (45.2 to 94.8)", "+5.0 (-7.4 to +17.4)"], "as the bits beside them"
 
 
 def test_tracking_error_is_taken_after_settling(folder):
@@ -174,7 +179,7 @@ def test_a_run_without_a_figure_fails_a_comparison(folder, documents, reason):
     """Also of one that had none before training, such as a held-out row that the base gives no finite loss."""
     for arm in ("none", "model"):
         place = folder / "runs" / f"{arm}-seed0" / "scu_metrics.json"
-        none = dict.fromkeys(("held_out_bpt_before", "held_out_bpt_after"), {"value": None})
+        none = {f"held_out_bpt_{when}": {"value": None} for when in ("before", "after")}
         write_json(place, {**read_json(place), **none, "held_out_documents": documents})
     found = record(described(), ALL, folder)
     assert [run["error"] for run in found["runs"]] == [*[f"left out: {reason}"] * 2, *[None] * 4]

@@ -23,14 +23,17 @@ NUMBER = (int, float, type(None))
 TEXT = (str, type(None))
 INTERVAL = {"value": (int, float), "low": NUMBER, "high": NUMBER}
 METRICS = {"held_out_bpt": NUMBER}
+ADDED = ("unit", "item", "held_out_accuracy", "accuracy_difference")
+"""What a file of an earlier version, or of rows without classes, does not have."""
 SHAPE = {
     "command": str, "seeds": [int], "reference": str, "confidence": (int, float), "verdict": str, "notes": [str],
-    "budget": {"steps": NUMBER, "tokens": NUMBER},
+    "budget": {"steps": NUMBER, "tokens": NUMBER}, "unit": TEXT, "item": TEXT,
     "arms": [{"name": str, "what": str, "settings": dict}],
     "runs": [{"arm": str, "seed": int, "status": str, "folder": TEXT, "error": TEXT, "metrics": METRICS}],
     "table": [{"arm": str, "verdict": str, "finished": int, "asked": int, "held_out_bpt": INTERVAL,
                "difference": INTERVAL, "best_held_out_bpt": NUMBER, "tracking_error": NUMBER,
-               "settling_step": NUMBER, "settled": NUMBER, "overhead_fraction": NUMBER}],
+               "settling_step": NUMBER, "settled": NUMBER, "overhead_fraction": NUMBER,
+               "held_out_accuracy": INTERVAL, "accuracy_difference": INTERVAL}],
 }  # fmt: skip
 """What is read of comparison.json, for a file that somebody has edited."""
 
@@ -46,8 +49,8 @@ def misfit(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE) -> Optio
     if not isinstance(shape, dict):
         return None
     inside = {key: key if shape is SHAPE else f"{name}.{key}" for key in shape}
-    missing = next((f"{inside[key]} is missing" for key in shape if key not in value), None)
-    return missing or next(filter(None, (misfit(value[key], shape[key], inside[key]) for key in shape)), None)
+    missing = next((f"{inside[key]} is missing" for key in shape if key not in {*value, *ADDED}), None)
+    return missing or next(filter(None, (misfit(value.get(key), shape[key], inside[key]) for key in shape)), None)
 
 
 def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:

@@ -34,7 +34,8 @@ def rows(record: Record) -> list[tuple[str, ...]]:
 
 def _row(row: Mapping[str, Any], has_accuracy: bool) -> tuple[str, ...]:
     lowest = row["best_held_out_bpt"]
-    accuracy = (in_points(row.get("held_out_accuracy"), ".1f"), in_points(row.get("accuracy_difference"), "+.1f"))
+    share, difference = (in_percent(row.get(key)) for key in ("held_out_accuracy", "accuracy_difference"))
+    accuracy = (with_half_width(share, ".1f"), with_half_width(difference, "+.1f"))
     return (
         row["arm"],
         f"{row['finished']}/{row['asked']}",
@@ -56,10 +57,11 @@ def _settled(row: Mapping[str, Any]) -> str:
     return f"{row['settling_step']:.0f}{share}"
 
 
-def in_points(interval: Optional[Mapping[str, Any]], style: str) -> str:
-    """Of shares: "71.3 ±4.2"."""
-    percent = {name: None if value is None else 100 * value for name, value in (interval or {}).items()}
-    return with_half_width(percent or None, style)
+def in_percent(interval: Optional[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
+    """Of shares."""
+    if interval is None:
+        return None
+    return {name: None if (share := interval[name]) is None else 100 * share for name in ("value", "low", "high")}
 
 
 def with_half_width(interval: Optional[Mapping[str, Any]], style: str) -> str:
