@@ -257,6 +257,12 @@ def test_other_tasks_are_planned(words, capsys):
     assert all("block_size" not in choice["settings"] for choice in report["choices"])
 
 
+def test_a_job_that_is_loaded_is_planned_with_no_more_rows_than_there_are(capsys):
+    words = ["--task", "sensor-classification", "--sensor_samples", "90", "--use_cpu", "true"]
+    report = planned(capsys, *words, "--per_device_train_batch_size", 512, "--memory_control", "false")
+    assert report["predicted"]["rows_per_chunk"] <= 90
+
+
 def test_pictures_are_decoded_beside_a_gpu(tmp_path, capsys):
     words = ["--task", "image-classification", "--dataset_size", "40", "--cache_dir", tmp_path]
     found = planned(capsys, *words, "--gpu", "3090")["recommended"]

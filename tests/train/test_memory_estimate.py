@@ -591,8 +591,8 @@ def test_micro_batches_begin_as_large_as_main_memory_lets_them(model_dir, monkey
 @pytest.mark.parametrize(("all_rows", "rows", "parts"), [(20, 8, 3), (16, 8, 2), (6, 6, 1), (100, 8, 4)])
 def test_a_step_is_predicted_with_no_more_rows_than_there_are(model_dir, all_rows, rows, parts):
     words = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 4, "--memory_control", "false"]
-    of_rows = RowShapes(32, 32.0, False)
-    step = predict.step_of(small_job(model_dir, *words), of_rows, "cpu", tiny.llama(), all_rows)
+    of_rows = RowShapes(32, 32.0, False, all_rows=all_rows)
+    step = predict.step_of(small_job(model_dir, *words), of_rows, "cpu", tiny.llama())
     assert (step.rows, step.micro_batches) == (rows, parts)
 
 

@@ -49,8 +49,7 @@ def predict(
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
     subject, held = subject_of(job, parts, rows), held_by(job, parts)
     takes = functools.partial(estimate_of, subject, held=held, device=device)
-    asked = step_of(job, rows, device, parts.model, len(parts.data.train))
-    whole, estimate = grown(asked, takes, _card_bytes(job))
+    whole, estimate = grown(step_of(job, rows, device, parts.model), takes, _card_bytes(job))
     step = whole
     if limit_bytes is not None:
         step, estimate = within((whole, estimate), takes, limit_bytes, job.memory.min_batch_size)
@@ -124,15 +123,12 @@ def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: T
     return blocks
 
 
-def step_of(
-    job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] = None, all_rows: Optional[int] = None
-) -> Step:
-    """``device``: kind of the device that trains. ``model``: the loaded one. ``all_rows``: that there are to train on,
-    where that is known: a step takes no more."""
+def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] = None) -> Step:
+    """``device``: kind of the device that trains. ``model``: the loaded one."""
     training = job.training
     batch_rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    if all_rows is not None:
-        of_rank = -(-all_rows // training.world_size)
+    if rows.all_rows is not None:
+        of_rank = -(-rows.all_rows // training.world_size)
         batch_rows = max(1, min(batch_rows, of_rank))
         accumulation = max(1, min(accumulation, -(-of_rank // batch_rows)))
     return planned_step(

@@ -24,12 +24,14 @@ SIZES_BESIDE_STEPS = 4
 @dataclass(frozen=True)
 class RowShapes:
     """The rows of a job. ``longest``, ``mean``: tokens per row, 1 for rows without a time axis. ``is_uneven``: rows of
-    one step differ in length, as a rule. ``lengths``: of all, where they are known."""
+    one step differ in length, as a rule. ``lengths``: of all, where they are known. ``all_rows``: how many there are
+    to train on, where that is known: a step takes no more."""
 
     longest: int
     mean: float
     is_uneven: bool
     lengths: Optional[numpy.ndarray] = field(default=None, compare=False, repr=False)
+    all_rows: Optional[int] = field(default=None, compare=False)
 
     @classmethod
     def of(cls, data: Any) -> RowShapes:
@@ -38,7 +40,8 @@ class RowShapes:
         lengths = numpy.ones(1, dtype=numpy.int32) if found is None or not len(found) else numpy.maximum(1, found)
         longest = int(lengths.max())
         short = int(numpy.count_nonzero(lengths < longest))
-        return cls(longest, int(lengths.sum()) / len(lengths), short > len(lengths) / 8, lengths)
+        all_rows = len(data) if hasattr(data, "__len__") else None
+        return cls(longest, int(lengths.sum()) / len(lengths), short > len(lengths) / 8, lengths, all_rows)
 
 
 @dataclass(frozen=True)
