@@ -62,11 +62,11 @@ def check_fsdp(checkpoint: Path, is_on: bool) -> None:
     files of its own. ``is_on``: whether this launch has FSDP."""
     if not checkpoint.is_dir() or any(checkpoint.glob(f"{FSDP_MODEL_NAME}*")) == is_on:
         return
-    was, now = ("without", "under") if is_on else ("under", "without")
+    was, now = ("without FSDP or with save_only_model", "under") if is_on else ("under FSDP", "without")
     is_whole = any(checkpoint.glob("*model*.safetensors"))
     fresh = " or begin another run from its weights with model_name_or_path" if is_whole else ""
     raise CheckpointError(
-        f"{checkpoint} was saved {was} FSDP, and this run is {now} FSDP: it cannot read those files; start it as "
+        f"{checkpoint} was saved {was}, and this run is {now} FSDP: it cannot read those files; start it as "
         f"before{fresh}"
     )
 
