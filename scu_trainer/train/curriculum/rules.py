@@ -43,8 +43,8 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
             return f"accelerator_config {name} distributes batches itself; drop it with a curriculum"
     if not args.accelerator_config.use_seedable_sampler:
         return (
-            "accelerator_config use_seedable_sampler: false with a curriculum: it would shuffle rows without the seed, "
-            "from which a curriculum plans their order; set use_seedable_sampler: true"
+            "accelerator_config use_seedable_sampler: false with a curriculum: it takes the order of rows from the "
+            "generator of the process, and a curriculum from the seed; set use_seedable_sampler: true"
         )
     if args.n_gpu > 1:
         return "a curriculum does not work under DataParallel; start one process per GPU with torchrun"
