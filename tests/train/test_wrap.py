@@ -621,6 +621,22 @@ def test_a_buffer_that_each_forward_moves_moves_once_per_batch(tmp_path, caplog,
     assert f"each forward writes to the buffer module.{name}" in caplog.text and "Batches run whole" in caplog.text
 
 
+class CountsCalls(KeepsMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def keep(self, outputs):
+        self.mean += 1
+
+
+def test_a_count_of_calls_among_the_buffers_leaves_the_split_and_is_named(tmp_path, caplog):
+    memory = MemorySettings(max_batch_size=2)
+    cut, _ = fit(wrap(CountsCalls(), nn.CrossEntropyLoss()), tmp_path, memory=memory, max_steps=2)
+    assert cut.micro_batches.reduction.is_exact
+    assert "mean of CountsCalls counts micro-batches" in caplog.text
+
+
 def test_a_cache_among_the_buffers_leaves_the_split(tmp_path):
     memory = MemorySettings(max_batch_size=2)
     cut, _ = fit(wrap(Caches(), nn.CrossEntropyLoss()), tmp_path, memory=memory, max_steps=2)

@@ -95,16 +95,18 @@ def frozen_weights(model: nn.Module, owner: Any = None) -> list[torch.Tensor]:
 
 
 def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any]) -> Optional[str]:
-    """Name of one to which each ``ask``, of the same rows, writes: a running mean or a count, and no cache."""
+    """Name of one to which each ``ask``, of the same rows, writes: a running mean, and no cache. What goes up by one
+    counts calls, which ``CallCounters`` names."""
     ask()
     before = _buffers(model, owner)
+    numbers = {key: buffer.item() for key, buffer in before.items() if buffer.numel() == 1}
     written = WrittenWeights(list(before.values()), keeps_values=False)
     with written:
         ask()
     keys, after = list(before), _buffers(model, owner)
     found = [keys[position] for position in written.written]
     found += [key for key in keys if key in after and not _is_equal(before[key], after[key])]  # others in their place
-    return found[0][1] if found else None
+    return next((key[1] for key in found if key not in numbers or after[key].item() != numbers[key] + 1), None)
 
 
 def _buffers(model: nn.Module, owner: Any) -> dict[tuple[int, str], torch.Tensor]:

@@ -224,12 +224,7 @@ class CallCounters:
         """As they are now; none where nobody looks any more."""
         if not self._left:
             return {}
-        return {
-            (_own_name(one), name): value
-            for one in self._holders
-            for name, value in vars(one).items()
-            if type(value) is int
-        }
+        return {(_own_name(one), name): value for one in self._holders for name, value in _numbers_of(one)}
 
     def tell(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
         """Of what has counted ``micro_batches`` since ``before``, where the stock loop runs another number of
@@ -246,6 +241,14 @@ class CallCounters:
                 "such as one with a weight that grows, changes at other steps; use the trainer's state.global_step",
                 names, what, micro_batches, "; if it counts calls" if micro_batches == rows else "", batches,
             )  # fmt: skip
+
+
+def _numbers_of(one: Any) -> Iterator[tuple[str, float]]:
+    """Whole numbers among its attributes, and its buffers of one number."""
+    yield from ((name, value) for name, value in vars(one).items() if type(value) is int)
+    for name, buffer in vars(one).get("_buffers", {}).items():
+        if buffer is not None and buffer.numel() == 1 and not buffer.is_meta:
+            yield name, buffer.item()
 
 
 def _own_name(one: Any) -> str:
