@@ -61,7 +61,7 @@ from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
-from scu_trainer.train.step.distributed.sharded import check_fsdp, is_sharded
+from scu_trainer.train.step.distributed.sharded import check_fsdp, form_of_fsdp, is_sharded
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
 from scu_trainer.train.step.recovery.memory import Gauge
@@ -227,7 +227,7 @@ class SCUTrainer(Trainer):
             if not self.is_stock:
                 checkpoint = Path(str(given["resume_from_checkpoint"]))
                 check_checkpoint(checkpoint, self.args, self.resumes_weights_only)
-                check_fsdp(checkpoint, self.is_fsdp_enabled)
+                check_fsdp(checkpoint, form_of_fsdp(self))
                 if not self.checkpoints.facts:  # the commands compare their settings
                     check_adapter(checkpoint, self.model, tells=self.is_world_process_zero())
         self._begin()

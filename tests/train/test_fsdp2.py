@@ -330,9 +330,17 @@ def test_a_checkpoint_of_a_launch_with_other_files_of_weights_is_refused(found, 
     was = "was saved without FSDP or with save_only_model"  # with which FSDP, too, writes none of its own files
     assert f"{of_data_parallelism} {was}, and this run is under FSDP" in found["other"]
     with pytest.raises(CheckpointError, match=r"saved under FSDP, and this run is without FSDP.* begin another"):
-        check_fsdp(of_fsdp, is_on=False)
-    check_fsdp(of_fsdp, is_on=True)
-    check_fsdp(of_data_parallelism, is_on=False)
+        check_fsdp(of_fsdp, None)
+    check_fsdp(of_fsdp, "FULL_STATE_DICT")
+    check_fsdp(of_data_parallelism, None)
+    in_shards = folder / "shards" / "checkpoint-1"
+    check_fsdp(in_shards, "SHARDED_STATE_DICT")
+    for checkpoint, has, wants in (
+        (in_shards, "SHARDED_STATE_DICT", "FULL_STATE_DICT"),
+        (of_fsdp, "FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{has}, and this run has {wants}.* set fsdp_state_dict_type: {has}"):
+            check_fsdp(checkpoint, wants)
 
 
 def test_bad_rows_are_set_aside_and_their_steps_skipped(found):

@@ -19,6 +19,9 @@ from scu_trainer.models.quantize import numbers_in
 
 T = TypeVar("T")
 
+WHOLE, IN_SHARDS = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+"""Values of ``fsdp_state_dict_type``."""
+
 
 def weight_count(parameter: nn.Parameter) -> int:
     """Numbers in a parameter, also where this process holds a shard of it, or where two share a byte (4 bits)."""
@@ -50,19 +53,35 @@ def is_fsdp(trainer: Trainer) -> bool:
     return named or isinstance(trainer.model_wrapped, FSDPModule | FullyShardedDataParallel)
 
 
+def form_of_fsdp(trainer: Trainer) -> Optional[str]:
+    """``fsdp_state_dict_type`` of a trainer under FSDP."""
+    return trainer.accelerator.state.fsdp_plugin.state_dict_type.name if trainer.is_fsdp_enabled else None
+
+
 def save_whole(trainer: Trainer) -> None:
     """What FSDP saves from now on; of a model in shards, as accelerate asks for by itself, the stock Trainer saves
     nothing at the end."""
     if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type(WHOLE)
 
 
-def check_fsdp(checkpoint: Path, is_on: bool) -> None:
+def check_fsdp(checkpoint: Path, form: Optional[str]) -> None:
     """Raise CheckpointError for weights that this launch cannot read, with their optimizer state or without: FSDP reads
-    files of its own. ``is_on``: whether this launch has FSDP."""
-    if not checkpoint.is_dir() or any(checkpoint.glob(f"{FSDP_MODEL_NAME}*")) == is_on:
+    files of its own. ``form``: the ``fsdp_state_dict_type`` of this launch; None without FSDP."""
+    if not checkpoint.is_dir():
         return
-    was, now = ("without FSDP or with save_only_model", "under") if is_on else ("under FSDP", "without")
+    own = [*checkpoint.glob(f"{FSDP_MODEL_NAME}*")]
+    if own and form is not None:
+        was = IN_SHARDS if any(path.is_dir() for path in own) else WHOLE
+        if (was == IN_SHARDS) == (form == IN_SHARDS):
+            return
+        raise CheckpointError(
+            f"{checkpoint} was saved with fsdp_state_dict_type: {was}, and this run has {form}: it cannot read those "
+            f"files; set fsdp_state_dict_type: {was}"
+        )
+    if bool(own) == (form is not None):
+        return
+    was, now = ("under FSDP", "without") if own else ("without FSDP or with save_only_model", "under")
     is_whole = any(checkpoint.glob("*model*.safetensors"))
     fresh = " or begin another run from its weights with model_name_or_path" if is_whole else ""
     raise CheckpointError(
