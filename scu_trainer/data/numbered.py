@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -78,12 +77,12 @@ class NumberedCollator:
     Raises DataError where the batch has not one entry per row: losses could not be attributed to rows.
     """
 
-    def __init__(self, collator: Callable[[list[Any]], Any], numbered: Optional[Numbered] = None) -> None:
+    def __init__(self, collator: Callable[[list[Any]], Any], numbered: Numbered) -> None:
         self.collator, self._numbered = collator, numbered
 
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> Any:
         indices, rows = zip(*numbered, strict=True)
-        with contextlib.nullcontext() if self._numbered is None else self._numbered.generators(indices, 1):
+        with self._numbered.generators(indices, 1):
             batch = self.collator(list(rows))
         theirs = getattr(self.collator, "data_collator", self.collator)  # inside of transformers' RemoveColumnsCollator
         name = getattr(theirs, "__name__", type(theirs).__name__)

@@ -73,7 +73,7 @@ def test_what_rows_draw_depends_on_seed_epoch_and_batch_alone(drawn):
 
 def test_a_batch_gains_the_numbers_and_keeps_all_else():
     rows = UnevenRows(8)
-    batch = NumberedCollator(pad)([(number, rows[number]) for number in (7, 0, 3)])
+    batch = NumberedCollator(pad, Numbered(rows))([(number, rows[number]) for number in (7, 0, 3)])
     numbers = batch.pop(SAMPLE_INDEX)
     assert numbers.dtype == torch.int64 and numbers.tolist() == [7, 0, 3]
     expected = pad([rows[7], rows[0], rows[3]])
@@ -97,13 +97,13 @@ def merged(rows):
 def test_batches_without_a_row_per_sample_are_refused(collator, expected):
     rows = Rows(4)
     with pytest.raises(DataError, match=expected):
-        NumberedCollator(collator)([(number, rows[number]) for number in (0, 1, 2)])
+        NumberedCollator(collator, Numbered(rows))([(number, rows[number]) for number in (0, 1, 2)])
 
 
 def test_the_collator_that_is_named_is_the_users_own():
     rows, wrapped = Rows(4), RemoveColumnsCollator(merged, ["input_ids"])
     with pytest.raises(DataError, match=r"^merged makes 1 rows of 2 samples; .*padding_free=False"):
-        NumberedCollator(wrapped)([(number, rows[number]) for number in (0, 1)])
+        NumberedCollator(wrapped, Numbered(rows))([(number, rows[number]) for number in (0, 1)])
 
 
 @pytest.mark.parametrize("columns", [{"input_ids": TOKENS}, {"input_ids": TOKENS, "length": [3, 1, 0, 2]}])
