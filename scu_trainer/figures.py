@@ -101,8 +101,14 @@ def _row(what: str, metrics: Mapping[str, Any], key: str, style: str, changed: C
 
 def _points(found: Optional[Mapping[str, Any]]) -> str:
     """The difference of two shares is in percentage points."""
-    in_points = {name: 100 * value for name, value in (found or {}).items() if value is not None}
-    return f"{interval({'value': None, **in_points}, '+.1f')} points" if found else "-"
+    return f"{interval(in_percent(found), '+.1f')} points" if found else "-"
+
+
+def in_percent(found: Optional[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
+    """An interval of shares."""
+    if found is None:
+        return None
+    return {name: None if (share := found.get(name)) is None else 100 * share for name in ("value", "low", "high")}
 
 
 def interval(found: Optional[Mapping[str, Any]], style: str) -> str:

@@ -11,6 +11,12 @@ from scu_trainer.figures import counted
 MOST_EXAMPLES = 3  # per reason
 
 
+def lines_of_unused(columns: Mapping[str, int]) -> list[str]:
+    """For a person. ``columns``: rows that have a value in one that is not read, by its name."""
+    named = ", ".join(f"{name or 'without a name'} ({counted(count, 'row')})" for name, count in columns.items())
+    return [f"unused columns: {named}"] if named else []
+
+
 class Dropping:
     """A data class that counts, by reason, what is left out, and keeps the first few places of each as examples."""
 
@@ -146,12 +152,7 @@ class DataStatistics(Dropping):
 
     def _lines_of_columns(self) -> list[str]:
         lines = [f"read as: {name} ({counted(count, 'row')})" for name, count in self.formats.items()]
-        if self.columns_not_used:
-            named = (
-                f"{name or 'without a name'} ({counted(count, 'row')})" for name, count in self.columns_not_used.items()
-            )
-            lines.append(f"unused columns: {', '.join(named)}")
-        return lines
+        return lines + lines_of_unused(self.columns_not_used)
 
     def _lines_of_losses(self, so_far: str) -> list[str]:
         lines = self.lines_of_dropped(so_far)

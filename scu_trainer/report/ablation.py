@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
-from scu_trainer.figures import interval
+from scu_trainer.figures import in_percent, interval
 from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT, misfit
 from scu_trainer.report.comparison.statistics import percent
-from scu_trainer.report.comparison.text import has_accuracy, in_percent
+from scu_trainer.report.comparison.text import has_accuracy
 from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number

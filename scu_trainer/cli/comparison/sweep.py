@@ -29,7 +29,7 @@ from scu_trainer.runs.queue import Line, wait_for_turn
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import (
-    NOTHING_HELD_OUT,
+    HOLD_SOMETHING_OUT,
     SHARED_DATA,
     ComparisonPlan,
     holds_nothing_out,
@@ -109,7 +109,7 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     refuse_push(settings.get("push_to_hub"), "trial")
     is_known = UNITS[settings["task"]] != "label"  # folders of images and manifests may say themselves what is held out
     if is_known and holds_nothing_out(settings):
-        raise SettingsError(f"a sweep judges by held-out rows: {NOTHING_HELD_OUT}")
+        raise SettingsError(f"a sweep judges by held-out rows: {HOLD_SOMETHING_OUT}")
     typed = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
     return Sweep(plan, options, plain_console(), hands or comparison.Hands()).run()

@@ -25,6 +25,7 @@ from scu_trainer.data.readers import (
 from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST
+from scu_trainer.data.statistics import lines_of_unused
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.figures import counted
 from scu_trainer.settings.base import short
@@ -96,9 +97,7 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
         raise DataError(
             f"{path} has no usable row: {rejections.statistics.read:,} read; it needs file and label in each"
         )
-    columns = ", ".join(f"{name or 'without a name'} ({counted(count, 'row')})" for name, count in unread.items())
-    rejections.statistics.notes += [f"unused columns: {columns}"] if columns else []
-    rejections.statistics.notes += _not_read(folder, path, named)
+    rejections.statistics.notes += [*lines_of_unused(unread), *_not_read(folder, path, named)]
     return entries
 
 

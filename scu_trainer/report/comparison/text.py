@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
+from scu_trainer.figures import in_percent
 from scu_trainer.report.comparison.report import trained
 from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.settings.base import plain
@@ -55,13 +56,6 @@ def _settled(row: Mapping[str, Any]) -> str:
         return "never"
     share = "" if row["settled"] == row["finished"] else f" ({row['settled']}/{row['finished']})"
     return f"{row['settling_step']:.0f}{share}"
-
-
-def in_percent(interval: Optional[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
-    """Of shares."""
-    if interval is None:
-        return None
-    return {name: None if (share := interval[name]) is None else 100 * share for name in ("value", "low", "high")}
 
 
 def with_half_width(interval: Optional[Mapping[str, Any]], style: str) -> str:

@@ -34,7 +34,7 @@ BUDGET = (
 SHARED_DATA = ("eval_dataset", "data_seed")
 """Settings with which all seeds are scored on the same documents."""
 
-NOTHING_HELD_OUT = "nothing is held out; give eval_dataset or validation_split_percentage above 0"
+HOLD_SOMETHING_OUT = "nothing is held out; give eval_dataset or validation_split_percentage above 0"
 
 SELECTING = ("noise_guard", "acmds", "infobatch")
 
@@ -147,7 +147,7 @@ def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:
         return "early_stopping_patience ends runs by the held-out loss that is compared here; drop it"
     if settings.get("load_best_model_at_end"):
         return "load_best_model_at_end chooses by the held-out loss that is compared here; drop it"
-    return NOTHING_HELD_OUT if holds_nothing_out(settings) else None
+    return HOLD_SOMETHING_OUT if holds_nothing_out(settings) else None
 
 
 def holds_nothing_out(settings: Mapping[str, Any]) -> bool:
