@@ -11,7 +11,7 @@ import logging
 import math
 import warnings
 from collections.abc import Collection, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Optional
 
 from torch import nn
@@ -19,7 +19,6 @@ from transformers import Trainer
 
 from scu_trainer.errors import ControlError, SettingsError, nearest
 from scu_trainer.settings.base import short
-from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.loop import Loop, called
 
 if TYPE_CHECKING:
@@ -35,17 +34,6 @@ OTHERS_FILES = frozenset(
 """Of checkpoints and run directories, written by transformers and by the session."""
 
 FILES = ("state_file", "history_file")
-
-GIVEN_BY = {
-    "scu_state.json": ("regularization", "regularization=RegularizationSettings(...) (scu: true)"),
-    "memory_state.json": ("memory", "memory=MemorySettings(...) (memory_control: true)"),
-    "curriculum_state.json": ("curriculum", "curriculum=CurriculumSettings(...) (curriculum: the one of before)"),
-    "safety_state.json": ("bad_numbers", "safety=SafetySettings(...)"),
-    "early_stopping.json": ("early_stopping", "safety=SafetySettings(early_stopping_patience=...)"),
-    "ema.safetensors": ("weight_average", "efficiency=EfficiencySettings(ema_decay=...)"),
-    "retain_state.json": ("retention", "the settings of `scu-trainer retain` that it had"),
-}
-"""Of each file of a checkpoint: the name of the loop that wrote it, and what gives a trainer that loop."""
 
 
 def require_apart(loop: Loop, others: Collection[Loop]) -> None:
@@ -103,20 +91,6 @@ def late(loop: Loop) -> ControlError:
     return ControlError(f"{called(loop)} was added during training, too late for its begin hook; add it before train()")
 
 
-def tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
-    """A trainer that has no loop for a state in ``checkpoint`` continues without it, which no figure shows."""
-    classes = read_manifest(checkpoint).get("loops")
-    present = {loop.name for loop in loops} | {loop.state_file for loop in loops}
-    for file, kind in (dict.fromkeys(GIVEN_BY) | (classes if isinstance(classes, dict) else {})).items():
-        name, way = GIVEN_BY.get(file, (file, f"callbacks=[{kind}(...)]"))
-        if name not in present and (checkpoint / file).is_file():
-            logger.warning(
-                "%s holds %s, the state of a loop (%s) that this trainer does not have: the run continues without the "
-                "loop, and the checkpoints from here on do not hold its state. To keep it, resume from %s with %s",
-                checkpoint, file, kind or name, checkpoint.name, way,
-            )  # fmt: skip
-
-
 def tell_of_unsaved(model: nn.Module) -> None:
     """Of an adapter, peft saves what it has added and what modules_to_save names, whatever else is trained."""
     if not hasattr(model, "peft_config"):
@@ -159,15 +133,6 @@ def _unsaved(model: PeftModel) -> list[str]:
         saved = {tensor.data_ptr() for state in states for tensor in state.values()}
         unsaved = {name: weight for name, weight in unsaved.items() if weight.data_ptr() not in saved}
     return list(unsaved)
-
-
-def tell_of_no_step(trainer: Any) -> None:
-    """Of a run that is resumed where it ended: whoever resumes it expects steps, and the stock Trainer may add one."""
-    state, ended = trainer.state, next((loop for loop in trainer.loops if loop.is_over), None)
-    why = "which was its last; to train on, raise max_steps or num_train_epochs"
-    if state.global_step < state.max_steps and ended is not None:
-        why = f"where {called(ended)} had ended it; to train on, resume without that loop"
-    logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
 
 
 def _require_file_name(loop: Loop, kind: str) -> None:

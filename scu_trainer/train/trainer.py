@@ -30,17 +30,9 @@ from scu_trainer.models.loading.safety import tensors_only
 from scu_trainer.secrets import secret
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.checkpoints.adapters import check_adapter
-from scu_trainer.train.checkpoints.compatibility import tell_of_changes
 from scu_trainer.train.checkpoints.findings import has_optimizer
 from scu_trainer.train.checkpoints.pushing import Pushes
-from scu_trainer.train.checkpoints.selection import (
-    catch_up,
-    selected_checkpoint,
-    tell_of_fresh_optimizer,
-    tell_of_fresh_reference,
-    tell_of_lost_generations,
-)
+from scu_trainer.train.checkpoints.selection import selected_checkpoint
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, handed_over
 from scu_trainer.train.loop import Loop, LoopEvents, returned
@@ -52,16 +44,14 @@ from scu_trainer.train.loop_checks import (
     require_own_names,
     require_settings,
     row_of,
-    tell_of_left_out,
-    tell_of_no_step,
     tell_of_unsaved,
     tell_of_unused,
 )
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
-from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
-from scu_trainer.train.step.distributed.sharded import check_fsdp, form_of_fsdp, is_sharded
+from scu_trainer.train.resuming import catch_up, check_resume, tell_of_no_step, tell_of_resume
+from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
 from scu_trainer.train.step.recovery.memory import Gauge
@@ -225,11 +215,7 @@ class SCUTrainer(Trainer):
                 is_main=self.is_world_process_zero(),
             )
             if not self.is_stock:
-                checkpoint = Path(str(given["resume_from_checkpoint"]))
-                check_checkpoint(checkpoint, self.args, self.resumes_weights_only)
-                check_fsdp(checkpoint, form_of_fsdp(self))
-                if not self.checkpoints.facts:  # the commands compare their settings
-                    check_adapter(checkpoint, self.model, tells=self.is_world_process_zero())
+                check_resume(Path(str(given["resume_from_checkpoint"])), self)
         self._begin()
         self._is_training, loops = True, self.loops  # also those that are removed on the way end
         try:
@@ -538,16 +524,7 @@ class SCUTrainer(Trainer):
         with tensors_only(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.is_world_process_zero():
-            tell_of_fresh_reference(Path(checkpoint), self)
-            tell_of_lost_generations(Path(checkpoint), self.args, self._steps_per_epoch)
-            if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-                tell_of_fresh_optimizer(Path(checkpoint))
-            if has_optimizer(Path(checkpoint)):
-                tell_of_left_out(Path(checkpoint), self.loops)
-                if not self.checkpoints.facts:  # the commands say it themselves
-                    are_rows_chosen = any(type(loop).loader is not Loop.loader for loop in self.loops)
-                    is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
-                    tell_of_changes(Path(checkpoint), self.args, are_rows_chosen, is_stream)
+            tell_of_resume(Path(checkpoint), self, self._steps_per_epoch)
         if self.is_stock or checkpoint is None:
             return
         if not has_optimizer(Path(checkpoint)):  # weights_only: everything else starts over

@@ -456,7 +456,7 @@ def saved(checkpoint: Path, stage: Optional[int], ranks: int) -> Path:
 def launched(stage: Optional[int], ranks: int, **sections) -> SimpleNamespace:
     config = {"zero_optimization": {"stage": stage}, **sections}
     plugin = None if stage is None else SimpleNamespace(zero_stage=stage, deepspeed_config=config)
-    return SimpleNamespace(deepspeed_plugin=plugin, world_size=ranks)
+    return SimpleNamespace(deepspeed_plugin=plugin, world_size=ranks, fsdp=None)
 
 
 @pytest.mark.parametrize(
@@ -478,6 +478,12 @@ def test_an_optimizer_state_that_this_launch_cannot_read_is_refused(tmp_path, be
     with pytest.raises(CheckpointError, match="cannot read that optimizer state") as raised:
         check_checkpoint(saved(tmp_path, *before), launched(*now), weights_only=False)
     assert told in str(raised.value)
+
+
+def test_fsdp_is_not_offered_weights_alone_which_it_cannot_read_either(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(CheckpointError, match="start it as before or begin another run from its weights"):
+        check_checkpoint(saved(tmp_path, 2, 2), launched(None, 2), weights_only=False)
 
 
 def test_an_optimizer_state_that_this_launch_can_read_is_taken(tmp_path):

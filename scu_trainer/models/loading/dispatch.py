@@ -81,6 +81,13 @@ class Placement:
         return f"weights: {parts}{hint if self.is_offloaded and not checkpoints else ''}"
 
 
+def asks_for_fsdp(training: TrainingArguments) -> bool:
+    """Whether a setting or ``accelerate launch`` does."""
+    from accelerate.utils import parse_flag_from_env
+
+    return bool(training.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
 def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None:
     """Raise SettingsError for launchers and options under which a model with a ``device_map`` cannot be trained."""
     if settings.device_map is None:
@@ -99,7 +106,7 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
         f"DeepSpeed's way",
     )
     require(
-        not (training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")),
+        not asks_for_fsdp(training),
         f"{name} and FSDP both decide where weights are placed; {DROP}",
     )
     require(

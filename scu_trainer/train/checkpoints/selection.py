@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import warnings
 from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import CheckpointError, StorageError
 from scu_trainer.run_files import read_json
-from scu_trainer.train.checkpoints.findings import STATE, Findings, examine
+from scu_trainer.train.checkpoints.findings import Findings, examine
 from scu_trainer.train.checkpoints.format import named_as_one, step_of
 
 logger = logging.getLogger("scu_trainer")
@@ -86,66 +84,6 @@ def _past_the_run(checkpoint: Path) -> Optional[str]:
     if not isinstance(step, int) or step_of(checkpoint) <= step:
         return None
     return f"the run was last seen at step {step}, so it is of an earlier start"
-
-
-def tell_of_fresh_optimizer(checkpoint: Path) -> None:
-    """The stock Trainer reads optimizer and schedule both or, without a word, neither."""
-    missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
-    if missing:
-        names = " and no ".join(missing)
-        logger.warning("%s holds no %s: the optimizer and its schedule start over", checkpoint, names)
-
-
-def tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
-    """TRL moves a reference model (DPO, GRPO, ...) or a teacher (SDFT, SDPO) after the trained one, and saves it
-    nowhere."""
-    args = trainer.args
-    if getattr(args, "sync_ref_model", False):
-        name, what, setting, steps = "ref_model", "reference model", "sync_ref_model", args.ref_model_sync_steps
-    elif getattr(args, "teacher_model_kind", None) == "ema":
-        name, what, setting, steps = "teacher_model", "teacher", "teacher_model_kind: ema", args.teacher_sync_steps
-    else:
-        return
-    moved = getattr(trainer, name, None)
-    if moved is None or read_json(checkpoint / STATE)["global_step"] < steps:
-        return
-    advice = (
-        f". To continue exactly, save trainer.{name}.state_dict() with each checkpoint (in on_save of a callback), "
-        f"and give it to trainer.{name}.load_state_dict before you call train"
-    )
-    logger.warning(
-        "%s does not hold the %s, which had followed the trained one (%s): it starts over from the one that this "
-        "trainer began with, so the result is not that of an uninterrupted run%s",
-        checkpoint,
-        what,
-        setting,
-        "" if moved is trainer.model else advice,  # an adapter beside the trained one, whose copies a callback holds
-    )
-
-
-def tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int) -> None:
-    """TRL generates for several steps at once, and saves nowhere what is still to be trained on."""
-    generates_for = getattr(args, "steps_per_generation", None)
-    if generates_for is None:
-        return
-    batches, accumulated = generates_for * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
-    if read_json(checkpoint / STATE)["global_step"] % steps_per_epoch * accumulated % batches:
-        logger.warning(
-            "%s does not hold what had been generated for this step and the next ones: it is generated again, so "
-            "the result is not that of an uninterrupted run. To continue exactly, resume from a checkpoint whose step "
-            "is a multiple of %d, which is how many steps one generation takes (set save_steps to such a number)",
-            checkpoint,
-            math.lcm(batches, accumulated) // accumulated,
-        )
-
-
-def catch_up(scheduler: Any, checkpoint: Path) -> None:
-    """A schedule whose state was not saved goes to where the checkpoint is."""
-    steps = read_json(checkpoint / STATE)["global_step"]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # no weight was stepped yet
-        for _ in range(steps):
-            scheduler.step()
 
 
 def content_of(path: Path) -> dict[str, Any]:

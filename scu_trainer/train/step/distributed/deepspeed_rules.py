@@ -8,6 +8,7 @@ from typing import Any, Optional
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, ControlError, SettingsError
+from scu_trainer.models.loading.dispatch import asks_for_fsdp
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.settings.base import plain
 from scu_trainer.train.regularization.zero import refuse_stage
@@ -61,7 +62,8 @@ def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only
     saved, here = _saved_under(checkpoint), _launched_under(training)
     if saved is None or here is None or saved == here or (weights_only and not uses_deepspeed(training)):
         return
-    fresh = "" if uses_deepspeed(training) else ", resume with --weights_only (the optimizer starts over),"
+    needs_own_files = uses_deepspeed(training) or asks_for_fsdp(training)
+    fresh = "" if needs_own_files else ", resume with --weights_only (the optimizer starts over),"
     raise CheckpointError(
         f"{checkpoint} was saved {saved}, and this run is {here}: it cannot read that optimizer state; start it as "
         f"before{fresh} or begin another run from its weights with model_name_or_path"

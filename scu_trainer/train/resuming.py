@@ -1,0 +1,141 @@
+"""A trainer that goes on from a checkpoint: what is refused before it begins, and what is not as it was, by name."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scu_trainer.run_files import read_json
+from scu_trainer.train.checkpoints.adapters import check_adapter
+from scu_trainer.train.checkpoints.compatibility import tell_of_changes
+from scu_trainer.train.checkpoints.findings import STATE, has_optimizer
+from scu_trainer.train.checkpoints.format import read_manifest
+from scu_trainer.train.loop import Loop, called
+from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
+from scu_trainer.train.step.distributed.sharded import check_fsdp, form_of_fsdp
+
+logger = logging.getLogger("scu_trainer")
+
+GIVEN_BY = {
+    "scu_state.json": ("regularization", "regularization=RegularizationSettings(...) (scu: true)"),
+    "memory_state.json": ("memory", "memory=MemorySettings(...) (memory_control: true)"),
+    "curriculum_state.json": ("curriculum", "curriculum=CurriculumSettings(...) (curriculum: the one of before)"),
+    "safety_state.json": ("bad_numbers", "safety=SafetySettings(...)"),
+    "early_stopping.json": ("early_stopping", "safety=SafetySettings(early_stopping_patience=...)"),
+    "ema.safetensors": ("weight_average", "efficiency=EfficiencySettings(ema_decay=...)"),
+    "retain_state.json": ("retention", "the settings of `scu-trainer retain` that it had"),
+}
+"""Of each file of a checkpoint: the name of the loop that wrote it, and what gives a trainer that loop."""
+
+
+def check_resume(checkpoint: Path, trainer: Any) -> None:
+    """Raises CheckpointError where ``trainer``, an ``SCUTrainer``, could not read ``checkpoint``, or has another
+    adapter."""
+    check_checkpoint(checkpoint, trainer.args, trainer.resumes_weights_only)
+    check_fsdp(checkpoint, form_of_fsdp(trainer))
+    if not trainer.checkpoints.facts:  # the commands compare their settings
+        check_adapter(checkpoint, trainer.model, tells=trainer.is_world_process_zero())
+
+
+def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None:
+    """What ``checkpoint`` does not hold of ``trainer``, an ``SCUTrainer``, or what that has otherwise now."""
+    _tell_of_fresh_reference(checkpoint, trainer)
+    _tell_of_lost_generations(checkpoint, trainer.args, steps_per_epoch)
+    if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+        _tell_of_fresh_optimizer(checkpoint)
+    if not has_optimizer(checkpoint):
+        return
+    _tell_of_left_out(checkpoint, trainer.loops)
+    if not trainer.checkpoints.facts:  # the commands say it themselves
+        are_rows_chosen = any(type(loop).loader is not Loop.loader for loop in trainer.loops)
+        is_stream = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
+        tell_of_changes(checkpoint, trainer.args, are_rows_chosen, is_stream)
+
+
+def tell_of_no_step(trainer: Any) -> None:
+    """Of a run that is resumed where it ended: whoever resumes it expects steps, and the stock Trainer may add one."""
+    state, ended = trainer.state, next((loop for loop in trainer.loops if loop.is_over), None)
+    why = "which was its last; to train on, raise max_steps or num_train_epochs"
+    if state.global_step < state.max_steps and ended is not None:
+        why = f"where {called(ended)} had ended it; to train on, resume without that loop"
+    logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
+
+
+def _tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
+    """A trainer that has no loop for a state in ``checkpoint`` continues without it, which no figure shows."""
+    classes = read_manifest(checkpoint).get("loops")
+    present = {loop.name for loop in loops} | {loop.state_file for loop in loops}
+    for file, kind in (dict.fromkeys(GIVEN_BY) | (classes if isinstance(classes, dict) else {})).items():
+        name, way = GIVEN_BY.get(file, (file, f"callbacks=[{kind}(...)]"))
+        if name not in present and (checkpoint / file).is_file():
+            logger.warning(
+                "%s holds %s, the state of a loop (%s) that this trainer does not have: the run continues without the "
+                "loop, and the checkpoints from here on do not hold its state. To keep it, resume from %s with %s",
+                checkpoint, file, kind or name, checkpoint.name, way,
+            )  # fmt: skip
+
+
+def _tell_of_fresh_optimizer(checkpoint: Path) -> None:
+    """The stock Trainer reads optimizer and schedule both or, without a word, neither."""
+    missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
+    if missing:
+        names = " and no ".join(missing)
+        logger.warning("%s holds no %s: the optimizer and its schedule start over", checkpoint, names)
+
+
+def _tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
+    """TRL moves a reference model (DPO, GRPO, ...) or a teacher (SDFT, SDPO) after the trained one, and saves it
+    nowhere."""
+    args = trainer.args
+    if getattr(args, "sync_ref_model", False):
+        name, what, setting, steps = "ref_model", "reference model", "sync_ref_model", args.ref_model_sync_steps
+    elif getattr(args, "teacher_model_kind", None) == "ema":
+        name, what, setting, steps = "teacher_model", "teacher", "teacher_model_kind: ema", args.teacher_sync_steps
+    else:
+        return
+    moved = getattr(trainer, name, None)
+    if moved is None or read_json(checkpoint / STATE)["global_step"] < steps:
+        return
+    advice = (
+        f". To continue exactly, save trainer.{name}.state_dict() with each checkpoint (in on_save of a callback), "
+        f"and give it to trainer.{name}.load_state_dict before you call train"
+    )
+    logger.warning(
+        "%s does not hold the %s, which had followed the trained one (%s): it starts over from the one that this "
+        "trainer began with, so the result is not that of an uninterrupted run%s",
+        checkpoint,
+        what,
+        setting,
+        "" if moved is trainer.model else advice,  # an adapter beside the trained one, whose copies a callback holds
+    )
+
+
+def _tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int) -> None:
+    """TRL generates for several steps at once, and saves nowhere what is still to be trained on."""
+    generates_for = getattr(args, "steps_per_generation", None)
+    if generates_for is None:
+        return
+    batches, accumulated = generates_for * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
+    if read_json(checkpoint / STATE)["global_step"] % steps_per_epoch * accumulated % batches:
+        logger.warning(
+            "%s does not hold what had been generated for this step and the next ones: it is generated again, so "
+            "the result is not that of an uninterrupted run. To continue exactly, resume from a checkpoint whose step "
+            "is a multiple of %d, which is how many steps one generation takes (set save_steps to such a number)",
+            checkpoint,
+            math.lcm(batches, accumulated) // accumulated,
+        )
+
+
+def catch_up(scheduler: Any, checkpoint: Path) -> None:
+    """A schedule whose state was not saved goes to where the checkpoint is."""
+    steps = read_json(checkpoint / STATE)["global_step"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # no weight was stepped yet
+        for _ in range(steps):
+            scheduler.step()
