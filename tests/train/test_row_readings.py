@@ -75,6 +75,16 @@ def test_the_reading_whose_sum_is_the_loss_is_found(kind, divided):
     assert close(reading.sums_with_gradient({"logits": logits}, labels), sums)
 
 
+@pytest.mark.parametrize("divides_by", ["counts", "nothing"])
+@pytest.mark.parametrize("processes", [2, ROWS])
+def test_a_loss_that_takes_no_items_is_found_though_ranks_multiply_it(divides_by, processes):
+    """As many ranks as rows make the mean of the rows as large as their sum."""
+    divisor = {"counts": ROWS, "nothing": 1}[divides_by]
+    loss = processes * float(CLASS_SUMS.sum()) / divisor
+    reading = find_reading({"logits": drawn(ROWS, 3)}, CLASSES, loss, 37, processes)
+    assert (reading.exact, reading.divides_by) == (True, divides_by)
+
+
 @pytest.mark.parametrize("kind", CASES)
 def test_its_sums_have_the_losses_gradient(kind):
     logits, labels, sums, _ = CASES[kind]

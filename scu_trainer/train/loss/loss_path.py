@@ -282,7 +282,7 @@ class LossPath:
             labels,
             float(loss.detach()),
             num_items,
-            trainer.accelerator.num_processes,
+            trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1,
             shifts=trainer._loss_shifts_labels,
             rough=tolerance_of(trainer),
             is_changed=trainer.compute_loss_func is not None or trainer.label_smoother is not None,

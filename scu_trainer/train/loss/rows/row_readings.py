@@ -135,6 +135,7 @@ def find_reading(
 
     ``shifts``: the stock Trainer takes the loss for one over next tokens; near a random start all readings give about
     the same number, so what is known decides first. ``rough``: relative rounding of the model's matrices.
+    ``processes``: ranks over which ``num_items`` is counted.
     ``is_changed``: the loss is label-smoothed or not the model's: a reading is then only likely.
     """
     found = list(_candidates(outputs, labels, shifts))
@@ -178,14 +179,15 @@ def with_labels_of_others(labels: torch.Tensor, classes: int) -> torch.Tensor:
 
 
 def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processes: int) -> Iterator[tuple[str, float]]:
+    alone = [("counts", max(1.0, float(counts.sum()))), ("rows", float(len(sums))), ("nothing", 1.0)]
     if num_items is not None:
         items = float(torch.as_tensor(num_items).float().mean())
         if items:
             yield "items", items
             yield "items", items / processes  # the stock Trainer multiplies by the number of ranks
-    yield "counts", max(1.0, float(counts.sum()))
-    yield "rows", float(len(sums))
-    yield "nothing", 1.0
+        if processes > 1:  # also a loss that does not divide by the items: before what it could be taken for by chance
+            yield from ((name, divisor / processes) for name, divisor in alone)
+    yield from alone
 
 
 def _candidates(outputs: Any, labels: Any, shifts: bool) -> Iterator[str]:
