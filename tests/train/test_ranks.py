@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BertForSequenceClassification
 
 from scu_trainer.run_files import read_rows
+from scu_trainer.settings import MemorySettings
 from scu_trainer.settings import RegularizationSettings as Settings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.trainer import SCUTrainer
 from tests import processes
-from tests.tiny import Rows, UnevenRows, llama, pad, same, trained, weights_of
+from tests.tiny import Rows, UnevenRows, bert, labelled, llama, pad, same, trained, weights_of
 from tests.train.test_resume import StopAt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,9 +64,18 @@ def main(folder: Path) -> None:
     changes = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     assert trained(llama(), folder / "slow", kind=SlowRank, **changes).is_stock
     trained(llama(), folder / "machines" / os.environ["RANK"], **changes)
+    classes(folder, processes=2)
     outcome["best"] = {name: best_of(folder / f"best {name}", efficiency) for name, efficiency in BEST.items()}
     torch.save(outcome, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
+
+
+def classes(folder: Path, processes: int) -> dict:
+    """What a step of a model is found to learn whose loss is a mean whatever num_items_in_batch is."""
+    changes = {"memory": MemorySettings(), "gradient_accumulation_steps": 2, "data_collator": pad, "max_steps": 1}
+    model, rows = bert(BertForSequenceClassification), 4 // processes
+    trained(model, folder / "classes", Settings(), labelled(8), per_device_train_batch_size=rows, **changes)
+    return read_rows(folder / "classes" / "scu_history.json")[0]
 
 
 BEST = {"stock": None, "average": EfficiencySettings(ema_decay=0.9)}
@@ -130,6 +141,14 @@ def test_two_ranks_are_one_run(ranks, tmp_path):
     assert local["data_bpt"] == pytest.approx(one["data_bpt"], rel=1e-6)
     assert local["tokens"] == one["tokens"] == two["tokens"]
     assert first["local counts"]["tokens_n"] == first["model"]["tokens_n"]
+
+
+def test_means_that_the_stock_loop_adds_up_over_ranks_are_averaged_and_named(ranks, tmp_path):
+    (found,) = read_rows(ranks[1] / "classes" / "scu_history.json")
+    assert found["data_bpt"] == pytest.approx(classes(tmp_path, processes=1)["data_bpt"], rel=1e-5)
+    said = (ranks[1] / "stderr").read_text()
+    assert "adds up the mean losses of 4 batches (2 on each rank)" in said
+    assert "keep low, and average_tokens_across_devices: false avoids it" in said
 
 
 def test_a_checkpoint_without_any_loop_waits_for_the_slowest_rank(ranks):

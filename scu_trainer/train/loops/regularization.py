@@ -81,9 +81,8 @@ class RegularizationLoop(Loop):
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         loss = self.trainer.task_loss
-        if self.trainer.engine.adds_means(num_items):
-            of_mean = functools.partial(torch.div, loss, self.trainer.current_gradient_accumulation_steps)
-            loss = second_try(of_mean, "taking the mean of the losses")
+        if (count := self.trainer.engine.means_added(num_items)) > 1:
+            loss = second_try(functools.partial(torch.div, loss, count), "taking the mean of the losses")
         self.regularizer.observe_loss(loss)
         self._items = num_items
 
