@@ -128,6 +128,15 @@ def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
         return file.read()
 
 
+NOT_FETCHED = "holds only the address of its content, as git writes it without LFS: type git lfs pull in its folder"
+
+
+def is_not_fetched(path: AnyPath) -> bool:
+    """Whether a regular file stands for one that Git LFS has yet to fetch."""
+    with open(path, "rb") as file:
+        return file.read(64).startswith(b"version https://git-lfs.github.com/spec/")
+
+
 def _without_waiting(path: AnyPath, flags: int) -> int:
     """A pipe that nobody writes to would keep ``open`` waiting."""
     return os.open(path, flags | os.O_NONBLOCK)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from scu_trainer.errors import DataError
+from scu_trainer.run_files import NOT_FETCHED, is_not_fetched
 
 
 def shown_name(path: Path) -> str:
@@ -27,6 +28,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise DataError(f"{path} is a pipe or a device; write its content to a file first")
+            if is_not_fetched(path):
+                raise DataError(f"{path} {NOT_FETCHED}")
             with gzip.open(file) if path.name.lower().endswith(".gz") else contextlib.nullcontext(file) as content:
                 yield content
     except (OSError, EOFError, zlib.error) as error:

@@ -13,7 +13,7 @@ from pyarrow import feather, parquet
 
 from scu_trainer.data import json_files
 from scu_trainer.data.json_files import READ_CHARACTERS
-from scu_trainer.data.readers import SUFFIXES, kind_of, read_file
+from scu_trainer.data.readers import READERS, SUFFIXES, kind_of, read_file
 from scu_trainer.data.sources import files_and_links
 from scu_trainer.errors import DataError
 
@@ -44,6 +44,14 @@ def test_a_format_that_is_not_known_is_refused_with_those_that_are(tmp_path, nam
     with pytest.raises(DataError, match=r"allowed: \.txt \.jsonl") as caught:
         list(read_file(tmp_path / name, "text"))
     assert all(suffix in str(caught.value) for suffix in SUFFIXES)
+
+
+@pytest.mark.parametrize("suffix", [*READERS, ".txt", ".txt.gz"])
+def test_a_file_that_git_lfs_has_yet_to_fetch_is_no_text(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 269060552\n")
+    with pytest.raises(DataError, match=r"holds only the address of its content.*git lfs pull in its folder$"):
+        list(read_file(path, "text"))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz", ".csv.gz", ".txt.gz", ".parquet", ".json"])

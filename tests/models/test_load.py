@@ -274,6 +274,14 @@ def test_torn_weights_are_called_damaged(model_dir, copy_of, kept_bytes):
         load_model(settings(weights.parent))
 
 
+@pytest.mark.parametrize(("name", "load"), [("model.safetensors", load_model), ("tokenizer.json", load_tokenizer)])
+def test_a_folder_that_was_cloned_without_git_lfs_is_told_what_to_type(model_dir, copy_of, name, load):
+    file = copy_of(model_dir) / name
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 269060552\n")
+    with pytest.raises(ModelError, match=rf"{name} holds only the address of its content.*git lfs pull in its folder$"):
+        load(settings(file.parent))
+
+
 @pytest.mark.parametrize("kept_bytes", [None, 0, 7, 5000])
 def test_missing_and_torn_weights(model_dir, copy_of, kept_bytes):
     weights = copy_of(model_dir) / "model.safetensors"

@@ -108,6 +108,12 @@ def test_the_conversion_that_the_message_names_works(model_dir, pickled_dir):
     assert tiny.same(tiny.weights_of(converted), tiny.weights_of(original))
 
 
+def test_a_pickle_that_git_lfs_has_yet_to_fetch_is_not_to_be_converted(pickled_dir):
+    (pickled_dir / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\n")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin holds only the address.*git lfs pull in its folder$"):
+        load_model(settings(pickled_dir))
+
+
 def test_an_index_of_pickles_is_refused(pickled_dir):
     (pickled_dir / "pytorch_model.bin").rename(pickled_dir / "pytorch_model-00001-of-00001.bin")
     (pickled_dir / "pytorch_model.bin.index.json").write_text('{"metadata": {}, "weight_map": {}}')

@@ -18,7 +18,7 @@ from scu_trainer.errors import NEAR, ModelError, UserError
 from scu_trainer.models.loading.possible import require_sane_config
 from scu_trainer.models.loading.safety import code_refusal, needs_code, reason_of
 from scu_trainer.models.published import ADAPTER, PROCESSOR
-from scu_trainer.run_files import found_above, read_regular
+from scu_trainer.run_files import NOT_FETCHED, found_above, is_not_fetched, read_regular
 from scu_trainer.settings import ModelSettings
 
 
@@ -187,7 +187,9 @@ def as_model_error(
         if needs_code(error):
             raise code_refusal(located(name), revision) from error
         first, hint = _first_line(error), ""
-        if isinstance(error, SafetensorError):
+        if (file := _not_fetched_file(name)) is not None:
+            first = f"{file} {NOT_FETCHED}"
+        elif isinstance(error, SafetensorError):
             hint = f"; {_torn_file(name)} is damaged or cut off: copy or download it again"
         elif not Path(name).expanduser().exists():
             hint = f"; there is no folder {name} here{near_folder(name)}"
@@ -207,6 +209,11 @@ def near_folder(name: str) -> str:
     beside = [other.name for other in path.parent.glob("*") if os.path.isdir(other)] if path.parent.name else []
     near = get_close_matches(path.name, beside, n=1, cutoff=NEAR)  # the same folder above makes no two names alike
     return f" (did you mean {str(path.parent / near[0])!r}?)" if near else ""
+
+
+def _not_fetched_file(name: str) -> Optional[Path]:
+    files = sorted(path for path in Path(name).expanduser().glob("*") if path.is_file() and os.access(path, os.R_OK))
+    return next((file for file in files if is_not_fetched(file)), None)
 
 
 def _torn_file(name: str) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import CheckpointError, ModelError
+from scu_trainer.run_files import NOT_FETCHED, is_not_fetched
 from scu_trainer.settings import ModelSettings
 
 logger = logging.getLogger("scu_trainer")
@@ -83,6 +84,8 @@ def _refuse_or_warn(source: str, found: str, wanted: str, allow: bool) -> None:
 def _conversion(source: str, found: str, wanted: str) -> str:
     """What to type for a single file in a folder; a set of files needs its index written as well."""
     file = Path(source) / found
+    if file.is_file() and is_not_fetched(file):
+        raise ModelError(f"{file} {NOT_FETCHED}")
     if file.suffix != ".bin" or not file.is_file():
         return "Give a repository or revision with safetensors, "
     code = (
