@@ -137,8 +137,8 @@ class DataStatistics(Dropping):
         if self.answers_cut:
             cut = counted(self.answers_cut, "conversation is", "conversations are")
             lines.append(
-                f"{cut} cut: answers continue in a row without their question (a larger block_size or packing: false "
-                "leaves more of them whole)"
+                f"{cut} cut: answers continue in a row without their question (a larger block_size leaves more of them "
+                "whole, and where rows are packed so does packing: false)"
             )
         lines += self._lines_of_losses(so_far)
         if self.heldout_duplicates:

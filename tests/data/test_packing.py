@@ -97,4 +97,5 @@ def test_conversations_whose_answer_goes_on_elsewhere_are_counted_as_conversatio
     rows = list(training_rows(documents, DataSettings(block_size=16, packing=packing), statistics))
     assert len(rows) == statistics.blocks > 4
     assert statistics.answers_cut == 2
-    assert "2 conversations are cut" in "\n".join(statistics.lines())
+    said = "\n".join(statistics.lines())
+    assert "2 conversations are cut" in said and "where rows are packed so does packing: false" in said
