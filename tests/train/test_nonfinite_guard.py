@@ -31,6 +31,7 @@ from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
 from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, locate, nonfinite_weight, weights_are_finite
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
+from tests.train.stepwise import Recorder
 from tests.train.test_resume import StopAt
 
 BAD_STEP = 3
@@ -144,6 +145,46 @@ def test_the_update_of_a_bad_step_does_not_happen(tmp_path, fault, case):
     assert adam_steps(found) == {5}, "the bad step moved Adam's counters"
     assert found.nonfinite_guard.skipped_steps == 1
     assert found.state.global_step == 6
+
+
+class ActsWithoutGradients(torch.optim.SGD):
+    """Moves weights in each call, as an average of its own does, and takes for granted that there are gradients."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        for weight in self.param_groups[0]["params"]:
+            weight.add_(weight.grad.sign(), alpha=-1e-3).mul_(0.9)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_an_optimizer_is_not_called_in_a_bad_step(tmp_path, is_scaled):
+    """Nor by the loss scaler of fp16, whose next step begins as if there had been none."""
+
+    def with_scaler(trainer) -> None:
+        trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        trainer.accelerator.unscale_gradients = lambda: scaler.unscale_(trainer.optimizer.optimizer)
+
+    steps, model = Recorder(), llama(layers=1)
+    own = ActsWithoutGradients(model.parameters(), lr=1e-3)
+    prepare = with_scaler if is_scaled else None
+    found = run(tmp_path, "loss", model=model, optimizers=(own, None), callbacks=[steps], prepare=prepare)
+    assert same(steps.weights[BAD_STEP - 1], steps.weights[BAD_STEP - 2])
+    assert not same(steps.weights[BAD_STEP], steps.weights[BAD_STEP - 1])
+    assert (own.calls, found.nonfinite_guard.skipped_steps) == (5, 1)
+
+
+@pytest.mark.parametrize("optim", ["schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"])
+def test_a_schedule_free_average_does_not_count_a_bad_step(tmp_path, optim):
+    pytest.importorskip("schedulefree", reason="schedulefree is not installed")
+    rows = Rows(24)
+    others = torch.utils.data.Subset(rows, [*range(8), *range(12, 24)])  # without those of the bad step
+    settings = {"optim": optim, "model": llama(layers=1), **IN_ORDER}
+    expected = run(tmp_path / "reference", dataset=others, max_steps=5, **settings)
+    found = run(tmp_path / "found", "loss", dataset=rows, **{**settings, "model": llama(layers=1)})
+    assert same(weights_of(found.model), weights_of(expected.model))
 
 
 def test_a_first_step_that_is_taken_back_has_no_line(tmp_path):

@@ -6,6 +6,7 @@ skipped.
     on_loss             each accumulation batch's loss, on the device
     on_grad_norm        one question per step, to all ranks: are the losses and the gradient's norm finite? If not,
                         everything is as it was before the step, and its place is looked for
+    optimizer.step      does nothing: without gradients some optimizers still count, average or fail
     on_optimizer_step   the step counts as skipped, as one that a GradScaler has skipped: the stock loop leaves its
                         schedule, the regularization loop its S and lambda, the averages of weights theirs
 
@@ -16,6 +17,7 @@ nothing to save. Spikes do not end a run: many in a row are another level.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -44,7 +46,7 @@ from scu_trainer.train.loops.guard.first_nonfinite import (
 from scu_trainer.train.loops.guard.spikes import SpikeWatch
 from scu_trainer.train.loss.rows.model_loss import counting
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, plain_attributes, put_back_attributes
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, plain_attributes, put_back_attributes, replaced
 
 logger = logging.getLogger("scu_trainer")
 
@@ -83,6 +85,7 @@ class NonFiniteGuard(Loop):
         self._losses: list[torch.Tensor] = []
         self._items: Any = None
         self._is_skipping = False
+        self._without_step = contextlib.ExitStack()
         self.begin()
 
     def begin(self) -> None:
@@ -135,6 +138,7 @@ class NonFiniteGuard(Loop):
         return norm
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self.end()
         if self._is_skipping:
             self._count_as_skipped(True)
 
@@ -149,6 +153,21 @@ class NonFiniteGuard(Loop):
     def on_log(self, args, state, control, logs: Optional[dict[str, Any]] = None, **kwargs) -> None:
         if self.divergence is not None and logs and "loss" in logs:
             self.divergence.see(state.global_step, logs["loss"])
+
+    def end(self) -> None:
+        """The optimizer steps again."""
+        self._without_step.close()
+
+    def _leave_out_step(self, fault: str) -> None:
+        optimizer, scaler = self.trainer.optimizer, self.trainer.accelerator.scaler
+        if self.trainer.is_deepspeed_enabled:  # its engine has skipped it
+            return
+
+        def left_out(closure: Any = None) -> None:
+            if scaler is not None and scaler.is_enabled():  # it has unscaled the gradients, of which ROWS has none
+                scaler.update(scaler.get_scale() if fault == ROWS else None)
+
+        self._without_step.enter_context(replaced(optimizer, "step", left_out))
 
     def _count_as_skipped(self, value: bool) -> None:
         """What ``accelerator.optimizer_step_was_skipped`` answers, to the stock loop and to every callback."""
@@ -242,6 +261,7 @@ class NonFiniteGuard(Loop):
         self.skipped_steps += 1
         self._records.append({"step": step, "fault": fault, "place": finding.place, "rows": list(finding.rows)})
         del self._records[:-MOST_RECORDS]
+        self._leave_out_step(fault)
         if self.trainer.is_world_process_zero():
             advice = self._advice(fault)
             logger.warning("%s. The step is skipped, no weight has changed (%s). %s", said, limit, advice)
