@@ -31,6 +31,7 @@ from scu_trainer.secrets import secret
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.findings import has_optimizer
+from scu_trainer.train.checkpoints.optimizer_types import types_kept
 from scu_trainer.train.checkpoints.pushing import Pushes
 from scu_trainer.train.checkpoints.selection import selected_checkpoint
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
@@ -521,7 +522,7 @@ class SCUTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
-        with tensors_only(checkpoint):
+        with tensors_only(checkpoint), types_kept(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.is_world_process_zero():
             tell_of_resume(Path(checkpoint), self, self._steps_per_epoch)

@@ -61,6 +61,43 @@ def test_a_resumed_run_rounds_alike(tmp_path):
     assert same(weights_of(again.model), weights_of(whole.model))
 
 
+class OwnMoments(torch.optim.Optimizer):
+    """Keeps its average in float32, as people write it for weights in 16 bits."""
+
+    def __init__(self, weights, lr):
+        super().__init__(weights, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            mean = self.state[weight].setdefault("mean", torch.zeros_like(weight, dtype=torch.float32))
+            mean.lerp_(weight.grad.float(), 0.1)
+            weight.sub_(mean.to(weight.dtype))
+
+
+IN_32_BITS = {
+    "adafactor": {"optim": "adafactor"},
+    "nadam": {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-2})},
+    "one's own": {"optimizer_cls_and_kwargs": (OwnMoments, {"lr": 1e-2})},
+}
+
+
+@pytest.mark.parametrize("kind", IN_32_BITS)
+def test_state_in_32_bits_is_resumed_in_32_bits(tmp_path, kind):
+    run = {**IN_32_BITS[kind], "max_steps": 6, "memory": MemorySettings()}
+    whole = trained(llama().bfloat16(), tmp_path / "whole", **run)
+    trained(llama().bfloat16(), tmp_path / "parts", callbacks=[StopAt(3)], **run)
+    again = trained(llama(seed=3).bfloat16(), tmp_path / "parts", resume=True, **run)
+    assert same(weights_of(again.model), weights_of(whole.model))
+
+
+def test_state_is_cast_with_weights_that_are_resumed_in_another_type(tmp_path):
+    run = {"optim": "adamw_torch", "max_steps": 6, "memory": MemorySettings()}
+    trained(llama(), tmp_path, callbacks=[StopAt(3)], **run)
+    again = trained(llama().bfloat16(), tmp_path, resume=True, **run)
+    assert {entry["exp_avg"].dtype for entry in again.optimizer.state.values()} == {torch.bfloat16}
+
+
 def test_all_loops_act(tmp_path):
     scu = RegularizationSettings(law="fixed", lambda_init=0.5, control_frequency=1)
     run = {**STOCHASTIC, "memory": MemorySettings(max_batch_size=2), "max_steps": 4}
