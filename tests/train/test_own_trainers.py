@@ -597,6 +597,21 @@ def test_a_step_that_is_the_stock_one_is_cut_from_the_second_on(tmp_path, step, 
     assert "training_step" not in caplog.text
 
 
+@pytest.mark.parametrize("who", ["model", "optimizer"])
+def test_a_step_that_clears_gradients_keeps_its_batches_whole(tmp_path, who):
+    """As a loop of plain torch begins. The first step finds none to clear; those of micro-batches would be lost."""
+
+    def clears(trainer, model, inputs, num_items_in_batch=None):
+        (model if who == "model" else trainer.optimizer).zero_grad()
+        return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+
+    alone = {"gradient_accumulation_steps": 1}
+    expected = run(stepping(clears), tmp_path / "stock", arguments=alone)
+    found = run(with_loops(stepping(clears)), tmp_path / "ours", arguments=alone, memory=CUT)
+    assert apart(found, expected) < 1e-5
+    assert all("zero_grad" not in vars(one) for one in (found.model, found.optimizer, found.optimizer.optimizer))
+
+
 def test_a_step_is_watched_beside_another_generator_of_numpy(tmp_path):
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))

@@ -7,6 +7,7 @@ loss that is added. It is watched instead, the first time on whole batches, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Optional
@@ -26,6 +27,7 @@ from scu_trainer.train.loss.rows.model_loss import (
     step_of_batches,
 )
 from scu_trainer.train.step.recovery.optimizer_parts import alike
+from scu_trainer.train.step.recovery.optimizer_state import inner_optimizer
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 
@@ -108,6 +110,7 @@ class OwnStep:
         self._find_frozen()
         written = WrittenWeights(self._frozen, keeps_values=False)  # a step that stands: nothing is put back
         with (
+            contextlib.nullcontext() if self.is_seen else watch.for_clearing(),
             written if self._frozen and not self.is_seen else contextlib.nullcontext(),
             replaced(trainer, "_prepare_inputs", watch.preparing(trainer._prepare_inputs)),
             replaced(trainer, "compute_loss", watch.asking(trainer.compute_loss)),
@@ -139,7 +142,7 @@ class _Watch:
         self._back: list[tuple[bool, Any, Any]] = []
         """(whether it was that loss, weights and gradients before and after)"""
         self._random = _random_states(trainer.model) if thorough else None
-        self._draws = False
+        self._draws = self._clears = False
 
     def _state(self) -> list[Any]:
         """What changes when gradients do, or weights, if these are not gathered for each forward."""
@@ -184,6 +187,25 @@ class _Watch:
 
         return back
 
+    @contextlib.contextmanager
+    def for_clearing(self) -> Iterator[None]:
+        """A first step has no gradients yet whose loss would show; those of the next one's micro-batches would go."""
+        trainer = self._trainer
+        owners = {id(one): one for one in (trainer.model, trainer.model_wrapped, trainer.optimizer)}
+        owners[0] = inner_optimizer(trainer.optimizer)
+        with contextlib.ExitStack() as stack:
+            for one in owners.values():
+                stack.enter_context(replaced(one, "zero_grad", self._clearing(one.zero_grad)))
+            yield
+
+    def _clearing(self, zero_grad):
+        @functools.wraps(zero_grad)  # accelerate asks which arguments it takes
+        def cleared(*given, **named):
+            self._clears = True
+            return zero_grad(*given, **named)
+
+        return cleared
+
     def _look_for_draws(self) -> None:
         """What is drawn until the loss is asked is drawn once per batch; in it, or as a batch is prepared, for rows."""
         if self._random is not None:
@@ -199,7 +221,7 @@ class _Watch:
             return "does not pass num_items_in_batch to compute_loss"
         if not is_asked:
             return "runs backward on another loss than that of compute_loss"
-        if before != self._begun or after != self._state():
+        if self._clears or before != self._begun or after != self._state():
             return "changes weights or gradients outside the backward pass of its loss"
         return "draws random numbers once per batch" if self._draws else None
 
