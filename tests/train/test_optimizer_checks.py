@@ -16,6 +16,7 @@ from scu_trainer.hardware.optimizers import OPTIMIZERS, check_optimizer
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule, taken_by
+from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, arguments, llama, same, trained, weights_of
 
 
@@ -170,6 +171,48 @@ def test_a_schedule_free_optimizer_that_somebody_has_made_is_known_too(tmp_path)
         run(regularization=RegularizationSettings(target_s=0.1))
     with pytest.raises(SettingsError, match=r"AdamWScheduleFree already averages the weights.*drop ema_decay"):
         run(efficiency=EfficiencySettings(ema_decay=0.9))
+
+
+@pytest.mark.skipif(not SCHEDULE_FREE, reason="schedulefree is not installed")
+def test_a_schedule_free_optimizer_of_ones_own_create_optimizer_is_known_too(tmp_path):
+    from schedulefree import AdamWScheduleFree
+
+    class Own(SCUTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = AdamWScheduleFree(self.model.parameters(), lr=1e-2)
+            return self.optimizer
+
+    def run(**changes):
+        changes |= {"memory": MemorySettings(), "save_strategy": "steps", "save_steps": 3, "kind": Own}
+        return trained(llama(layers=1), tmp_path, **changes)
+
+    whole = run()
+    final = weights_of(whole.model)
+    assert same(final, averaged(whole))
+    assert same(weights_of(llama(layers=1, seed=3).from_pretrained(tmp_path / "checkpoint-6")), final)
+    assert same(weights_of(run(resume=str(tmp_path / "checkpoint-3")).model), final)
+    with pytest.raises(SettingsError, match=r"but AdamWScheduleFree switches to others.*drop scu_target_s"):
+        run(regularization=RegularizationSettings(target_s=0.1))
+    with pytest.raises(SettingsError, match=r"AdamWScheduleFree already averages the weights.*drop ema_decay"):
+        run(efficiency=EfficiencySettings(ema_decay=0.9))
+
+
+def test_an_optimizer_of_ones_own_create_optimizer_that_averages_nothing_is_left_alone(tmp_path):
+    class Switching(torch.optim.SGD):
+        """Another that has two kinds of weights, which nobody asks for here."""
+
+        switched = 0
+
+        def eval(self):
+            self.switched += 1
+
+    class Own(SCUTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = Switching(self.model.parameters(), lr=1e-2)
+            return self.optimizer
+
+    found = trained(llama(layers=1), tmp_path, kind=Own, memory=MemorySettings(), save_strategy="steps", save_steps=3)
+    assert found.optimizer.optimizer.switched == 0
 
 
 @pytest.mark.skipif(not SCHEDULE_FREE, reason="schedulefree is not installed")

@@ -32,7 +32,7 @@ from scu_trainer.train.loops.weight_average import (
     ScheduleFreeWeights,
     WeightAverage,
     check_schedule_free,
-    is_schedule_free,
+    may_be_schedule_free,
     own_schedule_free,
 )
 from scu_trainer.train.loss.evaluation_path import LeanPrediction
@@ -118,7 +118,7 @@ def make_loops(
     if regularization is not None:
         loops.append(_regularization(trainer, regularization, regularization_tokens))
     loops += _for_efficiency(trainer, efficiency)
-    if loops and (own_schedule_free(trainer) or is_schedule_free(trainer.args)):
+    if loops and may_be_schedule_free(trainer):
         loops.append(ScheduleFreeWeights(trainer))
     if any(isinstance(loop, ASK_FOR_SKIPPED_STEPS) for loop in loops):
         loops.append(OverflowWatch())

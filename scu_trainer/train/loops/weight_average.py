@@ -210,6 +210,7 @@ class ScheduleFreeWeights(Loop):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self._acts = False
         self._in_training: Optional[dict[str, torch.Tensor]] = None
         self._checkpoint: Optional[Path] = None
 
@@ -218,6 +219,13 @@ class ScheduleFreeWeights(Loop):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         optimizer = inner_optimizer(self.trainer.optimizer)
+        self._acts = is_of_schedule_free(type(optimizer))
+        if not self._acts:  # a create_optimizer of one's own has made another
+            return
+        regularizer, average = self.trainer.regularizer, self.trainer.loop(WeightAverage.name)
+        check_own_schedule_free(
+            type(optimizer).__name__, regularizer is not None and regularizer.steers, average is not None
+        )
         self._put_average_in, self._leave_average = type(optimizer).eval, type(optimizer).train
         optimizer.eval, optimizer.train = self._to_average, self._to_training
         if self._checkpoint is not None and (self._checkpoint / IN_TRAINING_FILE).is_file():
@@ -246,7 +254,8 @@ class ScheduleFreeWeights(Loop):
         return {name: p.detach() for name, p in self.trainer.model.named_parameters() if p.requires_grad}
 
     def before_save(self) -> None:
-        self.trainer.optimizer.eval()
+        if self._acts:
+            self.trainer.optimizer.eval()
 
     def save_state(self, folder: str) -> None:
         if self.trainer.args.should_save and self._in_training is not None and not is_sharded(self.trainer):
@@ -256,6 +265,8 @@ class ScheduleFreeWeights(Loop):
         self._checkpoint = Path(checkpoint)
 
     def on_train_end(self, args, state, control, optimizer=None, **kwargs) -> None:
+        if not self._acts:
+            return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             for where in _modes(inner_optimizer(optimizer)):  # the averaged weights of the best step are in already
                 where["train_mode"] = False
@@ -274,8 +285,17 @@ def own_schedule_free(trainer: Trainer) -> Optional[str]:
     """The class of a schedule-free optimizer that the trainer was given; None where it was given none. Those that take
     a closure never switch."""
     kind = (trainer.optimizer_cls_and_kwargs or (None,))[0] if trainer.optimizer is None else type(trainer.optimizer)
-    is_own = isinstance(kind, type) and comes_from(kind, "schedulefree") and hasattr(kind, "eval")
-    return kind.__name__ if is_own else None
+    return kind.__name__ if isinstance(kind, type) and is_of_schedule_free(kind) else None
+
+
+def is_of_schedule_free(kind: type) -> bool:
+    return comes_from(kind, "schedulefree") and hasattr(kind, "eval")
+
+
+def may_be_schedule_free(trainer: Trainer) -> bool:
+    """What a ``create_optimizer`` of somebody's own makes is not known before training begins."""
+    is_own = type(trainer).create_optimizer is not Trainer.create_optimizer
+    return is_own or own_schedule_free(trainer) is not None or is_schedule_free(trainer.args)
 
 
 def is_schedule_free(training: TrainingArguments) -> bool:
@@ -295,13 +315,18 @@ def check_schedule_free(
             return
         _check_schedule(training, efficiency)
     optim = own or f"optim: {plain(training.optim)}"
+    steers = regularization is not None and regularization.steers
+    check_own_schedule_free(optim, steers, efficiency is not None and efficiency.ema_decay is not None)
+
+
+def check_own_schedule_free(optim: str, steers: bool, averages: bool) -> None:
     require(
-        regularization is None or not regularization.steers,
+        not steers,
         f"the regularization loop changes the weights of the training step, but {optim} switches to others "
         "that the loop does not see; drop scu_target_s, or use another optim",
     )
     require(
-        efficiency is None or efficiency.ema_decay is None,
+        not averages,
         f"{optim} already averages the weights, and ema_decay would average those before averaging; drop ema_decay",
     )
 
