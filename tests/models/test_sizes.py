@@ -27,6 +27,12 @@ def test_a_folder_without_a_model(tmp_path):
         weight_counts(str(tmp_path))
 
 
+def test_a_checkpoint_in_shards_is_called_one(tmp_path):
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    with pytest.raises(ModelError, match=r"a checkpoint that FSDP wrote in shards.* resume that run"):
+        weight_counts(str(tmp_path))
+
+
 def test_an_adapter_of_a_base_that_is_not_here(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone_base"}')
     with pytest.raises(ModelError, match=r"cannot load the configuration of 'gone_base'.*adapter_config.json names it"):

@@ -33,6 +33,11 @@ def check_source(name_or_path: str, what: str = "model", typed: str = "model_nam
         found = "is a file" if path.exists() else f"does not exist{near_folder(name_or_path)}"
         raise ModelError(f"{typed}{name_or_path!r} {found}; give a folder with a config.json, or a Hub id")
     if not (path / "config.json").is_file() and not is_adapter(path):
+        if any(path.glob("pytorch_model_fsdp*")):
+            raise ModelError(
+                f"{typed}{name_or_path!r} is a checkpoint that FSDP wrote in shards, which only its run can read; "
+                "resume that run, which writes the whole model at its end"
+            )
         raise ModelError(
             f"{typed}{name_or_path!r} is a folder without config.json or adapter_config.json; give the "
             f"folder that save_pretrained wrote{_model_below(path)}"
