@@ -269,6 +269,14 @@ def test_a_resumed_run_ends_with_the_same_weights(one, folder, name):
     assert tiny.same(one[f"{name} resumed"], saved_weights(folder / f"{name}-1"))
 
 
+@pytest.mark.parametrize("name", ADAPTERS[1])
+def test_a_resumed_run_says_how_it_began(one, folder, name):
+    """Under ZeRO-3 a model comes to its place only with the weights of the checkpoint in it."""
+    files = (folder / f"{name}-{end}" / "scu_metrics.json" for end in ("1", "1-resumed"))
+    whole, resumed = (json.loads(file.read_text())["held_out_bpt_change"] for file in files)
+    assert resumed == whole
+
+
 @pytest.mark.parametrize(("world", "name"), [case for case in each(WHOLE) if case[1] not in HALF])
 def test_stock_transformers_load_the_consolidated_model(findings, folder, stock, world, name):
     from transformers import AutoModelForCausalLM

@@ -47,6 +47,22 @@ class DocumentScores:
     correct: Optional[np.ndarray] = None
     reports: Optional[DocumentScores] = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """For a file; ``read`` makes it again."""
+        return {
+            name: part.tolist() if isinstance(part, np.ndarray) else part and part.as_dict()
+            for name, part in vars(self).items()
+        }
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> DocumentScores:
+        return cls(
+            **{
+                name: np.array(part) if isinstance(part, list) else part and cls.read(part)
+                for name, part in found.items()
+            }
+        )
+
     @property
     def bpt(self) -> float:
         """Token-weighted bits per token over all documents."""

@@ -28,6 +28,9 @@ from scu_trainer.train.step.distributed.deepspeed_start import builds_are_said
 from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, save_whole, training_precision
 from scu_trainer.train.trainer import SCUTrainer
 
+BEFORE = "held_out_before"
+"""In the state of the trainer: the held-out scores before the first step."""
+
 
 def train(
     job: Job,
@@ -45,8 +48,6 @@ def train(
     for watcher in (times, peaks):
         trainer.add_callback(watcher)
     before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
-    if before.is_late and start.checkpoint is not None:
-        console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
     outcome = _outcome(trainer, start, console)
     is_stream_read = job.data.streaming and trainer.state.global_step > trainer._initial_global_step
     for line in _of_stream(job, parts) if is_stream_read else ():
@@ -172,10 +173,21 @@ def _more(job: Job, newest: Path) -> str:
 
 
 def _before(job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console) -> Optional[DocumentScores]:
+    """Where weights come to their place only with the checkpoint's in them, its state holds the first scores."""
     console.print(_kernels(job, trainer, parts), soft_wrap=True)
-    if parts.data.eval is not None:
-        console.print("scoring the held-out data, before training", soft_wrap=True)
-    return score(job, trainer, parts)
+    if parts.data.eval is None:
+        return None
+    state, data = trainer.state, parts.data.fingerprint
+    kept = state.stateful_callbacks.get(BEFORE, {"data": None})
+    if kept["data"] == data:
+        return DocumentScores.read(kept["scores"])
+    if state.global_step:
+        console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
+    console.print("scoring the held-out data, before training", soft_wrap=True)
+    found = score(job, trainer, parts)
+    if found is not None and not state.global_step:
+        state.stateful_callbacks[BEFORE] = {"data": data, "scores": found.as_dict()}
+    return found
 
 
 def _kernels(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> str:

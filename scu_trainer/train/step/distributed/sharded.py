@@ -102,14 +102,13 @@ def reshard(model: nn.Module) -> None:
 
 class Beforehand(TrainerCallback, Generic[T]):
     """A measurement of the model before its first step: at once, or where it cannot run yet as training will run it, on
-    all ranks when training begins. A run that resumes then has the checkpoint's weights already: ``is_late``."""
+    all ranks when training begins. A run that resumes then has the checkpoint's weights already."""
 
     def __init__(self, trainer: Trainer, measure: Callable[[], T]) -> None:
         self.value: Optional[T] = None
         self._measure = measure
         # DeepSpeed and FSDP place a model only then, and so does the stock Trainer for evaluation in half precision.
-        self.is_late = is_sharded(trainer) or input_device(trainer.model).type != trainer.args.device.type
-        if self.is_late:
+        if is_sharded(trainer) or input_device(trainer.model).type != trainer.args.device.type:
             trainer.add_callback(self)
         else:
             self.value = measure()
