@@ -18,7 +18,8 @@ from transformers import (
     TrainerCallback,
 )
 
-from scu_trainer.settings import MemorySettings
+from scu_trainer.run_files import read_rows
+from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.tiny import Examples, Rows, UnevenRows, images, labelled, pairs, same, weights_of
@@ -440,17 +441,20 @@ def test_inputs_that_are_no_tensors_go_along(tmp_path):
     assert seen and all(name == f"row {index}" for name, index in seen)
 
 
+@pytest.mark.parametrize("memory", [MemorySettings(), None], ids=["micro-batches", "stock batches"])
 @pytest.mark.parametrize("whose", ["this model", "compute_loss_func"])
-def test_means_that_are_added_up_are_named_with_whose_they_are(tmp_path, caplog, whose):
+def test_means_that_are_added_up_are_named_with_whose_they_are(tmp_path, caplog, whose, memory):
     def mean(outputs, labels, num_items_in_batch=None):
         return nn.functional.cross_entropy(outputs["logits"], labels)
 
     named = {"compute_loss_func": mean} if whose == "compute_loss_func" else {}
     model = tiny.bert(BertForSequenceClassification)
-    changes = {"memory": MemorySettings(), "gradient_accumulation_steps": 2, "max_steps": 1, **named}
+    changes = {"memory": memory, "gradient_accumulation_steps": 2, "max_steps": 1, **named}
     with caplog.at_level(logging.WARNING, "scu_trainer"):
-        tiny.trained(model, tmp_path, dataset=labelled(16), data_collator=tiny.pad, **changes)
+        tiny.trained(model, tmp_path, RegularizationSettings(), labelled(16), data_collator=tiny.pad, **changes)
     assert f"{whose} ignores num_items_in_batch, so the stock loop adds up the mean losses of 2" in caplog.text
+    (row,) = read_rows(tmp_path / "scu_history.json")
+    assert row["data_bpt"] == pytest.approx(1, rel=0.1)  # of two classes, by chance
 
 
 def test_a_model_that_reads_its_padding_keeps_it(tmp_path, caplog):

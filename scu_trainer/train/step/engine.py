@@ -35,10 +35,6 @@ class StockEngine:
         """The accumulation batches that ``loss(inputs)`` will take through the model."""
         return (inputs,)
 
-    def means_added(self, num_items: Any) -> int:
-        """How many mean losses the stock loop adds up where it takes them for parts of one."""
-        return 1
-
     def clipped(self, clip: Callable[[], Any]) -> Any:
         """What ``clip`` returns, which takes the gradients' norm and may change them."""
         return clip()
@@ -87,9 +83,6 @@ class MicroBatchEngine(StockEngine):
 
     def next_to_run(self, inputs: Any) -> Sequence[Any]:
         return self.micro_batches.next_to_run(inputs)
-
-    def means_added(self, num_items: Any) -> int:
-        return self.micro_batches.means_added(num_items)
 
     def clipped(self, clip: Callable[[], Any]) -> Any:
         """``clip``, which writes to gradients last, once more where it runs out of memory before."""

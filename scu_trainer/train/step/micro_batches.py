@@ -22,11 +22,12 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.figures import counted
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.loss.analysis.added_means import in_words, means_if_ignored
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, WRITES
 from scu_trainer.train.loss.analysis.own_step import CallCounters, has_own_hook, name_of
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
-from scu_trainer.train.loss.rows.model_loss import counting, learns_prompts, own_loss_between, wants_few_sizes
+from scu_trainer.train.loss.rows.model_loss import counting, learns_prompts, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
@@ -410,17 +411,7 @@ class MicroBatchStep:
                 name_of(hooked, self.trainer.model),
             )
         if (count := self.means_added(num_items)) > 1:
-            own, is_over_ranks = len(batches), count > len(batches)
-            larger = "gradient_accumulation_steps: 1 with a larger batch, whose memory micro-batches keep low,"
-            instead = [larger] * (own > 1) + ["average_tokens_across_devices: false"] * is_over_ranks
-            self._warn_once(
-                "%s ignores num_items_in_batch, so the stock loop adds up the mean losses of %d %s instead of "
-                "averaging them: gradient and logged loss are that many times as large, here too. %s avoids it",
-                "this model" if self.trainer.compute_loss_func is None else "compute_loss_func",
-                count,
-                f"batches ({own} on each rank)" if is_over_ranks else "accumulation batches",
-                " and ".join(instead),
-            )
+            self._warn_once("%s", in_words(self.trainer, count, len(batches)))
 
     def _warn_once(self, text: str, *values: Any) -> None:
         """What is found out later about the loss may say the same again."""
@@ -434,13 +425,7 @@ class MicroBatchStep:
         for parts of one; 1 where there is no more than one, or they are averaged."""
         if self.reduction is None or not self.reduction.is_mean:
             return 1
-        trainer, has_func = self.trainer, self.trainer.compute_loss_func is not None
-        is_told = trainer.model_accepts_loss_kwargs and num_items is not None
-        scaled, steps = trainer.loss_is_scaled_for_ga, trainer.current_gradient_accumulation_steps
-        count = steps if (is_told or has_func if scaled is None else scaled) else 1
-        # Of tokens counted over all ranks each has a part, so the stock compute_loss multiplies what DDP will average.
-        is_multiplied = trainer.args.average_tokens_across_devices and num_items is not None and (is_told or has_func)
-        return count * self.ranks.world_size if is_multiplied and own_loss_between(trainer) is None else count
+        return means_if_ignored(self.trainer, num_items)
 
     def _backward_of(self, share: float) -> contextlib.AbstractContextManager[None]:
         """Inside, a backward goes through ``share`` times its loss: of a mean over a part, what it is in the mean over

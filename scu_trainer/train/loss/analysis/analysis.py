@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_to_ask
 from scu_trainer.train.loss.analysis.audit import Audited, Auditor
 from scu_trainer.train.loss.analysis.exchange import seen_exchange
-from scu_trainer.train.loss.analysis.measuring import tolerance_of, training_loss
+from scu_trainer.train.loss.analysis.measuring import EXACT, tolerance_of, training_loss
 from scu_trainer.train.loss.analysis.no_trace import untouched
 from scu_trainer.train.loss.analysis.own_step import OwnStep
 from scu_trainer.train.loss.analysis.trials import analyze
@@ -258,6 +259,16 @@ class LossAnalysis:
                 yield
         finally:
             self.seconds += time.perf_counter() - began
+
+    def ignores_items(self, inputs: Any, num_items: Any) -> Optional[bool]:
+        """Whether the loss of ``inputs`` is the same with twice the ``num_items``; None where it is 0 or not finite."""
+        trainer, losses = self.trainer, []
+        for items in (num_items, None if num_items is None else 2 * num_items):
+            given = type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs
+            with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.no_grad():
+                losses.append(float(training_loss(trainer, given, items)))
+        once, twice = losses
+        return abs(twice - once) <= EXACT * abs(once) if once and math.isfinite(once) else None
 
     # -- auditing ------------------------------------------------------------------------------------------------------
 
