@@ -601,6 +601,25 @@ class NormOfRows(nn.Module):
         return self.norm(self.net(x).unsqueeze(1)).squeeze(1)
 
 
+class LastMean(KeepsMean):
+    def keep(self, outputs):
+        self.mean = outputs.mean(dim=0)
+
+
+class MeanInAttribute(ReplacesMean):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.mean = torch.zeros(CLASSES)
+
+
+class KeepsLoss(KeepsMean):
+    """For its own log, as layers of experts do with a term of their loss."""
+
+    def keep(self, outputs):
+        self.last = outputs.mean()
+
+
 class Caches(KeepsMean):
     """As masks of attention are: made again for another length alone."""
 
@@ -612,13 +631,22 @@ class Caches(KeepsMean):
         return self.net.state_dict(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(KeepsMean, "mean"), (ReplacesMean, "mean"), (NormOfRows, "norm.running")])
+MOVING = [
+    (KeepsMean, "mean"), (ReplacesMean, "mean"), (NormOfRows, "norm.running"), (LastMean, "mean"),
+    (MeanInAttribute, "mean"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), MOVING)
 def test_a_buffer_that_each_forward_moves_moves_once_per_batch(tmp_path, caplog, kind, name):
     plain, _ = fit(wrap(kind(), nn.CrossEntropyLoss()), tmp_path, max_steps=4)
     memory = MemorySettings(max_batch_size=2)
     cut, _ = fit(wrap(kind(), nn.CrossEntropyLoss()), tmp_path, memory=memory, max_steps=4)
     assert same(cut.model.state_dict(), plain.model.state_dict())
-    assert f"each forward writes to the buffer module.{name}" in caplog.text and "Batches run whole" in caplog.text
+    of = [getattr(trainer.model.module, "mean", torch.zeros(())) for trainer in (cut, plain)]
+    assert torch.equal(*of)
+    what = "attribute" if kind is MeanInAttribute else "buffer"
+    assert f"each forward writes to the {what} module.{name}" in caplog.text and "Batches run whole" in caplog.text
 
 
 class CountsCalls(KeepsMean):
@@ -637,9 +665,10 @@ def test_a_count_of_calls_among_the_buffers_leaves_the_split_and_is_named(tmp_pa
     assert "mean of CountsCalls counts micro-batches" in caplog.text
 
 
-def test_a_cache_among_the_buffers_leaves_the_split(tmp_path):
+@pytest.mark.parametrize("kind", [Caches, KeepsLoss])
+def test_a_cache_among_the_buffers_leaves_the_split(tmp_path, kind):
     memory = MemorySettings(max_batch_size=2)
-    cut, _ = fit(wrap(Caches(), nn.CrossEntropyLoss()), tmp_path, memory=memory, max_steps=2)
+    cut, _ = fit(wrap(kind(), nn.CrossEntropyLoss()), tmp_path, memory=memory, max_steps=2)
     assert cut.micro_batches.reduction.is_exact
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -15,6 +15,17 @@ from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from, has_shard
 ONCE = "which must happen once per batch"
 WRITES = f"writes to weights that the optimizer does not train (a teacher?), {ONCE}"
 LOSS_WRITES = f"the model or its loss {WRITES}"
+
+METRICS = "torchmetrics"
+"""Its modules keep sums over rows in attributes, which are the same however batches are split."""
+
+
+class Kept(NamedTuple):
+    """What a module keeps. ``number``: of the module that is trained, or held beside it, in which it has ``name``."""
+
+    number: int
+    name: str
+    is_buffer: bool
 
 
 class WrittenWeights(TorchDispatchMode):
@@ -94,8 +105,9 @@ def frozen_weights(model: nn.Module, owner: Any = None) -> list[torch.Tensor]:
     return [p for p in found if type(p) is nn.Parameter and p.is_floating_point() and _has_values(p)]
 
 
-def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any]) -> Optional[str]:
-    """Name of one to which each ``ask``, of the same rows, writes: a running mean, and no cache. What goes up by one
+def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any], ask_one: Callable[[], Any]) -> Optional[str]:
+    """One to which each ``ask``, of the same rows, writes, such as "the buffer norm.mean": a running mean, no cache; or
+    one that holds other values after ``ask_one``, of one of these rows: a figure of the batch. What goes up by one
     counts calls, which ``CallCounters`` names."""
     ask()
     before = _buffers(model, owner)
@@ -104,17 +116,31 @@ def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any]) -> Opti
     with written:
         ask()
     keys, after = list(before), _buffers(model, owner)
-    found = [keys[position] for position in written.written]
-    found += [key for key in keys if key in after and not _is_equal(before[key], after[key])]  # others in their place
-    return next((key[1] for key in found if key not in numbers or after[key].item() != numbers[key] + 1), None)
+    found = [keys[position] for position in written.written] + _replaced(before, after)
+    moved = [key for key in found if key not in numbers or after[key].item() != numbers[key] + 1]
+    if not moved:
+        ask_one()
+        # A layer that keeps its term of the loss in an attribute, to be added up behind it, does so in each forward.
+        as_long = {key: one for key, one in _buffers(model, owner).items() if key.is_buffer and key not in found}
+        moved = [key for key in _replaced(after, as_long) if after[key].shape == as_long[key].shape]
+    return next((f"the {'buffer' if key.is_buffer else 'attribute'} {key.name}" for key in moved), None)
 
 
-def _buffers(model: nn.Module, owner: Any) -> dict[tuple[int, str], torch.Tensor]:
-    """By the number of the module that has them, and their names in it."""
-    named = {
-        (number, name): buffer for number, one in enumerate(_held(model, owner)) for name, buffer in one.named_buffers()
-    }
-    return {key: buffer for key, buffer in named.items() if type(buffer) is torch.Tensor and _has_values(buffer)}
+def _replaced(before: Mapping[Kept, torch.Tensor], after: Mapping[Kept, torch.Tensor]) -> list[Kept]:
+    """Those in whose place another tensor has other values."""
+    return [key for key in before if key in after and not _is_equal(before[key], after[key])]
+
+
+def _buffers(model: nn.Module, owner: Any) -> dict[Kept, torch.Tensor]:
+    """Those of all modules, and tensors that modules of somebody's own keep as attributes."""
+    found = {}
+    for number, one in enumerate(_held(model, owner)):
+        for path, module in one.named_modules():
+            kept = {} if comes_from(type(module), *PUBLIC, METRICS) else vars(module)
+            for name, value in (*kept.items(), *module._buffers.items()):
+                if type(value) is torch.Tensor and not value.requires_grad and _has_values(value):
+                    found[Kept(number, f"{path}.{name}" if path else name, name in module._buffers)] = value
+    return found
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

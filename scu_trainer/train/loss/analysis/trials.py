@@ -159,8 +159,10 @@ class _Trial:
             alone = [self._row(strongest, row) for row in range(len(self.rows))]
             if draws_once(meter.as_it_is, strongest, alone, self.tolerance):
                 reduction = replace(reduction, mixes=ONCE_PER_BATCH)
-            elif name := written_buffer(meter.model, self.owner, partial(meter.loss, strongest)):
-                reduction = replace(reduction, mixes=f"each forward writes to the buffer {name}, {ONCE}")
+            elif name := written_buffer(
+                meter.model, self.owner, partial(meter.loss, strongest), partial(meter.loss, alone[0])
+            ):
+                reduction = replace(reduction, mixes=f"each forward writes to {name}, {ONCE}")
         trims = self._trims(together, asked[0]) if trim else False
         reads_padding = "cutting it changes the loss" if trims is False else None
         left_out = left_out_by(calls, strongest, rows) if reduction.kind == "rows" else ()
