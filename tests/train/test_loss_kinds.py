@@ -440,3 +440,26 @@ def test_kinds_that_came_out_alike_are_remembered():
     assert found.tells_apart(uneven, ROWS)
     again = ask(per_sequence, uneven)
     assert again.kind == "rows" and not {"labels", "shifted_labels"} & set(again.tied)
+
+
+class Masked(Net):
+    def forward(self, loss_mask, **inputs):
+        self.mask = loss_mask
+        return super().forward(**inputs)
+
+
+def test_rows_are_asked_that_count_differently_in_each_input_that_may_say_so():
+    def over_mask(net, pooled, logits, mask, labels):
+        each = functional.cross_entropy(net.words.transpose(1, 2), labels.clamp(min=0), reduction="none")
+        return (each * net.mask).sum() / net.mask.sum()
+
+    def asked(*learned: int) -> tuple[Reduction, dict[str, torch.Tensor]]:
+        mask = torch.arange(9) < torch.tensor(learned)[:, None]
+        made = {**words(lengths=[9] * ROWS), "loss_mask": mask.long()}
+        return ask(over_mask, made, model=Masked(over_mask)), made
+
+    alike, made = asked(4, 4, 4, 4, 4, 4)
+    assert alike.is_exact and "count loss_mask" in alike.tied and not alike.tells_apart(made, ROWS)
+    differing, made = asked(4, 4, 4, 4, 4, 7)
+    assert not differing.is_exact and alike.tells_apart(made, ROWS)
+    assert asked(4, 6, 4, 4, 4, 4)[0].mixes == differing.mixes

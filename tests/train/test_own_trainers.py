@@ -1133,3 +1133,29 @@ def test_noise_by_the_length_of_rows_keeps_that_length(tmp_path):
     rows = tiny.UnevenRows(32)
     assert found.micro_batches.reduction.reads_padding.startswith("neftune_noise_alpha scales")
     assert min(seen[-8 * STEPS :]) > min(len(row["input_ids"]) for row in rows)
+
+
+class LearnsAnswers(Trainer):
+    """Its loss is a mean over a mask of its own, which says nothing where all rows have as many answer tokens."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mask, tokens = inputs["loss_mask"][:, 1:].float(), inputs["input_ids"]
+        logits = model(tokens).logits[:, :-1]
+        loss = functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+        return (loss * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("alike", [0, 8], ids=["from the start", "not in the first step"])
+def test_rows_that_count_alike_do_not_stand_for_those_that_do_not(tmp_path, alike):
+    """Of the first rows that are asked all learn three tokens. Memory runs out where no audit was due."""
+
+    def made(index: int) -> dict[str, torch.Tensor]:
+        learned = 9 if index >= alike and index % 4 == 3 else 3
+        return {"input_ids": tiny.Rows(32, 12).tokens[index], "loss_mask": (torch.arange(12) >= 12 - learned).long()}
+
+    rows = {"train_dataset": [made(index) for index in range(32)]}
+    plain = {"remove_unused_columns": False, "train_sampling_strategy": "sequential", "max_steps": 3}
+    expected = run(LearnsAnswers, tmp_path, None, rows, plain)
+    ours, fault = with_loops(LearnsAnswers), FailsOnce()
+    found = run(ours, tmp_path, None, rows, plain, memory=MemorySettings(), callbacks=[fault])
+    assert fault.failed == 1 and apart(found, expected) < 1e-6

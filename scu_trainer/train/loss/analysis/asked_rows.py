@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import torch
 
+from scu_trainer.train.step.batches.reduction import counted, row_items
 from scu_trainer.train.step.batches.rows import (
     NOT_LEARNED,
     Batch,
@@ -51,6 +52,9 @@ def rows_to_ask(batches: Sequence[Batch], seen: Collection[int] = (), more: bool
         candidates = [row for row, count in learned.items() if count]
     if not candidates:
         return None
+    counts = _counts(batches)
+    telling = {number for number, of_rows in counts.items() if len(set(of_rows)) > 1}
+    candidates = [row for row in candidates if row[0] in telling] or candidates
 
     def length(row: Row) -> int:
         return batches[row[0]].length(row[1])
@@ -61,8 +65,13 @@ def rows_to_ask(batches: Sequence[Batch], seen: Collection[int] = (), more: bool
     if not others:
         return None
     longer = [row for row in others if length(row) > length(first)]
-    second = min(longer or others, key=length)
-    different = _that_differ(batches, [first, second], sorted(others, key=length), seen) if more else []
+    unlike = [row for row in others if telling and _count(counts, row) != _count(counts, first)]
+    second = min(longer or unlike or others, key=length)
+    different = []
+    if more:
+        others = sorted(others, key=length)
+        different = _that_differ(batches, [first, second], others, seen)
+        different += _that_count(counts, [first, second, *different], others)
     # Grouped by batch, as ``take`` gives them; the first stays first.
     return sorted([first, second, *different], key=lambda row: (row[0] != first[0], row[0]))
 
@@ -81,6 +90,30 @@ def _that_differ(batches: Sequence[Batch], chosen: list[Row], others: list[Row],
     # Every unseen class, and one that was seen: weights show between classes only.
     found = [*unseen[:MOST_CLASSES], *known[:1]]
     return found or others[: MOST_ROWS - len(chosen)]
+
+
+def _counts(batches: Sequence[Batch]) -> dict[int, list[tuple[float, ...]]]:
+    """Of each batch, how many entries of each row count in those of its inputs that may say so."""
+    kinds = {number: counted(batch.inputs) for number, batch in enumerate(batches) if not batch.obstacle}
+    return {
+        number: list(zip(*(row_items(kind, batches[number].inputs, batches[number].rows) for kind in own), strict=True))
+        for number, own in kinds.items()
+        if own
+    }
+
+
+def _count(counts: dict[int, list[tuple[float, ...]]], row: Row) -> tuple[float, ...]:
+    return counts[row[0]][row[1]] if row[0] in counts else ()
+
+
+def _that_count(counts: dict[int, list[tuple[float, ...]]], chosen: list[Row], others: list[Row]) -> list[Row]:
+    """Of each input in which the ``chosen`` count alike, a row that counts differently."""
+    found: list[Row] = []
+    for column in range(len(_count(counts, chosen[0]))):
+        own = {_count(counts, row)[column] for row in (*chosen, *found)}
+        if len(own) == 1:
+            found += [row for row in others if _count(counts, row)[column] not in own][:1]
+    return found
 
 
 def _learned(batch: Batch) -> list[int]:

@@ -44,6 +44,13 @@ MEANS = ("rows", "labels", "shifted_labels", "mask", "shifted_mask", "column", "
 """Kinds of losses that are means over the batch."""
 
 
+COUNT = "count "
+"""Before the name of an input that may say which entries count, as a kind that rows may be ``tied`` in."""
+
+OF_ENTRIES = ("labels", "mask", "weights")
+"""How the names of such inputs end."""
+
+
 @dataclass(frozen=True)
 class Reduction:
     """``kind``: what the loss divides its sum by.
@@ -103,12 +110,23 @@ class Reduction:
         return any(_shares(row_items(kind, inputs, rows)) != own for kind in self.tied)
 
 
+def counted(inputs: Any) -> list[str]:
+    """Of the inputs beside labels and attention_mask that may say which entries count: chosen_labels, loss_mask, ...
+    A loss that is a mean over these is one over rows, too, where all rows have equally many."""
+    names = [name for name in sorted(inputs) if name.endswith(OF_ENTRIES) and name not in ("labels", "attention_mask")]
+    return [f"{COUNT}{name}" for name in names if torch.is_tensor(inputs[name]) and inputs[name].dim() == 2]
+
+
 def row_items(
     kind: str, inputs: Any, rows: int, targets: Optional[Targets] = None, column: Optional[str] = None
 ) -> list[float]:
     """See ``Reduction.row_items``."""
     if kind == "rows":
         return [1.0] * rows
+    if kind.startswith(COUNT):
+        name = kind.removeprefix(COUNT)
+        entries = inputs[name]
+        return _row_sums(entries.ne(NOT_LEARNED) if name.endswith("labels") else entries).float().tolist()
     if kind not in MEANS:
         return [0.0] * rows
     if kind == "column":
