@@ -158,6 +158,11 @@ def test_trl_and_unsloth_keep_their_defaults():
         ("do_train: false\nfinetuning_type: lora\n", "do_train: it is false, and this command trains"),
         ("base_model: a\nsequence_len: 9\nrl: dpo\n", "rl: dpo is another kind of training"),
         ("dataset_name: a\nuse_peft: true\nbeta: 0.1\n", "beta: it belongs to preferences"),
+        (
+            "dataset_name: a\ncenter_rewards_coefficient: 0.01\n",
+            "center_rewards_coefficient: it belongs to preferences",
+        ),
+        ("dataset_name: a\nsync_ref_model: true\n", "sync_ref_model: it belongs to preferences"),
         ("stage: sft\ndataset: pairs\n", "dataset: pairs holds preferences"),
         (
             "stage: sft\ndataset: identiti\n",

@@ -20,6 +20,16 @@ OTHER_TRAINERS = (
     "desirable_weight",
     "undesirable_weight",
     "ref_model_sync_steps",
+    "sync_ref_model",
+    "f_divergence_type",
+    "center_rewards_coefficient",
+    "cpo_alpha",
+    "simpo_gamma",
+    "reward_model_name_or_path",
+    "reward_model_path",
+    "reward_weights",
+    "scale_rewards",
+    "steps_per_generation",
 )
 WITH_LOOPS = "with_loops(TRAINER) gives TRL's own trainer our loops, in five lines of Python: docs/any_trainer.md"
 
