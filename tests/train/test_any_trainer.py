@@ -190,7 +190,7 @@ def also_trained(name: str, folder: Path, looped: bool, resume=None, **given: An
     parts = dict.fromkeys(("GKD", "Distillation"), lambda: {"teacher_model": tiny.llama(seed=3)}) | {"CPO": dict}
     words = tokenizer()
     words.chat_template = "{% for turn in messages %}{{ turn['content'] }}</s>{% endfor %}"
-    given |= parts.get(name, lambda: {"reward_funcs": reward})()
+    given = parts.get(name, lambda: {"reward_funcs": reward})() | given
     kind = with_loops(kind) if looped else kind
     trainer = kind(
         model=tiny.llama(), args=args, train_dataset=Dataset.from_dict(rows), processing_class=words, **given
@@ -225,6 +225,28 @@ def test_what_was_generated_is_put_back_where_a_later_batch_of_the_step_has_repl
     expected, fault = also_trained(name, tmp_path, False), FailsOnce(backward=4)
     found = also_trained(name, tmp_path, True, memory=MemorySettings(), callbacks=[fault])
     assert fault.failed == 1 and tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
+
+
+class Stricter:
+    """A reward that depends on how often it was asked, and on what it has seen."""
+
+    def __init__(self) -> None:
+        self.__name__, self.asked, self.seen = "stricter", 0, []
+
+    def reward(self, completions, **_) -> list[float]:
+        self.asked += 1
+        self.seen.append(len(completions[0]))
+        return [len(set(text)) ** (1 / self.asked) - sum(self.seen) * (i % 2) for i, text in enumerate(completions)]
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_what_a_reward_keeps_does_not_hold_what_ran_out_of_memory(tmp_path, name):
+    first, second = Stricter(), Stricter()
+    expected = also_trained(name, tmp_path, False, reward_funcs=first.reward)
+    fault = FailsOnce()
+    found = also_trained(name, tmp_path, True, memory=MemorySettings(), callbacks=[fault], reward_funcs=second.reward)
+    assert fault.failed == 1 and (second.asked, second.seen) == (first.asked, first.seen)
+    assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
 
 
 def test_one_class_for_one_trainer():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 from torch import nn
+from transformers import TrainerState
 
 from scu_trainer.data.random_states import GENERATORS, States, of_generator, put_back, states
 from scu_trainer.errors import OutOfMemory
@@ -231,10 +232,10 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 
 def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
-    """Those of ``modules`` and ``owner`` that are plain values, arrays, tensors or containers. Of what is no module,
-    such as the state of a trainer with its log, no containers."""
+    """Those of ``modules`` and ``owner`` that are plain values, arrays, tensors or containers. Of the state of a
+    trainer, which holds its log, no containers."""
     seen: set[int] = set()  # a mask that all layers hold is copied once
-    most = [MOST_ENTRIES if isinstance(module, nn.Module) else 0 for module in modules]
+    most = [0 if isinstance(module, TrainerState) else MOST_ENTRIES for module in modules]
     kept = [_plain_attributes(module, entries, seen) for module, entries in zip(modules, most, strict=True)]
     attributes: Attributes = [(module, known, None, is_small) for module, known in zip(modules, kept, strict=True)]
     if owner is not None:
