@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import torch
 
-from scu_trainer.train.step.batches.reduction import counted, row_items
+from scu_trainer.train.step.batches.reduction import kinds_of_counts, row_items
 from scu_trainer.train.step.batches.rows import (
     NOT_LEARNED,
     Batch,
@@ -94,7 +94,7 @@ def _that_differ(batches: Sequence[Batch], chosen: list[Row], others: list[Row],
 
 def _counts(batches: Sequence[Batch]) -> dict[int, list[tuple[float, ...]]]:
     """Of each batch, how many entries of each row count in those of its inputs that may say so."""
-    kinds = {number: counted(batch.inputs) for number, batch in enumerate(batches) if not batch.obstacle}
+    kinds = {number: kinds_of_counts(batch.inputs) for number, batch in enumerate(batches) if not batch.obstacle}
     return {
         number: list(zip(*(row_items(kind, batches[number].inputs, batches[number].rows) for kind in own), strict=True))
         for number, own in kinds.items()

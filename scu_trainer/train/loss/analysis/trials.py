@@ -32,7 +32,7 @@ from scu_trainer.train.loss.analysis.measuring import (
 from scu_trainer.train.loss.analysis.no_trace import untouched
 from scu_trainer.train.loss.analysis.own_draws import ONCE_PER_BATCH, draws_once
 from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of, left_out_by
-from scu_trainer.train.step.batches.reduction import Reduction, Targets, counted
+from scu_trainer.train.step.batches.reduction import Reduction, Targets, kinds_of_counts
 from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
 from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
@@ -230,7 +230,9 @@ class _Trial:
         if any(one.shares(kind, targets) != one.shares(first, targets) for one in asked for kind in rest):
             return None, ()
         alike = [
-            kind for kind in counted(asked[0].inputs) if all(one.shares(kind) == one.shares(first) for one in asked)
+            kind
+            for kind in kinds_of_counts(asked[0].inputs)
+            if all(one.shares(kind) == one.shares(first) for one in asked)
         ]
         return first, (*rest, *alike)
 

@@ -110,7 +110,7 @@ class Reduction:
         return any(_shares(row_items(kind, inputs, rows)) != own for kind in self.tied)
 
 
-def counted(inputs: Any) -> list[str]:
+def kinds_of_counts(inputs: Any) -> list[str]:
     """Of the inputs beside labels and attention_mask that may say which entries count: chosen_labels, loss_mask, ...
     A loss that is a mean over these is one over rows, too, where all rows have equally many."""
     names = [name for name in sorted(inputs) if name.endswith(OF_ENTRIES) and name not in ("labels", "attention_mask")]
