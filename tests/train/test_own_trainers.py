@@ -612,6 +612,30 @@ def test_a_step_that_clears_gradients_keeps_its_batches_whole(tmp_path, who):
     assert all("zero_grad" not in vars(one) for one in (found.model, found.optimizer, found.optimizer.optimizer))
 
 
+class ClearsInBackward(Trainer):
+    """As DeepSpeed's engine does under ZeRO-3, which steps there."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        backward = self.accelerator.backward
+
+        def back(loss, **kwargs):
+            if all(weight.grad is None for weight in self.model.parameters()):
+                self.optimizer.zero_grad()
+            backward(loss, **kwargs)
+
+        self.accelerator.backward = back
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_backward_that_clears_gradients_by_itself_is_the_stock_one(tmp_path):
+    found = run(with_loops(ClearsInBackward), tmp_path, arguments={"gradient_accumulation_steps": 1}, memory=CUT)
+    assert found.micro_batches.analysis.own_step.is_stock
+    assert chunks(found) > STEPS
+
+
 def test_a_step_is_watched_beside_another_generator_of_numpy(tmp_path):
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))

@@ -180,9 +180,10 @@ class _Watch:
 
     def going_back(self, backward):
         def back(loss, **kwargs):
-            before = self._state()
+            before, clears = self._state(), self._clears
             is_asked = all(self._is_scaled_as_stock(loss.grad_fn, asked) for _, _, asked in self._asked)
             backward(loss, **kwargs)
+            self._clears = clears  # DeepSpeed's engine steps in it, and clears then
             self._back.append((is_asked, before, self._state()))
 
         return back
