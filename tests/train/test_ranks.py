@@ -64,17 +64,47 @@ def main(folder: Path) -> None:
     changes = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     assert trained(llama(), folder / "slow", kind=SlowRank, **changes).is_stock
     trained(llama(), folder / "machines" / os.environ["RANK"], **changes)
-    classes(folder, processes=2)
+    for name, kind in LOSSES.items():
+        classes(folder / name, 2, kind)
     outcome["best"] = {name: best_of(folder / f"best {name}", efficiency) for name, efficiency in BEST.items()}
     torch.save(outcome, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
 
 
-def classes(folder: Path, processes: int) -> dict:
+class Multiplied(SCUTrainer):
+    """Its loss is the stock one."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class NotMultiplied(SCUTrainer):
+    """Its loss never comes to the stock compute_loss, which would multiply it by the ranks."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class Averaged(SCUTrainer):
+    loss_is_scaled_for_ga = False
+
+
+LOSSES = {"stock": SCUTrainer, "multiplied": Multiplied, "not multiplied": NotMultiplied, "averaged": Averaged}
+SAID = {
+    "stock": "adds up the mean losses of 4 batches (2 on each rank)",
+    "multiplied": "adds up the mean losses of 4 batches (2 on each rank)",
+    "not multiplied": "adds up the mean losses of 2 accumulation batches",
+    "averaged": "adds up the mean losses of 2 batches (1 on each rank)",
+}
+
+
+def classes(folder: Path, processes: int, kind: type = SCUTrainer) -> dict:
     """What a step of a model is found to learn whose loss is a mean whatever num_items_in_batch is."""
     changes = {"memory": MemorySettings(), "gradient_accumulation_steps": 2, "data_collator": pad, "max_steps": 1}
     model, rows = bert(BertForSequenceClassification), 4 // processes
-    trained(model, folder / "classes", Settings(), labelled(8), per_device_train_batch_size=rows, **changes)
+    changes |= {"per_device_train_batch_size": rows, "kind": kind}
+    trained(model, folder / "classes", Settings(), labelled(8), **changes)
     return read_rows(folder / "classes" / "scu_history.json")[0]
 
 
@@ -144,10 +174,12 @@ def test_two_ranks_are_one_run(ranks, tmp_path):
 
 
 def test_means_that_the_stock_loop_adds_up_over_ranks_are_averaged_and_named(ranks, tmp_path):
-    (found,) = read_rows(ranks[1] / "classes" / "scu_history.json")
-    assert found["data_bpt"] == pytest.approx(classes(tmp_path, processes=1)["data_bpt"], rel=1e-5)
+    expected = classes(tmp_path, processes=1)["data_bpt"]
     said = (ranks[1] / "stderr").read_text()
-    assert "adds up the mean losses of 4 batches (2 on each rank)" in said
+    for name in LOSSES:
+        (found,) = read_rows(ranks[1] / name / "classes" / "scu_history.json")
+        assert found["data_bpt"] == pytest.approx(expected, rel=1e-5), name
+        assert SAID[name] in said
     assert "keep low, and average_tokens_across_devices: false avoids it" in said
 
 

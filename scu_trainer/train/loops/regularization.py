@@ -23,7 +23,7 @@ from scu_trainer.run_files import read_rows, write_json
 from scu_trainer.settings.regularization import ACT_BY_LAMBDA
 from scu_trainer.train.checkpoints.saved_state import read_state, read_tensors
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.loss.analysis.added_means import in_words, means_if_ignored
+from scu_trainer.train.loss.analysis.added_means import batches_added, in_words
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.regularization.regularizer import Regularizer
 from scu_trainer.train.step.recovery.second_try import second_try
@@ -60,7 +60,7 @@ class RegularizationLoop(Loop):
 
     def begin(self) -> None:
         self.regularizer.reset()
-        self._ignores_items = None
+        self._analysis, self._ignores_items = LossAnalysis(self.trainer), None
 
     def on_model(self, model: torch.nn.Module) -> None:
         # Else it would decay the weights of the model before.
@@ -86,19 +86,19 @@ class RegularizationLoop(Loop):
     def on_batch(self, inputs: Any, num_items: Any) -> None:
         """Without micro-batches nobody has asked yet what the loss does with the count that it is given."""
         trainer = self.trainer
-        is_known = trainer.micro_batches is not None or self._ignores_items is not None
-        # One that is said to be scaled may have divided by the accumulation steps itself, as that of GRPO does.
-        if is_known or trainer.loss_is_scaled_for_ga or (count := means_if_ignored(trainer, num_items)) == 1:
-            return
-        self._ignores_items = LossAnalysis(trainer).ignores_items(inputs, num_items)
-        if self._ignores_items and trainer.is_world_process_zero():
-            logger.warning(in_words(trainer, count, trainer.current_gradient_accumulation_steps))
+        if trainer.micro_batches is not None or self._ignores_items is not None or trainer.loss_is_scaled_for_ga:
+            return  # one that is said to be scaled may divide by the accumulation steps itself, as GRPO's does
+        if max(batches_added(trainer, num_items), trainer.accelerator.num_processes) > 1:
+            self._ignores_items = self._analysis.ignores_items(inputs, num_items)
+            if self._means_added(num_items) > 1 and trainer.is_world_process_zero():
+                logger.warning(in_words(trainer, num_items, self._analysis.ranks_added))
 
     def _means_added(self, num_items: Any) -> int:
         micro_batches = self.trainer.micro_batches
         if micro_batches is not None:
             return micro_batches.means_added(num_items)
-        return means_if_ignored(self.trainer, num_items) if self._ignores_items else 1
+        added = batches_added(self.trainer, num_items) * self._analysis.ranks_added
+        return added if self._ignores_items else 1
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         loss = self.trainer.task_loss

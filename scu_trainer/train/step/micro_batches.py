@@ -22,7 +22,7 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.figures import counted
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.loss.analysis.added_means import in_words, means_if_ignored
+from scu_trainer.train.loss.analysis.added_means import batches_added, in_words
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, WRITES
 from scu_trainer.train.loss.analysis.own_step import CallCounters, has_own_hook, name_of
@@ -410,8 +410,8 @@ class MicroBatchStep:
                 "finds the gradient of the whole step",
                 name_of(hooked, self.trainer.model),
             )
-        if (count := self.means_added(num_items)) > 1:
-            self._warn_once("%s", in_words(self.trainer, count, len(batches)))
+        if self.means_added(num_items) > 1:
+            self._warn_once("%s", in_words(self.trainer, num_items, self.analysis.ranks_added))
 
     def _warn_once(self, text: str, *values: Any) -> None:
         """What is found out later about the loss may say the same again."""
@@ -425,7 +425,7 @@ class MicroBatchStep:
         for parts of one; 1 where there is no more than one, or they are averaged."""
         if self.reduction is None or not self.reduction.is_mean:
             return 1
-        return means_if_ignored(self.trainer, num_items)
+        return batches_added(self.trainer, num_items) * self.analysis.ranks_added
 
     def _backward_of(self, share: float) -> contextlib.AbstractContextManager[None]:
         """Inside, a backward goes through ``share`` times its loss: of a mean over a part, what it is in the mean over

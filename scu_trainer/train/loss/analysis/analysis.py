@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
@@ -32,6 +32,7 @@ from scu_trainer.train.step.distributed.ranks import Ranks, of_one_rank
 from scu_trainer.train.step.distributed.sharded import needs_all_ranks
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import second_try
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 logger = logging.getLogger("scu_trainer")
 
@@ -59,8 +60,10 @@ def _are_padded(batches: Sequence[Batch]) -> bool:
 class LossAnalysis:
     """``reduction``: how the loss adds up over rows, None before it is known; then nothing may be cut.
 
-    ``own_step``: what is known of a ``training_step`` of somebody's own. ``notices``: what was said of a loss that
-    turned out to be another one. ``audits``: those that passed. ``seconds``: host time spent on trials and audits.
+    ``own_step``: what is known of a ``training_step`` of somebody's own. ``is_multiplied``: by the ranks, which the
+    stock compute_loss does where items are counted over all of them: each has a part of these, and DDP averages.
+    ``notices``: what was said of a loss that turned out to be another one. ``audits``: those that passed. ``seconds``:
+    host time spent on trials and audits.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -69,6 +72,7 @@ class LossAnalysis:
         self._found: Optional[Reduction] = None
         self._mixes_in_some: Optional[str] = None
         self.notices: list[str] = []
+        self.is_multiplied = False
         self.audits = 0
         self.last_good_step: Optional[int] = None
         self.largest_difference = self.seconds = 0.0
@@ -77,6 +81,11 @@ class LossAnalysis:
         self._auditor: Optional[Auditor] = None
         self._by_keys: dict[frozenset, Reduction] = {}
         self._seen: set[int] = set()
+
+    @property
+    def ranks_added(self) -> int:
+        """How many ranks' losses are added up, as parts of one mean."""
+        return self.trainer.accelerator.num_processes if self.is_multiplied else 1
 
     @property
     def reduction(self) -> Optional[Reduction]:
@@ -224,7 +233,7 @@ class LossAnalysis:
             if lost:  # the other ranks wait inside the forward that failed: none may follow
                 raise lost[0]
             try:
-                return training_loss(trainer, *asked)
+                return self._loss(*asked)
             except Exception as error:
                 if waits and is_out_of_memory(error):
                     lost.append(OutOfMemory(f"step {self._step} ran out of memory with a few rows. {SHARDED} {error}"))
@@ -249,6 +258,20 @@ class LossAnalysis:
             raise lost[0]
         return found
 
+    def _loss(self, *asked: Any) -> torch.Tensor:
+        trainer = self.trainer
+        with replaced(trainer, "get_tp_size", self._multiplying(trainer.get_tp_size)):
+            return training_loss(trainer, *asked)
+
+    def _multiplying(self, size: Callable[[], int]) -> Callable[[], int]:
+        """``size``, which a compute_loss asks for where it multiplies: the stock one, whatever is written around it."""
+
+        def asked() -> int:
+            self.is_multiplied = True
+            return size()
+
+        return asked
+
     @contextlib.contextmanager
     def _unrecorded(self) -> Iterator[None]:
         """Inside the model is in training mode, losses of rows are nobody's business, and time is counted."""
@@ -266,7 +289,7 @@ class LossAnalysis:
         for items in (num_items, None if num_items is None else 2 * num_items):
             given = type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs
             with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.no_grad():
-                losses.append(float(training_loss(trainer, given, items)))
+                losses.append(float(self._loss(given, items)))
         once, twice = losses
         return abs(twice - once) <= EXACT * abs(once) if once and math.isfinite(once) else None
 
