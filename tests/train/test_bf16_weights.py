@@ -75,10 +75,22 @@ class OwnMoments(torch.optim.Optimizer):
             weight.sub_(mean.to(weight.dtype))
 
 
+class OwnLists(OwnMoments):
+    """Keeps several in a list, as Shampoo and SOAP do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            (mean,) = self.state[weight].setdefault("means", [torch.zeros_like(weight, dtype=torch.float32)])
+            mean.mul_(0.9).add_(weight.grad, alpha=0.1)
+            weight.sub_(mean.to(weight.dtype))
+
+
 IN_32_BITS = {
     "adafactor": {"optim": "adafactor"},
     "nadam": {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-2})},
     "one's own": {"optimizer_cls_and_kwargs": (OwnMoments, {"lr": 1e-2})},
+    "in lists": {"optimizer_cls_and_kwargs": (OwnLists, {"lr": 1e-2})},
 }
 
 

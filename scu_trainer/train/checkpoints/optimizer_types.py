@@ -15,6 +15,7 @@ from typing import Any, Optional
 import torch
 from safetensors import safe_open
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from scu_trainer.train.checkpoints.findings import WEIGHTS
 from scu_trainer.train.step.recovery.optimizer_state import inner_optimizer
@@ -45,9 +46,9 @@ def types_kept(trainer: Any, checkpoint: Optional[str]) -> Iterator[None]:
         weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for number, weight in zip(numbers, weights, strict=True):
             entry = saved["state"].get(number) if weight.dtype in types else None
-            for name, value in entry.items() if isinstance(entry, dict) else ():
-                if name != "step" and torch.is_tensor(value) and optimizer.state[weight][name].dtype != value.dtype:
-                    optimizer.state[weight][name] = value.to(weight.device)
+            state = optimizer.state[weight] if isinstance(entry, dict) else {}
+            names = [name for name in state if name in entry and name != "step"]
+            state.update({name: tree_map(_as_saved, state[name], entry[name]) for name in names})
 
     hooks = (optimizer.register_load_state_dict_pre_hook(note), optimizer.register_load_state_dict_post_hook(put_back))
     try:
@@ -55,6 +56,11 @@ def types_kept(trainer: Any, checkpoint: Optional[str]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """Also of those in lists, as Shampoo and SOAP keep them."""
+    return saved.to(loaded.device) if torch.is_tensor(saved) and loaded.dtype != saved.dtype else loaded
 
 
 def _types_of_weights(checkpoint: Path) -> set[torch.dtype]:
