@@ -16,6 +16,7 @@ from scu_trainer.hardware.optimizers import OPTIMIZERS, check_optimizer
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule, taken_by
+from scu_trainer.train.loops.weight_average import ScheduleFreeWeights
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, arguments, llama, same, trained, weights_of
 
@@ -195,6 +196,17 @@ def test_a_schedule_free_optimizer_of_ones_own_create_optimizer_is_known_too(tmp
         run(regularization=RegularizationSettings(target_s=0.1))
     with pytest.raises(SettingsError, match=r"AdamWScheduleFree already averages the weights.*drop ema_decay"):
         run(efficiency=EfficiencySettings(ema_decay=0.9))
+
+
+@pytest.mark.skipif(not SCHEDULE_FREE, reason="schedulefree is not installed")
+def test_a_schedule_free_optimizer_that_deepspeed_has_wrapped_is_refused():
+    """ZeRO gives it flat copies of the weights: their average would reach no checkpoint, and nothing would say so."""
+    from schedulefree import AdamWScheduleFree
+
+    wrapped = SimpleNamespace(optimizer=AdamWScheduleFree(llama(layers=1).parameters()))
+    loop = ScheduleFreeWeights(SimpleNamespace(optimizer=wrapped, is_deepspeed_enabled=True))
+    with pytest.raises(SettingsError, match=r"AdamWScheduleFree switches.*train without DeepSpeed"):
+        loop.on_train_begin(None, None, None)
 
 
 def test_an_optimizer_of_ones_own_create_optimizer_that_averages_nothing_is_left_alone(tmp_path):

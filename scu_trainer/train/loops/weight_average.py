@@ -220,7 +220,13 @@ class ScheduleFreeWeights(Loop):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         optimizer = inner_optimizer(self.trainer.optimizer)
         self._acts = is_of_schedule_free(type(optimizer))
-        if not self._acts:  # a create_optimizer of one's own has made another
+        if not self._acts:  # a create_optimizer of one's own has made another, or DeepSpeed has wrapped it
+            inner = type(getattr(optimizer, "optimizer", None))
+            require(
+                not (self.trainer.is_deepspeed_enabled and is_of_schedule_free(inner)),
+                f"{inner.__name__} switches between two kinds of weights, but DeepSpeed gives it a copy of them that "
+                "evaluations and checkpoints do not see; use another optim, or train without DeepSpeed",
+            )
             return
         regularizer, average = self.trainer.regularizer, self.trainer.loop(WeightAverage.name)
         check_own_schedule_free(
