@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from pathlib import Path
 
@@ -402,3 +403,20 @@ def test_a_resume_with_other_batches_says_what_that_means_for_the_epoch(tmp_path
     with pytest.raises(KeyError):  # torch's
         made(tmp_path, **common | {"optim": "sgd"}).train(resume_from_checkpoint=checkpoint)
     assert "optim was adamw_torch_fused, now sgd: weights and optimizer state would not fit" in caplog.text
+
+
+COPIED = {
+    "memory": {"memory": MemorySettings(token_cap=24)},
+    "chunked loss": {"memory": MemorySettings(memory_control=False, chunked_loss="always")},
+    "curriculum": {"curriculum": CurriculumSettings(curriculum="noise_guard")},
+}
+
+
+@pytest.mark.parametrize("loops", COPIED.values(), ids=COPIED)
+def test_a_copy_of_a_trainer_trains_as_a_trainer_of_its_own(tmp_path, caplog, loops):
+    changes = {"data_collator": pad, "dataset": UnevenRows(32), "max_steps": 3, **loops}
+    copies: list[Trainer] = []
+    own = trained(llama(), tmp_path, prepare=lambda trainer: copies.append(copy.deepcopy(trainer)), **changes)
+    copies[0].train()
+    assert same(weights_of(copies[0].model), weights_of(own.model))
+    assert "padding_free is not used" not in caplog.text
