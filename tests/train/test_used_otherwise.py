@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from peft import IA3Config, LoraConfig, PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from transformers import BertForSequenceClassification, Trainer
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from scu_trainer.errors import CheckpointError, ControlError, SettingsError
 from scu_trainer.run_files import read_json, read_rows
@@ -420,3 +420,39 @@ def test_a_copy_of_a_trainer_trains_as_a_trainer_of_its_own(tmp_path, caplog, lo
     copies[0].train()
     assert same(weights_of(copies[0].model), weights_of(own.model))
     assert "padding_free is not used" not in caplog.text
+
+
+class OtherBatches(TrainerCallback):
+    """After three steps, or as the fourth begins: another number of batches in a step."""
+
+    def __init__(self, event: str, count: int) -> None:
+        self.count = count
+        setattr(self, event, self._change)
+
+    def _change(self, args, state, control, **kwargs) -> None:
+        if state.global_step == 3:
+            args.gradient_accumulation_steps = self.count
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "after"), [(2, "on_step_end", 4), (2, "on_step_begin", 3), (4, "on_step_begin", 2)]
+)
+def test_a_step_that_begins_or_ends_within_a_window_has_its_own_rows(tmp_path, caplog, before, event, after):
+    changes = {"optim": "sgd", "gradient_accumulation_steps": before, "num_train_epochs": 2, "max_steps": -1}
+    changes |= {"data_collator": pad, "dataset": UnevenRows(80), "logging_steps": 1}
+    memory = MemorySettings(token_cap=24)
+    stock, ours = (
+        trained(
+            llama(),
+            tmp_path / ("stock" if loops is None else "ours"),
+            callbacks=[OtherBatches(event, after)],
+            memory=loops,
+            **changes,
+        )
+        for loops in (None, memory)
+    )
+    for name, weight in weights_of(stock.model).items():
+        torch.testing.assert_close(weights_of(ours.model)[name], weight, atol=1e-6, rtol=0)
+    assert "not pooled" not in caplog.text
+    losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (stock, ours)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -22,6 +22,7 @@ class MemoryLoop(Loop):
 
     def __init__(self, micro_batches: MicroBatchStep) -> None:
         self.micro_batches = micro_batches
+        self._window: Sequence[Any] = ()
         micro_batches.loop.on_row = self.record
 
     def begin(self) -> None:
@@ -40,7 +41,16 @@ class MemoryLoop(Loop):
         return batches if logical is None else iter(logical.window(batches, count))
 
     def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
-        self.micro_batches.prefetched(batches)
+        self._window = batches
+        self.micro_batches.prefetched(())
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Where gradient_accumulation_steps changes on the way, a window may begin within a step. Its batches are of
+        two steps then, and run one by one, as in the stock loop."""
+        self.micro_batches.prefetched(self._window)
+
+    def on_batch(self, inputs: Any, num_items: Any) -> None:
+        self._window = ()
 
     @property
     def rate_factor(self) -> float:

@@ -175,6 +175,8 @@ class MicroBatchStep:
         """The accumulation batches that ``loss(inputs)`` runs: all of a window at its first, then none."""
         if self._losses:
             return ()
+        if len(self._prefetched) > self.trainer.args.gradient_accumulation_steps:  # lowered since: a step ends within
+            self.prefetched(())
         return self._prefetched if self._begins_window(inputs) else (inputs,)
 
     def _begins_window(self, inputs: Any) -> bool:
@@ -183,11 +185,12 @@ class MicroBatchStep:
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         """The loss of one accumulation batch, as the stock ``training_step`` returns it."""
         if not self._losses:
+            to_run = self.next_to_run(inputs)
             known = self._begins_window(inputs)
             completes = known or self.trainer.accelerator.sync_gradients
             if not known and len(self._prefetched) > 1:
                 self._warn_once("training_step does not get the batches of the loader: rows are not pooled across them")
-            self._losses.extend(self._run(model, self.next_to_run(inputs), num_items, completes))
+            self._losses.extend(self._run(model, to_run, num_items, completes))
         loss = self._losses.popleft()
         if self.trainer.accelerator.sync_gradients:
             self.ranks.finish()
