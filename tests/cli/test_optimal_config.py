@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -81,6 +84,27 @@ def test_a_background_run_without_a_file_takes_the_one_of_this_machine(here, cap
     assert runs.main(["start", "--max_steps", "3"]) == 0
     assert wishes[0].name == "mine" and wishes[0].config.startswith("tuning: lora")
     assert "optimal_config.yaml is used, because there is no --config" in capsys.readouterr().out
+
+
+def test_a_background_run_needs_no_file_where_flags_say_what_to_train(here, monkeypatch):
+    wishes = []
+    monkeypatch.setattr(runs, "start", lambda wish, root, hands: wishes.append(wish) or _record())
+    assert runs.main(["start", "--dataset", "stdlib_docstrings", "--max_steps", "3"]) == 0
+    assert wishes[0].name == "run" and wishes[0].flags == ("--dataset", "stdlib_docstrings", "--max_steps", "3")
+    assert yaml.safe_load(wishes[0].config) == {}
+
+
+def test_a_configuration_is_copied_in_utf_8_whatever_the_locale(here):
+    (here / "job.yaml").write_text("# größer\nmax_steps: 3\n", encoding="utf-8")
+    code = (
+        "from scu_trainer.cli.background import runs; from types import SimpleNamespace as S; "
+        "runs.start = lambda wish, *rest: print(ascii(wish.config)) or S(process=S(pid=1)); "
+        "raise SystemExit(runs.main(['start', '--config', 'job.yaml']))"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=ascii_only, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(r"'# gr\xf6\xdfer\nmax_steps: 3\n'")
 
 
 def _record():

@@ -166,8 +166,8 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
     flags, _ = translated(list(flags), known_names())
     _check_flags(flags)
     check_known(flags, _parser().of_action("start")._option_string_actions)
-    options.config = options.config or _written_for_this_machine()
-    entries, text = read_file(Path(options.config)), Path(options.config).read_text()
+    options.config = options.config or _written_for_this_machine(flags)
+    entries, text = ({}, "{}\n") if options.config is None else _read(Path(options.config))
     check_early(options.config, flags)
     name = options.name or _free_name(options, entries)
     settings = Options(
@@ -182,11 +182,18 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
     return [(wish.name, start(wish, options.root, hands)) for wish in wishes]
 
 
-def _written_for_this_machine() -> str:
+def _read(path: Path) -> tuple[dict, str]:
+    return read_file(path), path.read_bytes().decode()
+
+
+def _written_for_this_machine(flags: Sequence[str]) -> Optional[str]:
+    """None where the flags are the whole configuration, as they may be for train."""
     if not Path(OPTIMAL).is_file():
+        if flags:
+            return None
         raise SettingsError(
             f"there is no --config and no {OPTIMAL} here; give one, or write it: scu-trainer hardware config [--FIELD "
-            "VALUE ...]"
+            "VALUE ...]; flags of train do as well, such as --model_name_or_path and --dataset"
         )
     screens.say(f"{OPTIMAL} is used, because there is no --config")
     return OPTIMAL
@@ -205,7 +212,7 @@ def _check_flags(flags: Sequence[str]) -> None:
 
 def _free_name(options: argparse.Namespace, entries: dict) -> str:
     """From output_dir, or from the name of the file, which may hold spaces and the like."""
-    given = Path(str(entries.get("output_dir") or Path(options.config).stem)).name
+    given = Path(str(entries.get("output_dir") or Path(options.config or "run").stem)).name
     wanted = re.sub(r"[^\w.-]+", "-", given).strip("-._")[:48] or "run"
     taken = [path.name for path in options.root.iterdir()] if options.root.is_dir() else []
     taken += [name.rpartition(INFIX)[0] for name in taken if INFIX in name]
