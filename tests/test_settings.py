@@ -255,5 +255,7 @@ def test_a_name_that_this_locale_does_not_read_is_told_apart(monkeypatch):
     with pytest.raises(SettingsError, match="not valid UTF-8; give the file or folder a name in UTF-8"):
         check_text("output_dir", name, is_name=True)
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
-    with pytest.raises(SettingsError, match="this process reads names as ascii: set PYTHONUTF8=1"):
-        check_text("output_dir", name, is_name=True)
+    for given in (name, "über"):  # a flag that was read so, and a line of a file, which is read as UTF-8
+        with pytest.raises(SettingsError, match="this process reads names as ascii: set PYTHONUTF8=1"):
+            check_text("output_dir", given, is_name=True)
+    check_text("instruction_template", "über", is_name=False)

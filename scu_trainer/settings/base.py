@@ -177,6 +177,8 @@ def check_text(name: str, text: str, *, is_name: bool) -> None:
     require(is_unicode, f"{name} is {short(text)}, which is not valid UTF-8; {way_out}")
     if not is_name:
         return
+    can_be_named = text.encode(encoding, "ignore").decode(encoding) == text  # from a file, which is read as UTF-8
+    require(can_be_named, f"{name} is {short(text)}; {way_out}")
     longest = max(len(part.encode()) for part in text.split("/"))
     require(
         longest <= LONGEST_NAME_BYTES and len(text.encode()) <= LONGEST_PATH_BYTES,
