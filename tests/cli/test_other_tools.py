@@ -97,6 +97,21 @@ def test_every_key_is_accounted_for_and_it_trains(path, model, here, capsys):
     assert json.loads((here / "out" / "run.json").read_text())["step"] == 2
 
 
+@pytest.mark.parametrize(
+    ("tool", "key"),
+    [
+        ("trl", "packing_strategy: bfd"), ("axolotl", "sample_packing: true"), ("llama-factory", "neat_packing: true"),
+        ("llama-factory", "packing: true"), ("unsloth", "packing: true"),
+    ],
+)  # fmt: skip
+def test_packing_is_said_to_cut_documents_at_the_end_of_a_row(tool, key, here):
+    """Theirs fill rows with whole conversations; here an answer may stand in the next row without its question."""
+    (here / "job.yaml").write_text(f"{key}\n")
+    found, _own = read_other(here / "job.yaml", tool, [])
+    said = [one.meaning.said for one in found.keys if one.name == key.partition(":")[0]]
+    assert said == ["rows are filled with documents one after another; one that does not fit continues in the next row"]
+
+
 def _settings(name: str, *flags: str) -> dict:
     found, own = read_other(FOLDER / name, None, flags)
     return {**found.settings, **own}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from scu_trainer.cli.names.common import (
+    FILLED,
     PADDED,
     chat_template,
     checkpointing,
@@ -339,7 +340,7 @@ TABLE: Table = {
     "min_sample_len": "short rows are kept",
     "sample_packing": isolated_packing,
     "eval_sample_packing": Nothing("held-out documents are scored one by one, in windows"),
-    "sample_packing_sequentially": Nothing("whole documents fill a row, best fit first"),
+    "sample_packing_sequentially": Nothing(FILLED),
     **dict.fromkeys(("pad_to_sequence_len", "pad_to_multiple_of"), PADDED),
     "batch_flattening": Nothing("rows of uneven length are cut into micro-batches without padding"),
     "curriculum_sampling": "curriculum: length_warmup begins with short rows",

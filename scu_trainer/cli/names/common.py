@@ -85,8 +85,13 @@ def with_prompts(value: Any, source: Source) -> Meaning:
     return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
 
 
+FILLED = "rows are filled with documents one after another; one that does not fit continues in the next row"
+
+
 def isolated_packing(value: Any, source: Source) -> Meaning:
-    return Meaning({"packing": True, "isolate_documents": True} if is_on(value) else {"packing": False})
+    if not is_on(value):
+        return Meaning({"packing": False})
+    return Meaning({"packing": True, "isolate_documents": True}, FILLED)
 
 
 def targets(value: Any, source: Source) -> Meaning:

@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scu_trainer.cli.names.common import MERGING, chat_template, held_out, mixed, several, targets, with_prompts
+from scu_trainer.cli.names.common import (
+    FILLED,
+    MERGING,
+    chat_template,
+    held_out,
+    isolated_packing,
+    mixed,
+    several,
+    targets,
+    with_prompts,
+)
 from scu_trainer.cli.names.meaning import (
     Meaning,
     Nothing,
@@ -198,7 +208,7 @@ def _mix(value: Any, source: Source) -> Meaning:
 def _packing(value: Any, source: Source) -> Meaning:
     if not is_on(value):
         return Meaning({"packing": False})
-    return Meaning({"packing": True, "isolate_documents": source.has("neat_packing")})
+    return Meaning({"packing": True, "isolate_documents": source.has("neat_packing")}, FILLED)
 
 
 ANSWERS = Nothing("it is about answers, not about training; docs/talk.md")
@@ -290,7 +300,7 @@ TABLE: Table = {
     "eval_on_each_dataset": Nothing("a mixture is scored for each of its sources"),
     "packing": _packing,
     "neat_packing": lambda value, source: (
-        Meaning({"packing": True, "isolate_documents": True}) if is_on(value) else Meaning(said="read with packing")
+        isolated_packing(value, source) if is_on(value) else Meaning(said="read with packing")
     ),
     "tool_format": Nothing("tools are written by the chat template"),
     "default_system": "write it into the rows, in the column system",

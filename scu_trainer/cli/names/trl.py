@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from scu_trainer.cli.names.common import PADDED, adapts, checkpointing, mixed, several, targets
+from scu_trainer.cli.names.common import FILLED, PADDED, adapts, checkpointing, mixed, several, targets
 from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, is_on, quantized
 from scu_trainer.errors import SettingsError
 
@@ -56,7 +56,7 @@ def _test_split(value: Any, source: Source) -> Meaning:
 def _packing_strategy(value: Any, source: Source) -> Meaning:
     if value == "wrapped":
         return Meaning({"isolate_documents": False}, "documents are cut where a row is full, as in TRL")
-    return Meaning(said="rows are filled with whole documents, best fit first, as in TRL")
+    return Meaning(said=FILLED)
 
 
 def _padding_free(value: Any, source: Source) -> Meaning:
