@@ -151,6 +151,18 @@ def test_axolotl_reads_its_data_and_its_defaults():
     assert chat["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1} and chat["eval_strategy"] == "epoch"
 
 
+def test_axolotl_reads_chats_beside_alpaca_where_one_template_writes_both(here):
+    sets = "datasets: [{path: a, type: alpaca}, {path: b, type: chat_template}, {path: c, type: completion}]\n"
+    (here / "a.yml").write_text(f"base_model: m\nsequence_len: 9\nchat_template: alpaca\n{sets}")
+    found, _own = read_other(here / "a.yml", None)
+    assert found.settings["chat_template"] == "alpaca"
+    (here / "b.yml").write_text(
+        f"base_model: m\nsequence_len: 9\n{sets.replace('type: alpaca', 'type: chat_template')}"
+    )
+    found, _own = read_other(here / "b.yml", None)
+    assert "chat_template" not in found.settings
+
+
 def test_trl_and_unsloth_keep_their_defaults():
     from trl import SFTConfig
 
@@ -189,6 +201,10 @@ def test_trl_and_unsloth_keep_their_defaults():
         ("stage: sft\nfinetuning_type: oft\n", "finetuning_type: oft is not an adapter type"),
         ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "without adapters nothing would be trained"),
         ("base_model: a\nsequence_len: 9\ndatasets: x\n", "datasets: it is not a list of datasets"),
+        (
+            "base_model: a\nsequence_len: 9\ndatasets: [{path: a, type: alpaca}, {path: b, type: chat_template}]\n",
+            "datasets: it asks for the templates alpaca, tokenizer_default; one is used for all rows here",
+        ),
         ("base_model: a\nsequence_len: 9\nval_set_size: 200\n", "200 is a number of documents"),
         ("base_model: a\nadapter: lora\nlora_r: x\n", "--lora_r: invalid int value"),
     ],

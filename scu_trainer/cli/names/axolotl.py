@@ -43,6 +43,7 @@ ATTENTION = {
     "eager_attention": "eager",
 }
 TEMPLATES = {"phi_3": "phi3", **{name: name for name in CHAT_TEMPLATES}}
+OWN_TEMPLATE = "tokenizer_default"
 PROMPTS = {"alpaca": "alpaca", "alpaca_chat.load_qa": "alpaca"}
 """Dataset types with an instruction and an answer, and the template that formats them the same way."""
 
@@ -128,7 +129,7 @@ def _has_held_out(source: Source) -> bool:
 
 
 def _datasets(value: Any, source: Source) -> Meaning:
-    return _read_sets(value, "datasets")
+    return _read_sets(value, "datasets", TEMPLATES.get(source.get("chat_template"), OWN_TEMPLATE))
 
 
 def _pretraining(value: Any, source: Source) -> Meaning:
@@ -137,13 +138,18 @@ def _pretraining(value: Any, source: Source) -> Meaning:
     return Meaning({**found.settings, "streaming": True}, found.said)
 
 
-def _read_sets(value: Any, key: str) -> Meaning:
+def _read_sets(value: Any, key: str, of_chats: str = OWN_TEMPLATE) -> Meaning:
+    """``of_chats``: the template of conversations that name none."""
     if not isinstance(value, list) or not value or not all(isinstance(entry, Mapping) for entry in value):
         raise SettingsError(f"it is not a list of datasets; write {key}: with - path: FILE_OR_HUB_ID below it")
     found = [_entry(entry) for entry in value]
-    templates = {template for _, template in found if template is not None}
+    templates = {of_chats if template == OWN_TEMPLATE else template for _, template in found if template is not None}
     if len(templates) > 1:
-        raise SettingsError(f"it asks for the templates {', '.join(sorted(templates))}; one is used for all rows here")
+        raise SettingsError(
+            f"it asks for the templates {', '.join(sorted(templates))}; one is used for all rows here: keep the datasets "
+            "of one of them, or write chat_template: NAME into the file, of a template that is right for all"
+        )
+    templates.discard(OWN_TEMPLATE)
     return Meaning(
         {**mixed([entry for entry, _ in found]), **({"chat_template": templates.pop()} if templates else {})}
     )
@@ -226,9 +232,9 @@ def _own_prompt(kind: Mapping[str, Any], found: dict[str, Any]) -> None:
         )
 
 
-def _template_of(value: Any) -> Optional[str]:
+def _template_of(value: Any) -> str:
     if not value or str(value).startswith("tokenizer_default"):
-        return None
+        return OWN_TEMPLATE
     if value not in TEMPLATES:
         raise SettingsError(
             f"it has the chat_template {value}; known here: {', '.join(TEMPLATES)}, tokenizer_default, or a Jinja file"
