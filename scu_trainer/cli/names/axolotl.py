@@ -146,8 +146,8 @@ def _read_sets(value: Any, key: str, of_chats: str = OWN_TEMPLATE) -> Meaning:
     templates = {of_chats if template == OWN_TEMPLATE else template for _, template in found if template is not None}
     if len(templates) > 1:
         raise SettingsError(
-            f"it asks for the templates {', '.join(sorted(templates))}; one is used for all rows here: keep the datasets "
-            "of one of them, or write chat_template: NAME into the file, of a template that is right for all"
+            f"it asks for the templates {', '.join(sorted(templates))}; one is used for all rows here: keep the "
+            "datasets of one of them, or write chat_template: NAME into the file, of a template that is right for all"
         )
     templates.discard(OWN_TEMPLATE)
     return Meaning(
