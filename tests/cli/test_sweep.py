@@ -174,6 +174,29 @@ def test_who_leaves_the_line_is_out_of_it(waiting):
     assert [place.process.pid for place in Line("cpu").waiting()] == [other.pid]
 
 
+def tried(folder: Path, trials: int) -> list[dict]:
+    """What a sweep of 2 x 3 choices in ``folder`` tries of itself, up to so many ``trials``; nothing is trained."""
+    folder.mkdir(exist_ok=True)
+    axes = axes_of(["learning_rate=1e-4,1e-2", "lora_r=4,8,16"], {"learning_rate", "lora_r"})
+    found, values = sweep.Sweep.__new__(sweep.Sweep), []
+    found.plan = sweep.SweepPlan(folder, "", None, (), axes, 0, {}, "")
+    found.options, found.say, found._base = type("options", (), {"trials": trials}), lambda line: None, lambda: None
+
+    def tell(study, trial):
+        values.append({axis.name: axis.suggest(trial) for axis in axes})
+        study.tell(trial, float(trial.number))
+
+    found._try, found._end = tell, lambda study: None
+    found._search()
+    return values
+
+
+def test_no_combination_of_choices_is_tried_twice(tmp_path):
+    every = tried(tmp_path / "one", 12)
+    assert len(every) == 6 and len({tuple(one.items()) for one in every}) == 6
+    assert tried(tmp_path / "parts", 2) + tried(tmp_path / "parts", 12) == every
+
+
 def test_a_trial_that_is_behind_is_ended(tmp_path):
     """By the evaluations in the log of its run; the study is Optuna's own."""
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=2))

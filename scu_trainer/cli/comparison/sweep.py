@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -148,8 +150,12 @@ class Sweep(Asked):
         self._base()
         study = self._study()
         self._go_on_with_begun(study)
-        while len(study.trials) < self.options.trials:
-            self._try(study, self._next(study))
+        combinations = len(self.plan.combinations)
+        if 0 < combinations < self.options.trials:
+            self.say(f"there are {combinations} combinations of these values: each is tried once")
+        while len(study.trials) < min(self.options.trials, combinations or math.inf):
+            study.sampler = self._sampler(len(study.trials))
+            self._try(study, study.ask())
         self._end(study)
 
     # -- runs ----------------------------------------------------------------------------------------------------------
@@ -239,15 +245,23 @@ class Sweep(Asked):
             pruner=optuna.pruners.MedianPruner(n_startup_trials=TRIALS_BEFORE_PRUNING),
         )
 
-    def _next(self, study: optuna.Study) -> optuna.Trial:
-        """Seeded by the number of the trial, so that an interrupted sweep continues as it would have."""
-        study.sampler = _optuna().samplers.TPESampler(seed=1000 * self.plan.seed + len(study.trials))
-        return study.ask()
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
+        """For the trial of this number, and seeded by it, so that an interrupted sweep continues as it would have. Of
+        values to choose among no combination is tried twice (Optuna's sampler of grids cannot be asked trial by
+        trial)."""
+        optuna, combinations = _optuna(), self.plan.combinations
+        sampler = optuna.samplers.TPESampler(seed=1000 * self.plan.seed + number)
+        if not combinations:
+            return sampler
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.PartialFixedSampler(combinations[number % len(combinations)], sampler)
 
     def _go_on_with_begun(self, study: optuna.Study) -> None:
         optuna = _optuna()
         for begun in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             self.say(f"trial {begun.number} resumes: an earlier start ended before it was done")
+            study.sampler = self._sampler(begun.number)
             self._try(study, optuna.trial.Trial(study, begun._trial_id))
 
     def _try(self, study: optuna.Study, trial: optuna.Trial) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,16 @@ class SweepPlan:
     seed: int
     settings: Mapping[str, Any]
     text: str
+
+    @functools.cached_property
+    def combinations(self) -> list[dict[str, str]]:
+        """Of the values of all axes, in the order in which they are tried; none where an axis is a range."""
+        if not all(axis.values for axis in self.axes):
+            return []
+        every = itertools.product(*(axis.values for axis in self.axes))
+        found = [dict(zip([axis.name for axis in self.axes], values, strict=True)) for values in every]
+        random.Random(self.seed).shuffle(found)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         search = [[axis.name, axis.low, axis.high, axis.is_log, list(axis.values)] for axis in self.axes]
