@@ -16,7 +16,7 @@ from torch.utils.data import WeightedRandomSampler
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError, OutOfMemory, UserError
-from scu_trainer.settings import CurriculumSettings, MemorySettings, SafetySettings
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.loss.analysis import own_step
 from scu_trainer.train.loss.analysis.frozen_weights import WrittenWeights, frozen_weights
@@ -79,6 +79,48 @@ def test_overrides_get_their_arguments_as_the_stock_trainer_gives_them(tmp_path,
     found = run(with_loops(kind), tmp_path / "ours", eval_dataset=tiny.UnevenRows(8), memory=memory)
     assert apart(found, expected) < 1e-5
     assert found.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-5)
+
+
+class WritesToItsBatch(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs["input_ids"].copy_((inputs["input_ids"] + 1) % tiny.VOCAB)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Penalized(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        (gradient,) = torch.autograd.grad(loss, [model.lm_head.weight], create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class NamesItsBatch(Trainer):
+    """Its loss takes another batch than the loader gives, in the mode that the model is in."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        inputs = {"input_ids": inputs["tokens"], "labels": inputs["labels"]}
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class InEvaluationMode(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.eval()
+
+
+@pytest.mark.parametrize("kind", [Trainer, WritesToItsBatch, Penalized, NamesItsBatch])
+def test_what_is_asked_to_measure_s_leaves_no_trace(tmp_path, caplog, kind):
+    """Without memory control: once, on the first batch, whether the loss reads num_items_in_batch."""
+    tokens = tiny.Rows().tokens
+    rows = [{"tokens" if kind is NamesItsBatch else "input_ids": one, "labels": one.clone()} for one in tokens]
+    given = {"rows": {"train_dataset": rows}, "arguments": {"remove_unused_columns": False}}
+    expected, found = (
+        run(one, tmp_path, tiny.llama(attention_dropout=0.5), callbacks=[InEvaluationMode()], **given, **measured)
+        for one, measured in ((kind, {}), (with_loops(kind), {"regularization": RegularizationSettings()}))
+    )
+    assert apart(found, expected) == 0
+    assert ("could not be tested" in caplog.text) is (kind is NamesItsBatch)
 
 
 class BareLoss(torch.nn.Module):

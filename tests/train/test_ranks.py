@@ -66,9 +66,31 @@ def main(folder: Path) -> None:
     trained(llama(), folder / "machines" / os.environ["RANK"], **changes)
     for name, kind in LOSSES.items():
         classes(folder / name, 2, kind)
+    blank = trained(llama(), folder / "blank", Settings(), BlankAtFirst(24), kind=Gathers, **{**COMMON, "max_steps": 3})
+    outcome["blank"] = blank.state.global_step
     outcome["best"] = {name: best_of(folder / f"best {name}", efficiency) for name, efficiency in BEST.items()}
     torch.save(outcome, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
+
+
+class BlankAtFirst(UnevenRows):
+    """Of the first batch that the first rank gets nothing is learned, so that its loss of 0 tells nothing."""
+
+    taken = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        self.taken += 1
+        is_blank = os.environ["RANK"] == "0" and self.taken <= 4
+        return {**row, "labels": torch.full_like(row["labels"], -100)} if is_blank else row
+
+
+class Gathers(SCUTrainer):
+    """Its ranks wait for each other in each loss, so that all of them must ask for as many."""
+
+    def compute_loss(self, *args, **kwargs):
+        self.accelerator.gather_for_metrics(torch.ones(1))
+        return super().compute_loss(*args, **kwargs)
 
 
 class Multiplied(SCUTrainer):
@@ -181,6 +203,11 @@ def test_means_that_the_stock_loop_adds_up_over_ranks_are_averaged_and_named(ran
         assert found["data_bpt"] == pytest.approx(expected, rel=1e-5), name
         assert SAID[name] in said
     assert "keep low, and average_tokens_across_devices: false avoids it" in said
+
+
+def test_ranks_agree_on_what_the_loss_does_with_the_count(ranks):
+    """One of them could not tell from its first batch. To ask again alone would wait for the others for good."""
+    assert [one["blank"] for one in ranks[0]] == [3, 3]
 
 
 def test_a_checkpoint_without_any_loop_waits_for_the_slowest_rank(ranks):

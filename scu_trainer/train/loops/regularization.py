@@ -88,10 +88,10 @@ class RegularizationLoop(Loop):
         trainer = self.trainer
         if trainer.micro_batches is not None or self._ignores_items is not None or trainer.loss_is_scaled_for_ga:
             return  # one that is said to be scaled may divide by the accumulation steps itself, as GRPO's does
-        own_step = self._analysis.own_step
-        if own_step.per_batch or own_step.exchange:  # a question would generate, or wait for other ranks
+        if self._analysis.own_step.per_batch:  # a question would generate
             return
-        if max(batches_added(trainer, num_items), trainer.accelerator.num_processes) > 1:
+        over_ranks = num_items is not None and trainer.accelerator.num_processes > 1
+        if over_ranks or batches_added(trainer, num_items) > 1:
             self._ignores_items = self._analysis.ignores_items(inputs, num_items)
             if self._means_added(num_items) > 1 and trainer.is_world_process_zero():
                 logger.warning(in_words(trainer, num_items, self._analysis.ranks_added))

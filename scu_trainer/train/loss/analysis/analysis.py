@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import gather_object, recursively_apply, send_to_device
 from transformers import Trainer
 
 from scu_trainer.errors import OutOfMemory
@@ -30,7 +30,7 @@ from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launched import is_lost_rank
 from scu_trainer.train.step.distributed.ranks import Ranks, of_one_rank
 from scu_trainer.train.step.distributed.sharded import needs_all_ranks
-from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
+from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -284,14 +284,29 @@ class LossAnalysis:
             self.seconds += time.perf_counter() - began
 
     def ignores_items(self, inputs: Any, num_items: Any) -> Optional[bool]:
-        """Whether the loss of ``inputs`` is the same with twice the ``num_items``; None where it is 0 or not finite."""
-        trainer, losses = self.trainer, []
-        for items in (num_items, None if num_items is None else 2 * num_items):
-            given = type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs
-            with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.no_grad():
-                losses.append(float(self._loss(given, items)))
-        once, twice = losses
-        return abs(twice - once) <= EXACT * abs(once) if once and math.isfinite(once) else None
+        """Whether the loss of ``inputs`` is the same with twice the ``num_items``; None where it is 0 or not finite.
+        All ranks ask at the same place, and agree: the loss may exchange something."""
+        found: Optional[bool] = None
+        try:
+            once, twice = (self._asked_whole(inputs, num_items, factor) for factor in (1, 2))
+            if once and math.isfinite(once):
+                found = abs(twice - once) <= EXACT * abs(once)
+        except Exception as error:  # a training_step may give the loss another batch: training shall go on
+            found = False
+            logger.warning(
+                "whether the loss reads num_items_in_batch could not be tested (%s: %s): S is measured as if it does",
+                type(error).__name__, error,
+            )  # fmt: skip
+            forget_traceback(error)
+        answers = [answer for answer in gather_object([found]) if answer is not None]
+        return all(answers) if answers else None
+
+    def _asked_whole(self, inputs: Any, num_items: Any, factor: int) -> float:
+        trainer, items = self.trainer, None if num_items is None else factor * num_items
+        # With gradients, as in training: the loss may take some itself. Sharded weights would wait for a backward.
+        gradients = not has_sharded_weights(trainer.model)
+        with torch.set_grad_enabled(gradients), untouched(trainer.model, trainer, training=True), self._unrecorded():
+            return self._loss(recursively_apply(torch.clone, inputs), items).item()
 
     # -- auditing ------------------------------------------------------------------------------------------------------
 
