@@ -249,6 +249,23 @@ def test_what_a_reward_keeps_does_not_hold_what_ran_out_of_memory(tmp_path, name
     assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
 
 
+class CountsInItsClass:
+    asked = 0
+
+    @classmethod
+    def reward(cls, completions, **_) -> list[float]:
+        cls.asked += 1
+        return [float(len(set(text))) for text in completions]
+
+
+def test_a_reward_that_is_a_method_of_a_class_does_not_end_a_step_that_runs_again(tmp_path):
+    rewards = {"reward_funcs": CountsInItsClass.reward}
+    expected = also_trained("GRPO", tmp_path, False, **rewards)
+    fault = FailsOnce()
+    found = also_trained("GRPO", tmp_path, True, memory=MemorySettings(), callbacks=[fault], **rewards)
+    assert fault.failed == 1 and tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
+
+
 def test_one_class_for_one_trainer():
     assert with_loops(SFTTrainer) is with_loops(SFTTrainer) and with_loops(SFTTrainer).__name__ == "SCUSFTTrainer"
     assert issubclass(with_loops(SFTTrainer), SFTTrainer) and issubclass(with_loops(SFTTrainer), SCUTrainer)

@@ -134,7 +134,8 @@ def _rewarding(trainer: Trainer) -> list[Any]:
     """Functions and objects that are asked for rewards, but no models: a step that runs again asks them again."""
     functions = [one for one in getattr(trainer, "reward_funcs", None) or () if not isinstance(one, torch.nn.Module)]
     owners = [one.__self__ if isinstance(one, MethodType) else one for one in functions]
-    return [one for one in owners if hasattr(one, "__dict__")]
+    # Not the class of a classmethod: its attributes cannot be put back by way of its dict.
+    return [one for one in owners if hasattr(one, "__dict__") and not isinstance(one, type)]
 
 
 def wants_few_sizes(trainer: Trainer) -> bool:
