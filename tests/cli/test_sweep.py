@@ -197,6 +197,11 @@ def test_no_combination_of_choices_is_tried_twice(tmp_path):
     assert tried(tmp_path / "parts", 2) + tried(tmp_path / "parts", 12) == every
 
 
+def test_more_combinations_than_can_be_listed_are_left_to_optuna(tmp_path):
+    axes = axes_of([f"{name}={','.join(map(str, range(1, 30)))}" for name in "abcdefgh"], set("abcdefgh"))
+    assert sweep.SweepPlan(tmp_path, "", None, (), axes, 0, {}, "").combinations == []
+
+
 def test_a_trial_that_is_behind_is_ended(tmp_path):
     """By the evaluations in the log of its run; the study is Optuna's own."""
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from scu_trainer.runs.studies.comparison_plan import differences
 from scu_trainer.runs.studies.search import Axis
 
 PLAN_FILE = "sweep.json"
+
+MOST_COMBINATIONS = 1000
+"""Of choices that are listed; of more it pays to learn from trials, and hardly any is proposed twice."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,9 @@ class SweepPlan:
 
     @functools.cached_property
     def combinations(self) -> list[dict[str, str]]:
-        """Of the values of all axes, in the order in which they are tried; none where an axis is a range."""
-        if not all(axis.values for axis in self.axes):
+        """Of the values of all axes, in the order in which they are tried; none where an axis is a range, or where they
+        are too many."""
+        if not 0 < math.prod(len(axis.values) for axis in self.axes) <= MOST_COMBINATIONS:
             return []
         every = itertools.product(*(axis.values for axis in self.axes))
         found = [dict(zip([axis.name for axis in self.axes], values, strict=True)) for values in every]
