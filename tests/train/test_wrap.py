@@ -620,6 +620,18 @@ class KeepsLoss(KeepsMean):
         self.last = outputs.mean()
 
 
+class Fills(MeanInAttribute):
+    """Room that is made once, and a figure of which there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = torch.full((), torch.nan)
+
+    def keep(self, outputs):
+        self.mean.copy_(outputs.mean(dim=0))
+        self.none = self.none.clone()
+
+
 class Caches(KeepsMean):
     """As masks of attention are: made again for another length alone."""
 
@@ -665,7 +677,7 @@ def test_a_count_of_calls_among_the_buffers_leaves_the_split_and_is_named(tmp_pa
     assert "mean of CountsCalls counts micro-batches" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [Caches, KeepsLoss])
+@pytest.mark.parametrize("kind", [Caches, KeepsLoss, Fills])
 def test_a_cache_among_the_buffers_leaves_the_split(tmp_path, kind):
     memory = MemorySettings(max_batch_size=2)
     cut, _ = fit(wrap(kind(), nn.CrossEntropyLoss()), tmp_path, memory=memory, max_steps=2)

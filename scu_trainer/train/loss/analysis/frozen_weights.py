@@ -112,11 +112,13 @@ def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any], ask_one
     ask()
     before = _buffers(model, owner)
     numbers = {key: buffer.item() for key, buffer in before.items() if buffer.numel() == 1}
-    written = WrittenWeights(list(before.values()), keeps_values=False)
+    # What is no buffer may be room that each forward fills anew: its values decide, not that it is written to.
+    keys, kept = [key for key in before if key.is_buffer], {k: v.clone() for k, v in before.items() if not k.is_buffer}
+    written = WrittenWeights([before[key] for key in keys], keeps_values=False)
     with written:
         ask()
-    keys, after = list(before), _buffers(model, owner)
-    found = [keys[position] for position in written.written] + _replaced(before, after)
+    after = _buffers(model, owner)
+    found = [keys[position] for position in written.written] + _replaced({**before, **kept}, after)
     moved = [key for key in found if key not in numbers or after[key].item() != numbers[key] + 1]
     if not moved:
         ask_one()
@@ -136,7 +138,8 @@ def _buffers(model: nn.Module, owner: Any) -> dict[Kept, torch.Tensor]:
     found = {}
     for number, one in enumerate(_held(model, owner)):
         for path, module in one.named_modules():
-            kept = {} if comes_from(type(module), *PUBLIC, METRICS) else vars(module)
+            is_metric = any(comes_from(kind, METRICS) for kind in type(module).__mro__)
+            kept = {} if is_metric or comes_from(type(module), *PUBLIC) else vars(module)
             for name, value in (*kept.items(), *module._buffers.items()):
                 if type(value) is torch.Tensor and not value.requires_grad and _has_values(value):
                     found[Kept(number, f"{path}.{name}" if path else name, name in module._buffers)] = value
@@ -144,7 +147,9 @@ def _buffers(model: nn.Module, owner: Any) -> dict[Kept, torch.Tensor]:
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (one.device == other.device and torch.equal(one, other))
+    if one is other or one.device != other.device or one.shape != other.shape or not one.is_floating_point():
+        return one is other or (one.device == other.device and torch.equal(one, other))
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _held(model: nn.Module, owner: Any) -> list[nn.Module]:
