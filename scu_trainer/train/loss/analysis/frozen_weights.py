@@ -112,7 +112,7 @@ def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any], ask_one
     ask()
     before = _buffers(model, owner)
     numbers = {key: buffer.item() for key, buffer in before.items() if buffer.numel() == 1}
-    # What is no buffer may be room that each forward fills anew: its values decide, not that it is written to.
+    # What is no buffer may be room that each forward fills again: its values decide, not that it is written to.
     keys, kept = [key for key in before if key.is_buffer], {k: v.clone() for k, v in before.items() if not k.is_buffer}
     written = WrittenWeights([before[key] for key in keys], keeps_values=False)
     with written:
