@@ -191,9 +191,10 @@ def require_own_attributes(trainer: Trainer, ours: type[Trainer]) -> None:
 
 
 def _reserved(ours: type[Trainer]) -> set[str]:
-    """Names that ``ours`` has beyond the stock Trainer. The one left out is the stock Trainer's, too, but only on its
-    instances."""
-    return {name for name in vars(ours) if not hasattr(Trainer, name)} - {"current_gradient_accumulation_steps"}
+    """Names that ``ours`` has beyond the stock Trainer; Python itself sets some where a trainer is copied. The one left
+    out is the stock Trainer's, too, but only on its instances."""
+    names = {name for name in vars(ours) if not (hasattr(Trainer, name) or name.startswith("__"))}
+    return names - {"current_gradient_accumulation_steps"}
 
 
 def _require_free(who: str, names: Collection[str], taken: Collection[str]) -> None:

@@ -19,7 +19,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.loop_checks import tell_of_unsaved
-from scu_trainer.train.trainer import SCUTrainer
+from scu_trainer.train.trainer import SCUTrainer, with_loops
 from tests.faults import FakeGauge
 from tests.tiny import Examples, Rows, UnevenRows, arguments, bert, llama, pad, same, trained, weights_of
 from tests.train.test_off_is_stock import BareLoss, Points, tensors, untimed
@@ -420,6 +420,18 @@ def test_a_copy_of_a_trainer_trains_as_a_trainer_of_its_own(tmp_path, caplog, lo
     copies[0].train()
     assert same(weights_of(copies[0].model), weights_of(own.model))
     assert "padding_free is not used" not in caplog.text
+
+
+def test_a_class_takes_loops_after_a_trainer_of_it_was_copied():
+    """Python then notes something in the class, as it does in ours."""
+
+    class Own(Trainer):
+        pass
+
+    for kind in (Own, SCUTrainer):
+        copy.copy(kind.__new__(kind))
+        assert "__slotnames__" in vars(kind)
+    assert issubclass(with_loops(Own), Own)
 
 
 class OtherBatches(TrainerCallback):
