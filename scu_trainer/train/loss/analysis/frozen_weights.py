@@ -147,9 +147,14 @@ def _buffers(model: nn.Module, owner: Any) -> dict[Kept, torch.Tensor]:
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other or one.device != other.device or one.shape != other.shape or not one.is_floating_point():
-        return one is other or (one.device == other.device and torch.equal(one, other))
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    """With the same entries NaN."""
+    if one is other:
+        return True
+    if (one.device, one.dtype, one.shape) != (other.device, other.dtype, other.shape):
+        return False
+    if one.is_floating_point():
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(one, other)
 
 
 def _held(model: nn.Module, owner: Any) -> list[nn.Module]:
