@@ -154,38 +154,26 @@ def test_what_schedule_free_contradicts(changes, message, tmp_path):
         trained(llama(layers=1), tmp_path, optim="schedule_free_adamw", **{"memory": MemorySettings(), **changes})
 
 
+class MakesScheduleFree(SCUTrainer):
+    def create_optimizer(self, model=None):
+        from schedulefree import AdamWScheduleFree
+
+        self.optimizer = AdamWScheduleFree(self.model.parameters(), lr=1e-2)
+        return self.optimizer
+
+
 @pytest.mark.skipif(not SCHEDULE_FREE, reason="schedulefree is not installed")
-def test_a_schedule_free_optimizer_that_somebody_has_made_is_known_too(tmp_path):
+@pytest.mark.parametrize("kind", [SCUTrainer, MakesScheduleFree], ids=["given", "made by its create_optimizer"])
+def test_a_schedule_free_optimizer_that_somebody_has_made_is_known_too(tmp_path, kind):
     from schedulefree import AdamWScheduleFree
 
     def run(**changes):
         model = llama(layers=1)
-        changes |= {"optimizers": (AdamWScheduleFree(model.parameters(), lr=1e-2), None), "lr_scheduler_type": "linear"}
-        return trained(model, tmp_path, memory=MemorySettings(), save_strategy="steps", save_steps=3, **changes)
-
-    whole = run()
-    final = weights_of(whole.model)
-    assert same(final, averaged(whole))
-    assert same(weights_of(llama(layers=1, seed=3).from_pretrained(tmp_path / "checkpoint-6")), final)
-    assert same(weights_of(run(resume=str(tmp_path / "checkpoint-3")).model), final)
-    with pytest.raises(SettingsError, match=r"but AdamWScheduleFree switches to others.*drop scu_target_s"):
-        run(regularization=RegularizationSettings(target_s=0.1))
-    with pytest.raises(SettingsError, match=r"AdamWScheduleFree already averages the weights.*drop ema_decay"):
-        run(efficiency=EfficiencySettings(ema_decay=0.9))
-
-
-@pytest.mark.skipif(not SCHEDULE_FREE, reason="schedulefree is not installed")
-def test_a_schedule_free_optimizer_of_ones_own_create_optimizer_is_known_too(tmp_path):
-    from schedulefree import AdamWScheduleFree
-
-    class Own(SCUTrainer):
-        def create_optimizer(self, model=None):
-            self.optimizer = AdamWScheduleFree(self.model.parameters(), lr=1e-2)
-            return self.optimizer
-
-    def run(**changes):
-        changes |= {"memory": MemorySettings(), "save_strategy": "steps", "save_steps": 3, "kind": Own}
-        return trained(llama(layers=1), tmp_path, **changes)
+        if kind is SCUTrainer:
+            optimizer = AdamWScheduleFree(model.parameters(), lr=1e-2)
+            changes |= {"optimizers": (optimizer, None), "lr_scheduler_type": "linear"}
+        changes |= {"memory": MemorySettings(), "save_strategy": "steps", "save_steps": 3, "kind": kind}
+        return trained(model, tmp_path, **changes)
 
     whole = run()
     final = weights_of(whole.model)
