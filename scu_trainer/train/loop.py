@@ -271,11 +271,16 @@ class Loop(TrainerCallback):
 
 
 def returned(loop: Loop, hook: str, value: Any) -> Any:
-    """``value``, which ``hook`` of ``loop`` gave. Raises ControlError for None."""
+    """``value``, which ``hook`` of ``loop`` gave. Raises ControlError for None, and for batches that do not flow."""
     if value is None:
         raise ControlError(
             f"{called(loop)} returns None from {hook}(), as where a return was forgotten; the docstring of Loop.{hook} "
             "says what to return"
+        )
+    if hook == "batches" and not hasattr(value, "__next__"):
+        raise ControlError(
+            f"{called(loop)} returns a {type(value).__name__} from batches(), not an iterator; yield the batches one "
+            "by one: what was taken beyond the count of the step would be lost"
         )
     return value
 

@@ -230,6 +230,7 @@ class FinalScalars(Named):
         (given(Named(), rate_factor=None), "rate_factor None"),
         (given(Named(), rate_factor=float("nan")), "rate_factor nan"),
         (given(Named(), rate_factor=-1.0), "rate_factor -1.0"),
+        (given(Named(), batches=lambda batches, count: list(batches)), r"returns a list from batches\(\), not an iter"),
         (Scalars(None), r"returns a NoneType from scalars\(\)"),
         (FinalScalars(), r"returns a NoneType from final_scalars\(\)"),
         (Scalars({3: 1.0}), 'the name 3, which is not text; put it in quotes, as in "own/3"'),
