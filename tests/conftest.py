@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -73,11 +74,18 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imports_are_no_garbage() -> None:
+_begun: Counter[Path] = Counter()
+"""Tests, by their file."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Every training ends in a full garbage collection, which need not walk over all that imports have left behind:
-    0.3 s each. Once more for each file of tests, since the first that does something imports what it takes. What was in
-    use then may be garbage by now, with files that it holds open: before there are many of these, all is looked at."""
+    0.3 s each. Once more for each file of tests, and after its first test, which imports what it takes. What was in use
+    then may be garbage by now, with files that it holds open: before there are many of these, all is looked at."""
+    _begun[item.path] += 1
+    if _begun[item.path] > 2:
+        return
     if len(os.listdir("/dev/fd")) > MOST_OPEN_FILES:
         gc.unfreeze()
     gc.collect()
