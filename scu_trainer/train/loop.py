@@ -347,7 +347,7 @@ def opened(output_dir: str, name: str, step: int, begins: bool) -> History:
     """The history file of a run that goes on after ``step``, an epoch where rows are of epochs, or ``begins``."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     history = History(Path(output_dir) / name)
-    dropped = history.truncate_after(step)
+    dropped = history.truncate_after(-1 if begins else step)  # what is measured before step 1 is measured again
     if dropped and begins:
         logger.warning(
             "removed %s of %s in %s, from an earlier training: this one writes its own. To keep both, give each an "

@@ -163,6 +163,12 @@ def test_a_resumed_run_writes_the_rows_after_its_checkpoint_again(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / LOG_FILE) if "eval_loss" in row] == [2, 4, 6]
 
 
+def test_a_run_that_begins_again_keeps_no_row_from_before_its_first_step(tmp_path):
+    for _ in range(2):
+        run(tmp_path, eval_on_start=True, max_steps=2)
+    assert [row["step"] for row in read_rows(tmp_path / LOG_FILE)].count(0) == 1
+
+
 @pytest.mark.parametrize(("steps", "rows"), [(4, [4, 6]), (500, [6])])
 def test_the_last_step_is_logged_too(tmp_path, steps, rows):
     trainer = run(tmp_path, logging_steps=steps, eval_strategy="no")
