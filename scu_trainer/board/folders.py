@@ -43,7 +43,7 @@ def run_below(root: Path, name: str) -> Run:
 
 def can_answer(run: Run) -> bool:
     """Whether it holds a model or an adapter, to be talked to."""
-    return any((run.path / name).is_file() for name in ("adapter_config.json", "config.json"))
+    return any(os.path.isfile(run.path / name) for name in ("adapter_config.json", "config.json"))
 
 
 def signs_of(run: Run, names: Iterable[str]) -> tuple:
@@ -66,7 +66,7 @@ def link_out(run: Run) -> Optional[str]:
         try:
             with os.scandir(run.path / folder) as entries:
                 links = [entry.name for entry in entries if entry.is_symlink()]
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue
         for name in links:
             if not _is_below(run.path / folder / name, real):

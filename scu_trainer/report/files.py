@@ -70,9 +70,12 @@ def has_begun(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether ``folder`` is a run, also one that waits for its turn."""
-    waits = (folder / STATUS_FILE).is_file() or (folder / "background" / "start.json").is_file()
-    return folder.is_dir() and (waits or has_begun(folder))
+    """Whether ``folder`` is a run, also one that waits for its turn, or that its owner alone may look into."""
+    try:
+        waits = (folder / STATUS_FILE).is_file() or (folder / "background" / "start.json").is_file()
+        return folder.is_dir() and (waits or has_begun(folder))
+    except OSError:
+        return True
 
 
 def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", is_alive: bool = False) -> RunFiles:

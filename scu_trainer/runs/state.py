@@ -193,18 +193,25 @@ class Report:
 
 
 def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
-    """Read everything of a run and judge it. The process is asked before the files are read: one that has ended in
-    between has written its last words by then."""
+    """Read everything of a run and judge it."""
     try:
-        before = run.record()
-        pid, fact = _process(run, before, machine)
-        status, record = run.status(), run.record()
-        if record is not None and (before is None or record.process != before.process):  # it has just registered
-            pid, fact = _process(run, record, machine)
-            status = run.status()
-        copied_from = None if record is None else run.copied_from(record)
+        return _report(run, machine, time.time() if now_s is None else now_s)
     except StorageError as error:
-        return Report(run, RunState("unreadable", str(error), "error"), Progress())
+        why = str(error)
+    except OSError as error:  # such as a folder, or a file in it, that another user keeps for themselves
+        why = f"cannot read {error.filename}: {error.strerror}; check the path and its permissions"
+    return Report(run, RunState("unreadable", why, "error"), Progress())
+
+
+def _report(run: Run, machine: Machine, now_s: float) -> Report:
+    """The process is asked before the files are read: one that has ended in between has written its last words by
+    then."""
+    before = run.record()
+    pid, fact = _process(run, before, machine)
+    status, record = run.status(), run.record()
+    if record is not None and (before is None or record.process != before.process):  # it has just registered
+        pid, fact = _process(run, record, machine)
+        status = run.status()
     found = progress(run, status)
     state = judge(
         Evidence(
@@ -212,12 +219,12 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
             record=record,
             fact=fact,
             spawner=None if record is None else look(record.spawner, machine),
-            now_s=time.time() if now_s is None else now_s,
+            now_s=now_s,
             updated_s=found.updated_s,
             error=last_error(run.console),
             free_bytes=free_bytes(run.path),
             is_asked_to_stop=record is not None and run.stop_request.exists(),
-            copied_from=copied_from,
+            copied_from=None if record is None else run.copied_from(record),
         )
     )
     pid = pid if state.is_alive else None

@@ -166,7 +166,11 @@ def all_runs(root: Path) -> list[Run]:
 
 
 def _is_run(path: Path) -> bool:
-    return path.is_dir() and ((path / "run.json").is_file() or (path / FOLDER / "start.json").is_file())
+    """Also one that its owner alone may look into: what is said of it is that it cannot be read."""
+    try:
+        return path.is_dir() and ((path / "run.json").is_file() or (path / FOLDER / "start.json").is_file())
+    except OSError:
+        return True
 
 
 def find(name: str, root: Path) -> Run:

@@ -21,6 +21,7 @@ from scu_trainer.run_files import write_json
 from scu_trainer.runs import progress
 from scu_trainer.runs.store import Run
 from tests.report.made_runs import make_run
+from tests.runs import stand_in
 
 
 def begun_at(folder, moment, **changes):
@@ -198,6 +199,15 @@ def test_broken_files_of_one_run_hide_nothing_else(site, root, how, monkeypatch)
     for name in FILES:
         answer = site.ask(f"/run/{name.removesuffix('.json')}")
         assert answer.status_code == 200, answer.text[:500]
+
+
+def test_a_folder_that_its_owner_alone_may_read_hides_nothing_else(site, root, monkeypatch):
+    make_run(root / "good")
+    stand_in.kept_for_its_owner(monkeypatch, make_run(root / "theirs"))
+    text = site.ask("/").text
+    assert ">good<" in text and ">theirs<" in text and text.count(">unreadable<") == 1
+    assert "Permission denied" in site.ask("/run/theirs").text
+    assert site.ask("/chat").status_code == 200
 
 
 def test_a_record_of_a_start_that_is_broken(site, root):

@@ -245,6 +245,31 @@ def test_what_another_program_calls_run_json_hides_no_other_run(by_hand, capsys,
     )
 
 
+def test_a_folder_that_its_owner_alone_may_read_hides_no_other_run(by_hand, capsys):
+    theirs = by_hand.path.with_name("theirs")
+    theirs.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in.kept_for_its_owner(patch, theirs)
+        assert typed("list") == 0
+        said = capsys.readouterr().out
+        assert "│by_hand │ finished" in said and "│theirs  │ unreadable" in said
+        assert "theirs: cannot read runs/theirs/" in said and "Permission denied" in said
+        assert typed("status", "by_hand") == 0 and "finished" in capsys.readouterr().out
+        assert typed("stop", "theirs", "by_hand") == 2
+        said = capsys.readouterr().out
+        assert "theirs cannot be stopped: cannot read" in said and "by_hand is not running: finished" in said
+
+
+def test_a_file_that_cannot_be_read_hides_no_other_run(by_hand, capsys):
+    other = by_hand.path.with_name("other")
+    shutil.copytree(by_hand.path, other)
+    (other / "scu_history.json").unlink()
+    (other / "scu_history.json").mkdir()
+    assert typed("list") == 0
+    said = capsys.readouterr().out
+    assert "│by_hand │ finished" in said and "other: cannot read runs/other/scu_history.json: Is a directory" in said
+
+
 def test_a_moment_that_is_none_is_not_known(by_hand, capsys):
     (by_hand.path / "run.json").write_text('{"status": "finished", "updated": "now", "started": 5, "step": 3}')
     assert typed("status", "by_hand") == 0 and "finished" in capsys.readouterr().out

@@ -5,6 +5,7 @@ The configuration says what it does: ``behave`` is one of the functions below, "
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -32,6 +33,22 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
 
 def hands(**more: Any) -> Hands:
     return Hands(spawn=spawn, **more)
+
+
+def kept_for_its_owner(patch: Any, folder: Path) -> None:
+    """What another user may not look into: rights do not hinder root, who runs these tests in a container."""
+
+    def refusing(stock: Any) -> Any:
+        def ask(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+            if isinstance(path, (str, os.PathLike)) and folder in Path(path).absolute().parents:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return stock(path, *arguments, **options)
+
+        return ask
+
+    for name in ("stat", "scandir", "listdir"):
+        patch.setattr(os, name, refusing(getattr(os, name)))
+    patch.setattr("builtins.open", refusing(open))
 
 
 def training(words: list[str]) -> int:

@@ -241,6 +241,10 @@ def _stop(options: argparse.Namespace, hands: Hands) -> int:
     found = [(run, report(run, hands.machine)) for run in runs]
     # Who waits goes first: it would begin as soon as the one before it has ended.
     for run, before in sorted(found, key=lambda pair: pair[1].state.status != "queued"):
+        if before.state.status == "unreadable":  # it may be running
+            screens.say(f"{run.name} cannot be stopped: {before.state.detail}")
+            code = 2
+            continue
         if not before.state.is_alive and (not options.now or before.state.status == "copied"):
             screens.say(f"{run.name} is not running: {before.state.status}{_because(before.state.detail)}")
             continue
