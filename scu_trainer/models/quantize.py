@@ -214,19 +214,20 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
         parameter.requires_grad_(False)
         if parameter.dtype == torch.float16 and id(parameter) not in packed:
             parameter.data = parameter.data.float()
-    for module in modules.values():
-        if stored_bits(module) == 4:
-            _keep_as_loaded(module)
+    keep_as_loaded(model)
     return model
 
 
-def _keep_as_loaded(module: nn.Module) -> None:
-    """On CPUs with avx512_bf16 the first evaluation would repack the weights for a kernel without a backward: from then
-    on gradients are wrong, without a word, and saved weights are other ones."""
-    module.support_avx512bf16_for_cpu = False
-    if module.bias is not None and module.compute_dtype is not None:
-        # The first forward does that; here, so that no forward changes a frozen weight.
-        module.bias.data = module.bias.data.to(module.compute_dtype)
+def keep_as_loaded(model: nn.Module) -> None:
+    """On CPUs with avx512_bf16 the first evaluation would repack 4-bit weights for a kernel without a backward: from
+    then on gradients are wrong, without a word, and saved weights are other ones."""
+    for _, module in quantized_modules(model):
+        if stored_bits(module) == 8:
+            continue
+        module.support_avx512bf16_for_cpu = False
+        if module.bias is not None and module.compute_dtype is not None:
+            # The first forward does that; here, so that no forward changes a frozen weight.
+            module.bias.data = module.bias.data.to(module.compute_dtype)
 
 
 # -- what the user sees ------------------------------------------------------------------------------------------------

@@ -205,6 +205,17 @@ def test_an_evaluation_changes_neither_weights_nor_gradients(llama_dir, eight):
     assert tiny.same(model.state_dict(), before)
 
 
+def test_an_evaluation_of_a_model_stored_in_4_bits_leaves_the_gradients_of_plain_lora(llama_dir, tmp_path):
+    load_model(qlora(llama_dir)).save_pretrained(tmp_path)
+    settings = ModelSettings(model_name_or_path=str(tmp_path), tuning="lora")
+    model = prepare_for_tuning(load_model(settings), settings)
+    expected, before = gradients(model), {name: t.clone() for name, t in model.state_dict().items()}
+    with torch.no_grad():
+        model.eval()(input_ids=IDS)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
+    assert tiny.same(model.state_dict(), before)
+
+
 def test_a_bias_has_the_type_of_the_arithmetic_from_the_start(tmp_path):
     full = tiny.llama(hidden=64, attention_bias=True)
     for layer in full.model.layers:

@@ -43,6 +43,7 @@ from scu_trainer.models.loading.safety import (
 )
 from scu_trainer.models.quantize import (
     compute_dtype_of,
+    keep_as_loaded,
     prepare_quantized,
     quantization_config,
     require_quantization,
@@ -137,6 +138,7 @@ def load_model(
             f"{first_few(random, 1)} missing or of another shape; give the folder of a complete causal language model"
         )
     if settings.tuning != "qlora":
+        keep_as_loaded(model)  # its files may hold 4 bits
         return model
     release_mapped_files()  # what was packed is not read again
     return prepare_quantized(model)
