@@ -27,6 +27,7 @@ from scu_trainer.errors import ControlError, NonFiniteLoss
 from scu_trainer.hardware import heap
 from scu_trainer.models.loading.hub_errors import as_hub_error
 from scu_trainer.models.loading.safety import tensors_only
+from scu_trainer.models.quantize import keep_as_loaded
 from scu_trainer.secrets import secret
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
@@ -276,6 +277,11 @@ class SCUTrainer(Trainer):
     def _get_dataloader(self, *args, **kwargs):
         loader = super()._get_dataloader(*args, **kwargs)
         return self.engine.loading(loader if self.is_stock else shield(loader))
+
+    def _wrap_model(self, model, *args, **kwargs):
+        if not self.is_stock:
+            keep_as_loaded(model)  # also where no evaluation is asked for: the loops compute losses without a gradient
+        return super()._wrap_model(model, *args, **kwargs)
 
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)

@@ -184,6 +184,22 @@ def test_stock_peft_reads_the_adapter(bases, tmp_path, bits):
     assert torch.equal(stock.train()(input_ids=ids).logits, trainer.model.train()(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("evaluates", [False, True], ids=["", "evaluates"])
+def test_a_model_of_ones_own_trains_as_by_the_stock_trainer(bases, tmp_path, evaluates):
+    """Which on a CPU with avx512_bf16 an evaluation would change: the memory loop tests the loss without a gradient."""
+    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+
+    def run(name: str, **given) -> dict[str, torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(bases["llama"], quantization_config=packing)
+        torch.manual_seed(0)
+        trainer = trained(tiny.lora(model), tmp_path / name, max_steps=4, learning_rate=1e-2, **UNEVEN, **given)
+        return weights_of(trainer.model)
+
+    evaluation = {"eval_dataset": UnevenRows(8, seed=3), "eval_strategy": "steps", "eval_steps": 1} if evaluates else {}
+    expected, found = run("stock"), run("memory", memory=MemorySettings(), **evaluation)
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected if "lora_" in name) < 1e-5
+
+
 # -- checkpointing of activations --------------------------------------------------------------------------------------
 
 
