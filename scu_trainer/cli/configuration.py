@@ -33,6 +33,8 @@ from scu_trainer.cli.names.translation import as_flags, flags_of, translated
 from scu_trainer.cli.presets import fitted
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.figures import counted
+from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC
+from scu_trainer.hardware.precision import DeviceFacts, PrecisionChoice, choose_precision, device_facts, tf32_default
 from scu_trainer.hardware.probe import has_cuda, usable_cores
 from scu_trainer.secrets import redact, redact_data
 from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings, RetentionSettings
@@ -45,7 +47,6 @@ from scu_trainer.settings.tasks import TaskSettings
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
-    from scu_trainer.hardware.precision import DeviceFacts, PrecisionChoice
     from scu_trainer.train.job.job import Job
 
 STOCK_REFUSALS = (ValueError, ImportError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError)
@@ -312,8 +313,6 @@ def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[
 def _choose_optimizer(parser: HfArgumentParser, typed: Any, given: Collection[str]) -> tuple[str, ...]:
     """Choose the optimizer for weights trained in bfloat16, unless one is named; returns a note. DeepSpeed trains a
     copy in float32."""
-    from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC
-
     is_deepspeed = typed.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if (typed.dtype, typed.tuning) != ("bfloat16", "full") or is_deepspeed or "optim" in given:
         return ()
@@ -336,8 +335,6 @@ def _choose_evaluations(parser: HfArgumentParser, typed: Any, given: Collection[
 
 def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> PrecisionChoice:
     """Set bf16, fp16 and tf32 to what fits the device, unless given: TrainingArguments needs them when it is made."""
-    from scu_trainer.hardware.precision import choose_precision, device_facts, tf32_default
-
     said_no = [name for name in ("bf16", "fp16") if getattr(typed, name) is False]
     wanted = typed.mixed_precision
     if wanted in said_no:

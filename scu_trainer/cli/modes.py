@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Optional
+
+import psutil
 
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import figures_table, guarded, plain_console, quiet_stdout
@@ -67,10 +69,6 @@ def _chosen(wanted: Optional[Sequence[str]]) -> list[str]:
 
 def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dict[str, Any]:
     """Figures of a few steps in this process. Raises a UserError where that job cannot run here."""
-    from dataclasses import asdict
-
-    import psutil
-
     from scu_trainer.cli.configuration import read_job
     from scu_trainer.train.session.test_run import measure
     from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group

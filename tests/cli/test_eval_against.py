@@ -168,7 +168,7 @@ def test_a_merge_is_neither_better_nor_worse_than_its_adapter(evaluate, work):
 
 
 def test_a_merge_without_numbers_is_refused(refused, work, monkeypatch):
-    monkeypatch.setattr("scu_trainer.models.merge.check_merge", lambda *models: math.nan)
+    monkeypatch.setattr("scu_trainer.cli.evaluation.scoring.check_merge", lambda *models: math.nan)
     message = refused(work.lora, "--against", "merged", "--merge_dtype", "float16")
     assert message == "merged in float16 the model gives logits that are not finite; use --merge_dtype float32"
 

@@ -186,7 +186,7 @@ def test_another_model_is_not_written(shallow, tmp_path, capsys, monkeypatch, co
             next(written.parameters())[:, 0] += 0.5
         return written
 
-    monkeypatch.setattr(merge, "full_weights", shifted)
+    monkeypatch.setattr("scu_trainer.cli.publishing.export.full_weights", shifted)
     said = refused(capsys, shallow, "--to", format, "--output", tmp_path / "out")
     assert "not the same model" in said or "not equal to" in said
     assert "of the largest" in said and names(tmp_path) == set()

@@ -17,7 +17,6 @@ from scu_trainer.data import store
 from scu_trainer.data.records import AS_PLAIN_TEXT
 from scu_trainer.errors import ModelError
 from scu_trainer.hardware import probe
-from scu_trainer.models import export
 from scu_trainer.settings import ModelSettings
 from tests import tiny
 from tests.hub.runs import train
@@ -98,7 +97,7 @@ def test_beside_the_run_and_scored_like_the_adapter(folder, capsys):
 
 def test_another_model_than_the_adapter(folder, tmp_path, capsys, monkeypatch):
     """As if a weight had been lost on its way to the disk."""
-    write = export.write_model
+    write = merge.write_model
 
     def torn(merged, processor, target, size):
         write(merged, processor, target, size)
@@ -106,7 +105,7 @@ def test_another_model_than_the_adapter(folder, tmp_path, capsys, monkeypatch):
         weights["model.layers.0.mlp.up_proj.weight"].mul_(1.01)
         save_file(weights, target / "model.safetensors", {"format": "pt"})
 
-    monkeypatch.setattr(export, "write_model", torn)
+    monkeypatch.setattr(merge, "write_model", torn)
     told = refused(capsys, folder / "lora", "--output", tmp_path / "merged")
     assert "the merged model is not equal to the adapter" in told and "1e-05 is allowed for float32" in told
     assert list(tmp_path.iterdir()) == []
@@ -116,7 +115,7 @@ def test_a_disk_that_is_full_meanwhile(folder, tmp_path, capsys, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "write_model", full)
+    monkeypatch.setattr(merge, "write_model", full)
     assert "No space left on device" in refused(capsys, folder / "lora", "--output", tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
 

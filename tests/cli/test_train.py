@@ -408,7 +408,8 @@ def test_test_run_does_everything_and_leaves_nothing(capsys, flags, tmp_path):
 
 def test_more_processes_than_cards(capsys, monkeypatch, flags):
     """Said before the process group is made, which would fail with "invalid device ordinal"."""
-    monkeypatch.setattr(precision, "device_facts", lambda use_cpu: precision.DeviceFacts("cuda", True, (9, 0)))
+    facts = precision.DeviceFacts("cuda", True, (9, 0))
+    monkeypatch.setattr("scu_trainer.cli.configuration.device_facts", lambda use_cpu: facts)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert train.main(flags) == 2

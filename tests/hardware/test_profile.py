@@ -96,7 +96,7 @@ def test_the_command_prints_json_of_this_machine(capsys):
 def test_a_gpu_whose_users_nobody_knows_says_so(capsys, monkeypatch):
     machine = subject.profile((), measure_disks=False)
     machine = replace(machine, gpus=(Gpu("cuda", 0, "Card", 24 * GIB, 20 * GIB, "8.6", None),))
-    monkeypatch.setattr(subject, "profile", lambda *arguments, **options: machine)
+    monkeypatch.setattr(hardware, "profile", lambda *arguments, **options: machine)
     assert hardware.main(["profile"]) == 0
     assert "unknown whether anything else uses it" in " ".join(capsys.readouterr().out.split())
 
@@ -110,7 +110,7 @@ def test_a_screen_of_80_columns_holds_it(capsys, monkeypatch):
         (Disk("runs", 100 * GIB, 50 * GIB, 1.5e9), Disk("cache", GIB, GIB, None, "not measured")),
         {"torch": "2.13.0", "flash-attn": None},
     )  # fmt: skip
-    monkeypatch.setattr(subject, "profile", lambda *arguments, **options: machine)
+    monkeypatch.setattr(hardware, "profile", lambda *arguments, **options: machine)
     assert hardware.main(["profile"]) == 0
     lines = capsys.readouterr().out.splitlines()
     text = " ".join(" ".join(lines).split())

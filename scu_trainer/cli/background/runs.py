@@ -24,6 +24,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
 from scu_trainer.runs.control import Hands, Wish, check, resume, start, stop
+from scu_trainer.runs.menu import Menu
 from scu_trainer.runs.monitor import follow, log_of, watch
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
@@ -322,8 +323,6 @@ def _logs(options: argparse.Namespace, hands: Hands) -> int:
 
 
 def _menu(hands: Hands) -> int:
-    from scu_trainer.runs.menu import Menu
-
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError(
             f"{_parser().format_help()}\nname one of these actions: without a terminal there is no menu"

@@ -20,6 +20,7 @@ from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same
 from scu_trainer.runs.studies.comparison_state import found_states
 from scu_trainer.shipped import recipe
+from scu_trainer.train.run_directory.logs import run_log
 
 DESCRIPTION = """\
 Trains the same job under several controllers, each over several seeds, with the
@@ -74,8 +75,6 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
 
 
 def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[str], console: Any, hands: Any) -> int:
-    from scu_trainer.train.run_directory.logs import run_log
-
     with run_log():  # what libraries say while settings are read
         arms = arms_of(options, flags)
         reference = reference_of(options.reference, arms)

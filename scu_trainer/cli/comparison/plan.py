@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.cli.configuration import as_yaml, read_job, read_values
 from scu_trainer.cli.main import environment_kept
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
@@ -83,8 +84,6 @@ def arms_of(options: argparse.Namespace, flags: Sequence[str]) -> list[Arm]:
     words = [word for text in options.arms or DEFAULT_ARMS for word in text.split(",") if word]
 
     def rate_times_steps() -> Optional[float]:
-        from scu_trainer.cli.configuration import read_values
-
         values = read_values(options.config, flags)
         return values["learning_rate"] * values["max_steps"] if values["max_steps"] > 0 else None
 
@@ -120,8 +119,6 @@ def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Ar
 
 def resolved_settings(config: Optional[str], words: Sequence[str]) -> tuple[dict[str, Any], str]:
     """All settings of a job as training writes them to its run directory, and as the YAML that runs read."""
-    from scu_trainer.cli.configuration import as_yaml, read_job
-
     with environment_kept():  # what is prepared for a training in this process is not for those that we start
         job = read_job(config, words)
         job.task = replace(job.task, seeds=None)  # each run has one

@@ -18,6 +18,7 @@ from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
 from scu_trainer.cli.comparison.runs import Start
 from scu_trainer.cli.comparison.sweep_plan import SweepPlan, shown, table_of
+from scu_trainer.cli.configuration import check_early, check_values_early
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.names.known import known_names
@@ -93,8 +94,6 @@ def _in_our_names(search: Sequence[str]) -> list[str]:
 @guarded
 def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     options, flags = parse_with_fields(_parser(), argv)
-    from scu_trainer.cli.configuration import check_early, check_values_early
-
     axes = axes_of(_in_our_names(options.search), known_names())
     for axis in axes:
         for value in axis.ends:

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.evaluation.options import BATCH_SIZE, BATCH_TOKENS, EvalOptions, HarnessOptions
+from scu_trainer.cli.evaluation.report import held_out_report, models_report, notes_of, tasks_report
+from scu_trainer.cli.evaluation.scoring import EvaluationRequest
+from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.fields import check_names, field_names, plain_words
 from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.subjects import (
@@ -32,11 +35,11 @@ from scu_trainer.models.loading.load import load_tokenizer
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.base import require
 from scu_trainer.settings.tasks import TEXT, TaskSettings, require_mixable
+from scu_trainer.train.tasks import task_of
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
-    from scu_trainer.cli.evaluation.scoring import EvaluationRequest
     from scu_trainer.train.evaluation.harness import Harness
     from scu_trainer.train.evaluation.sliding import Windows
     from scu_trainer.train.job.job import Task
@@ -53,8 +56,6 @@ data settings of a run."""
 
 @guarded
 def main(argv: list[str]) -> int:
-    from scu_trainer.cli.evaluation.screen import as_text
-
     parser = _parser()
     if {"-h", "--help"} & {*argv}:
         print(parser.format_help())
@@ -134,8 +135,6 @@ def _evaluate(
     subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
 ) -> dict[str, Any]:
     """Everything that is reported, JSON-like."""
-    from scu_trainer.cli.evaluation.report import held_out_report, models_report, notes_of, tasks_report
-
     request = evaluation_request(subjects, typed, options, asked)
     results = [request.ask(subject) for subject in subjects]
     has_documents = request.settings is not None
@@ -155,9 +154,6 @@ def evaluation_request(
     subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
 ) -> EvaluationRequest:
     """What all ``subjects`` are asked. Raises a UserError for everything that can be checked before loading a model."""
-    from scu_trainer.cli.evaluation.scoring import EvaluationRequest
-    from scu_trainer.train.tasks import task_of
-
     owner = next((subject for subject in subjects if subject.run), subjects[0])
     task = task_of(options.task or owner.task)
     _require_task(task, subjects, typed, options, asked)

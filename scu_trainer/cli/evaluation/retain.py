@@ -15,6 +15,7 @@ from scu_trainer.cli.subjects import Subject, base_subject, subject_of
 from scu_trainer.control.budget import SOLVED_AT, largest_share
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.figures import counted
+from scu_trainer.models.loading.load import load_for_evaluation
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.run_files import require_room, require_writable, write_json
 from scu_trainer.settings.tasks import TEXT
@@ -80,7 +81,6 @@ class Shares:
     """The documents of ``request``, scored at shares of the update of ``tuned``."""
 
     def __init__(self, request: EvaluationRequest, tuned: Subject, base: Subject) -> None:
-        from scu_trainer.models.loading.load import load_for_evaluation
         from scu_trainer.models.scaling import ScaledUpdate
 
         model, self.processor, self._parts = request.loaded(tuned)

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.subjects import Subject, own_split
 from scu_trainer.errors import DataError, ModelError
+from scu_trainer.models.export import export_dtype
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.models.merge import check_merge, merge_adapter, merge_tolerance
 from scu_trainer.settings import DataSettings
 
 if TYPE_CHECKING:
@@ -135,9 +138,6 @@ class EvaluationRequest:
 
 def _merged(model: nn.Module, dtype_name: str, input_ids: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The adapter of ``model`` in the weights of its base, and how far the logits of both are apart."""
-    from scu_trainer.models.export import export_dtype
-    from scu_trainer.models.merge import check_merge, merge_adapter, merge_tolerance
-
     dtype = export_dtype(model, dtype_name)
     merged = _beside(model, merge_adapter(model, dtype).eval().requires_grad_(False))
     difference, tolerance = check_merge(model, merged, input_ids), merge_tolerance(model, dtype)
@@ -155,8 +155,6 @@ def _merged(model: nn.Module, dtype_name: str, input_ids: Any) -> tuple[nn.Modul
 def _beside(model: nn.Module, merged: nn.Module) -> nn.Module:
     """``merged`` on the device of ``model``."""
     import torch
-
-    from scu_trainer.models.loading.offloaded import input_device
 
     try:
         return merged.to(input_device(model))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from scu_trainer import __version__
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser, require_new_file
 from scu_trainer.errors import DataError, SettingsError
 from scu_trainer.figures import counted
 from scu_trainer.imports import without_collector
+from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.shipped import recipe
+from scu_trainer.train.run_directory.logs import run_log
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,8 +59,6 @@ def main(argv: list[str]) -> int:
         raise SettingsError(f"--html {page} is a folder, or is in one that does not exist; give the name of a file")
     with without_collector(freeze=True):
         from scu_trainer.cli import configuration
-        from scu_trainer.settings.stock import seed_of_data
-        from scu_trainer.train.run_directory.logs import run_log
 
         configuration.check_early(options.config, flags)
         task, model, data = configuration.read_data(options.config, flags)
@@ -150,9 +152,6 @@ def _tokenizer(model: ModelSettings, cache_dir: Path) -> Any:
 
 
 def _write_page(path: Path, looks: Sequence[Look], console: Console) -> None:
-    from datetime import datetime
-
-    from scu_trainer import __version__
     from scu_trainer.cli.looking.page import data_page
 
     written = f"scu-trainer {__version__}, {datetime.now():%Y-%m-%d %H:%M}"

@@ -11,7 +11,9 @@ from scu_trainer.cli import configuration
 from scu_trainer.cli.main import figures_table
 from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import ModelError
-from scu_trainer.hardware.requirements import RequirementStatus
+from scu_trainer.hardware.needs import needs_of
+from scu_trainer.hardware.requirements import RequirementStatus, all_required_met, check
+from scu_trainer.models.loading.names import check_source
 
 
 def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
@@ -20,7 +22,6 @@ def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
     Raises SettingsError for a recipe that cannot be read, or that contradicts itself where all requirements are met.
     """
     from scu_trainer.data import default_cache_dir
-    from scu_trainer.hardware.requirements import all_required_met, check
 
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         # They know the fields of a recipe, and that they are missing is then the thing to say.
@@ -55,8 +56,6 @@ def _mark(finding: RequirementStatus) -> str:
 def findings_of(values: dict[str, Any]) -> list[RequirementStatus]:
     """``values``: every field of the command line."""
     from scu_trainer.data import default_cache_dir
-    from scu_trainer.hardware.needs import needs_of
-    from scu_trainer.hardware.requirements import check
 
     output_dir = Path(values["output_dir"]).expanduser()
     findings = check(output_dir, default_cache_dir(values["cache_dir"]), needs_of(values))
@@ -65,8 +64,6 @@ def findings_of(values: dict[str, Any]) -> list[RequirementStatus]:
 
 
 def _model(name: str) -> RequirementStatus:
-    from scu_trainer.models.loading.names import check_source
-
     try:
         check_source(name)
     except ModelError as error:

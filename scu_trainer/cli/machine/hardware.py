@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.cli.fields import check_known
+from scu_trainer.cli.machine.optimize import optimize
 from scu_trainer.cli.machine.screens import plain, profile_facts, screen
 from scu_trainer.cli.main import facts_table, guarded, plain_console
 from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
+from scu_trainer.hardware.profile import profile
 from scu_trainer.hardware.watching.monitor import MonitorReading, device_name, find_target, readings
+from scu_trainer.hardware.watching.readings_csv import CsvLog
 from scu_trainer.run_files import gib
 from scu_trainer.shipped import recipe
+from scu_trainer.train.run_directory.logs import run_log
 
 PLANS = ("recommend", "plan")
 
@@ -71,20 +76,16 @@ def main(argv: list[str]) -> int:
     if options.action == "monitor":
         return _monitor(options)
     if options.action == "optimize":
-        from scu_trainer.cli.machine.optimize import optimize
-
         return optimize(options)
     if options.gpu:
         return _check_gpu()
     from scu_trainer.cli.machine.check import check_recipe
-    from scu_trainer.train.run_directory.logs import run_log
 
     with run_log():  # what libraries say while they are loaded, as in train
         return check_recipe(options.config, flags)
 
 
 def _plan(action: str, *words: str) -> int:
-    from scu_trainer.cli.planning import OPTIMAL
     from scu_trainer.cli.planning.plan import main as plan
 
     is_named = action != "config" or any(word.partition("=")[0] == "--output" for word in words)
@@ -96,7 +97,6 @@ def _plan(action: str, *words: str) -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     from scu_trainer.data import default_cache_dir
-    from scu_trainer.hardware.profile import profile
 
     found = profile((Path("runs"), default_cache_dir(None)), measure_disks=not options.no_disk_speed)
     if options.json:
@@ -147,8 +147,6 @@ def _abilities(item: Accelerator) -> str:
 
 def _monitor(options: argparse.Namespace) -> int:
     from rich.live import Live
-
-    from scu_trainer.hardware.watching.readings_csv import CsvLog
 
     if options.interval <= 0 or (options.duration is not None and options.duration <= 0):
         raise SettingsError("interval and duration are seconds above 0, for instance --interval 1 --duration 60")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.cli.configuration import check_values_early
+from scu_trainer.cli.configuration_file import read_file
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
@@ -46,9 +48,6 @@ def main(argv: list[str]) -> int:
 
 def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tuple[Imported, dict[str, Any]]:
     """The file's keys and what the flags set before it. Raises SettingsError."""
-    from scu_trainer.cli.configuration import check_values_early
-    from scu_trainer.cli.configuration_file import read_file
-
     known = known_names()
     if tool is not None and tool not in TOOLS:
         raise SettingsError(f"--from {tool} is unknown{nearest(tool, TOOLS)}; known: {', '.join(TOOLS)}")

@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.cli.names.translation import as_flags, without
+from scu_trainer.cli.planning.plan import is_accepted, limit_of, means, planned_choice, source_of
 from scu_trainer.errors import OutOfMemory, RequirementError
+from scu_trainer.hardware.recommend import ROUNDING, choices
+from scu_trainer.hardware.target import here
 from scu_trainer.run_files import read_json, readable
 from scu_trainer.train.run_directory.resume import latest_run
+from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from scu_trainer.hardware.estimate import MemoryEstimate
@@ -68,9 +72,6 @@ def _ways(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tup
 
 
 def _planned(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tuple[dict[str, Any], str]]:
-    from scu_trainer.cli.planning.plan import is_accepted, limit_of, means, planned_choice, source_of
-    from scu_trainer.hardware.recommend import ROUNDING, choices
-    from scu_trainer.hardware.target import here
     from scu_trainer.train.memory_estimate.plan import choice_of
 
     target = here(job.training.use_cpu).limited(limit_of(None, job))
@@ -115,8 +116,6 @@ def _named(settings: Mapping[str, Any]) -> str:
 
 def _held_no_row(error: Exception, job: Job) -> bool:
     """Whether memory ran out before a step was done: while loading, in the evaluation before, or in the first step."""
-    from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
-
     if isinstance(error, OutOfMemory) and error.steps_done is not None:
         return error.steps_done == 0
     if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):

@@ -13,18 +13,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from scu_trainer.cli.configuration import read_job, read_values, typed_entries
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import environment_kept, guarded
+from scu_trainer.cli.names.translation import as_flags, without
 from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.planning import screen as plan_screen
+from scu_trainer.cli.planning.accuracy import accuracy
+from scu_trainer.cli.planning.written import check_place, write
 from scu_trainer.errors import DataError, ModelError, SettingsError, UserError
+from scu_trainer.hardware.estimate import MARGIN, OVERHEAD
+from scu_trainer.hardware.heap import keep_freed
+from scu_trainer.hardware.optimizer_bytes import uncounted
+from scu_trainer.hardware.precision import DeviceFacts
+from scu_trainer.hardware.presets import parse_bytes
+from scu_trainer.hardware.recommend import Means, SettingChoice, choices
+from scu_trainer.hardware.target import Target, here, named
 from scu_trainer.imports import without_collector
+from scu_trainer.models.loading.names import base_of, with_adapter_as_model
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.shipped import recipe
+from scu_trainer.train.run_directory.logs import run_log
 
 if TYPE_CHECKING:
-    from scu_trainer.hardware.precision import DeviceFacts
-    from scu_trainer.hardware.recommend import SettingChoice
-    from scu_trainer.hardware.target import Target
     from scu_trainer.train.job.job import Job
     from scu_trainer.train.memory_estimate.plan import Planned, Source
 
@@ -73,8 +84,6 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options, flags = parse_with_fields(_parser(), argv)
     if options.accuracy is not None:
-        from scu_trainer.cli.planning.accuracy import accuracy
-
         alone = _parser().parse_args(["--accuracy", options.accuracy, *(["--json"] if options.json else [])])
         if flags or options != alone:
             raise SettingsError("--accuracy compares runs that are there and takes no other option but --json")
@@ -82,20 +91,12 @@ def main(argv: list[str]) -> int:
     if options.here and (options.gpu or options.ram):
         raise SettingsError("--here is this machine, and --gpu or --ram name another one; keep one of them")
     if options.output is not None:
-        from scu_trainer.cli.planning.written import check_place
-
         check_place(options.output)
-    with without_collector(freeze=True):
-        from scu_trainer.train.run_directory.logs import run_log
-
-        with run_log():
-            return _plan(options, flags)
+    with without_collector(freeze=True), run_log():
+        return _plan(options, flags)
 
 
 def _plan(options: argparse.Namespace, flags: list[str]) -> int:
-    from scu_trainer.cli.planning import screen as plan_screen
-    from scu_trainer.hardware.estimate import MARGIN
-    from scu_trainer.hardware.optimizer_bytes import uncounted
     from scu_trainer.train.memory_estimate.plan import divided_by_zero3
 
     target = _target(options, flags)
@@ -128,9 +129,6 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _write(options: argparse.Namespace, flags: list[str], report: dict[str, Any], job: Job) -> None:
-    from scu_trainer.cli.configuration import typed_entries
-    from scu_trainer.cli.planning.written import write
-
     precision = job.model.mixed_precision, job.notes[0].removeprefix("precision: ")
     write(options.output, typed_entries(options.config, flags), report, precision)
     print(f"\nwritten: {options.output}", file=sys.stderr if options.json else sys.stdout)
@@ -140,17 +138,12 @@ def _write(options: argparse.Namespace, flags: list[str], report: dict[str, Any]
 
 
 def _target(options: argparse.Namespace, flags: Sequence[str]) -> Target:
-    from scu_trainer.cli.configuration import read_values
-    from scu_trainer.hardware.target import here, named
-
     if options.gpu or options.ram:
         return named(options.gpu, options.ram)
     return here(bool(read_values(options.config, flags)["use_cpu"]))
 
 
 def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
-    from scu_trainer.cli.configuration import read_job
-
     job = read_job(config, flags, None if target.is_here else target.facts)
     job.check_anywhere()
     if job.data.streaming and job.kind.name != "text-generation":
@@ -171,8 +164,6 @@ def _warn_of_missing_data(job: Job) -> None:
 
 
 def limit_of(text: Optional[str], job: Job) -> Optional[int]:
-    from scu_trainer.hardware.presets import parse_bytes
-
     if text is not None:
         return parse_bytes(text, "limit")
     limit_gb = job.memory.memory_limit_gb
@@ -180,8 +171,6 @@ def limit_of(text: Optional[str], job: Job) -> Optional[int]:
 
 
 def source_of(job: Job, target: Target) -> Source:
-    from scu_trainer.hardware.heap import keep_freed
-    from scu_trainer.models.loading.names import with_adapter_as_model
     from scu_trainer.train.memory_estimate.plan import FromConfiguration, FromParts
     from scu_trainer.train.step.distributed.deepspeed_start import models_kept_whole
 
@@ -201,7 +190,6 @@ def _configuration(job: Job) -> Any:
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.loading.causal import require_causal
     from scu_trainer.models.loading.load import check_weights, config_of, load_tokenizer
-    from scu_trainer.models.loading.names import base_of
     from scu_trainer.models.quantize import is_stored_quantized
 
     model = job.model
@@ -230,8 +218,6 @@ def is_accepted(
 ) -> bool:
     """Whether ``train`` takes the job with ``settings`` in the place of what was typed. ``planned_for``: as for
     ``read_job``."""
-    from scu_trainer.cli.configuration import read_job
-    from scu_trainer.cli.names.translation import as_flags, without
     from scu_trainer.train.step.distributed.deepspeed_start import process_group_kept
 
     try:
@@ -245,8 +231,6 @@ def is_accepted(
 def considered(source: Source, job: Job, target: Target, accepts: Callable[[Mapping[str, Any]], bool]) -> list[Planned]:
     """What was asked for; then choices that take less, up to the first that fits; then those that fit and are clearly
     faster than all before. ``accepts``: whether the job can be trained with some other settings."""
-    from scu_trainer.hardware.estimate import OVERHEAD
-    from scu_trainer.hardware.recommend import choices
     from scu_trainer.train.memory_estimate.plan import choice_of
 
     asked = choice_of(job)
@@ -305,8 +289,6 @@ def _stored(choice: SettingChoice) -> tuple:
 
 
 def means(source: Source, job: Job, target: Target) -> Any:
-    from scu_trainer.hardware.recommend import Means
-
     is_text = job.kind.name == "text-generation"
     return Means(
         half=target.half,

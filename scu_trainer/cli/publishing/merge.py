@@ -20,8 +20,14 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import MERGE_FILE, MERGED, Subject, positions_of, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
+from scu_trainer.hardware.probe import probe
+from scu_trainer.hub.card import CARD, base_license, card_of
+from scu_trainer.hub.facts import facts_of
 from scu_trainer.hub.local_paths import public_name
+from scu_trainer.models.export import CLASSES, export_dtype, needed_bytes, read_back, require_same_logits, write_model
 from scu_trainer.models.loading.names import is_adapter, near_folder
+from scu_trainer.models.loading.sizes import weight_counts
+from scu_trainer.models.merge import merge_adapter
 from scu_trainer.run_files import (
     make_room,
     read_json,
@@ -35,6 +41,8 @@ from scu_trainer.safe_paths import no_option
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import TEXT
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.tasks import task_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,8 +154,6 @@ def shown(output: str) -> str:
 def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, Any]:
     """Write the merged model of ``subject`` to ``output`` and return what merge.json holds. Raises a UserError before
     anything is loaded where it cannot work; ``output`` is there whole or not at all."""
-    from scu_trainer.train.run_directory.logs import run_log
-
     _require_adapter(subject)
     require_new(output)
     subject = subject.consenting(options, device_map=None)
@@ -189,8 +195,6 @@ def write_new(output: Path, build: Callable[[Path], None]) -> None:
 
 
 def _require_adapter(subject: Subject) -> None:
-    from scu_trainer.models.export import CLASSES
-
     source = Path(subject.source)
     if not source.is_dir():
         raise ModelError(
@@ -209,10 +213,6 @@ def _require_adapter(subject: Subject) -> None:
 def require_space(subject: Subject, output: Path, options: MergeOptions, beside_bytes: float = 0) -> None:
     """Memory and disk, from the configuration of the base alone. ``beside_bytes``: of a weight in a second file that is
     made while the first ones are there."""
-    from scu_trainer.hardware.probe import probe
-    from scu_trainer.models.export import needed_bytes
-    from scu_trainer.models.loading.sizes import weight_counts
-
     if subject.task != TEXT or subject.model.trust_remote_code:
         return  # small, or unknown before its code has run
     counts = weight_counts(subject.source)
@@ -241,8 +241,6 @@ class Conversion:
     @classmethod
     def of(cls, subject: Subject, output: Path, options: MergeOptions, about: dict[str, Any]) -> Self:
         """``about``: the first of its facts."""
-        from scu_trainer.models.export import export_dtype
-
         if subject.averages is not None:
             logger.warning("%s: its weights are taken, not their moving averages (%s)", subject.name, subject.averages)
         parts, checked_on = loaded_with_rows(subject)
@@ -261,8 +259,6 @@ class Conversion:
 
     def read_back(self, folder: Path) -> nn.Module:
         """As stock transformers reads it. Raises ModelError if it is another model than ours."""
-        from scu_trainer.models.export import read_back, require_same_logits
-
         model = read_back(folder, self.subject.task, next(self.parts.model.parameters()).device)
         if self.subject.task != TEXT:  # pictures are bytes until the model has them
             from scu_trainer.models.vision.models import watch_pixels
@@ -277,9 +273,6 @@ class _Merging(Conversion):
     """Of an adapter into its base; its facts are those of merge.json."""
 
     def build(self, folder: Path) -> None:
-        from scu_trainer.models.export import write_model
-        from scu_trainer.models.merge import merge_adapter
-
         with disk_reported(folder):
             merged = merge_adapter(self.parts.model, self.dtype)
             write_model(merged, self.parts.processor, folder, self.options.max_shard_size)
@@ -291,9 +284,6 @@ class _Merging(Conversion):
         self._write_card(folder)
 
     def _write_card(self, folder: Path) -> None:
-        from scu_trainer.hub.card import CARD, base_license, card_of
-        from scu_trainer.hub.facts import facts_of
-
         facts, _ = facts_of(Path(self.subject.source), self.facts)
         license = self.options.license or base_license(facts.base)
         write_text(folder / CARD, card_of(facts, self.facts["output"], license))
@@ -328,7 +318,6 @@ def disk_reported(folder: Path) -> Iterator[None]:
 def loaded_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
     """Model and rows of the run, and whose rows they are: those that it held out, where its data are still there."""
     from scu_trainer.train.job.source import Source
-    from scu_trainer.train.tasks import task_of
 
     task, seed = task_of(subject.task), split_seed(subject.run) if subject.run else 0
     own = subject.own(subject.task)

@@ -16,9 +16,14 @@ from scu_trainer.cli.publishing.merge import default_output, require_new, shown,
 from scu_trainer.cli.subjects import PRUNE_FILE, Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.hub.facts import run_of
+from scu_trainer.models.export import write_model
 from scu_trainer.models.loading.names import is_adapter
+from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.models.prune import measure_statistics_again, plan_pruning, pruned
 from scu_trainer.run_files import readable, write_json
 from scu_trainer.settings.tasks import TEXT
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.tasks import task_of
 
 if TYPE_CHECKING:
     from scu_trainer.train.evaluation.scoring import DocumentScores
@@ -136,7 +141,6 @@ def prune(
     ``of_data``: settings of the rows, in the place of those of its run; ``seed`` of their split where it has none.
     Raises a UserError."""
     from scu_trainer.train.job.source import Source
-    from scu_trainer.train.run_directory.logs import run_log
 
     data, seed = held_out_settings(subject, of_data, seed)
     model = replace(subject.model, device_map=None, tuning="lora")  # the type of the files stays
@@ -150,8 +154,6 @@ class _Pruning:
     """One pruning. ``facts``: what prune.json holds, once it is built."""
 
     def __init__(self, subject: Subject, amount: float, kinds: Sequence[str], source: Source, output: Path) -> None:
-        from scu_trainer.train.tasks import task_of
-
         self.kinds, self.source, self.task = kinds, source, task_of(subject.task)
         self.facts: dict[str, Any] = {
             "format": 1,
@@ -163,8 +165,6 @@ class _Pruning:
         }
 
     def build(self, folder: Path) -> None:
-        from scu_trainer.models.export import write_model
-        from scu_trainer.models.prune import measure_statistics_again, plan_pruning, pruned
         from scu_trainer.train.evaluation.scoring import bootstrap_difference
 
         parts = self.task.load_scored(self.source)
@@ -204,7 +204,6 @@ def _figures(parts: TrainingComponents, scores: DocumentScores) -> dict[str, Any
 
 def _batches(parts: TrainingComponents) -> Iterator[dict[str, Any]]:
     """Of training rows, which nothing is scored on."""
-    from scu_trainer.models.loading.offloaded import input_device
     from scu_trainer.models.vision.inputs import as_seen_by
     from scu_trainer.train.evaluation.scoring import MODEL_INPUTS
 

@@ -17,6 +17,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.data.json_files import TO_UTF_8
 from scu_trainer.errors import DataError, SettingsError, UserError, nearest
+from scu_trainer.models.loading.adapters import active_config, takes_from_base
 from scu_trainer.run_files import write_text
 
 if TYPE_CHECKING:
@@ -83,8 +84,6 @@ def _second(first: Talker, other, is_base: bool) -> Talker:
 
 def _has_base_in_it(model: Any) -> bool:
     """Whether it is its base once its adapter is off."""
-    from scu_trainer.models.loading.adapters import active_config, takes_from_base
-
     config = active_config(model)
     return config is not None and not takes_from_base(config) and getattr(config, "bias", "none") == "none"
 
