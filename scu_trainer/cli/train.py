@@ -16,6 +16,8 @@ from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.imports import without_collector
 from scu_trainer.models.asking import switches_kept
 from scu_trainer.shipped import recipe
+from scu_trainer.train.run_directory.logs import run_log
+from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 from scu_trainer.train.step.distributed.launched import end_with_launcher
 
 MODES = {
@@ -38,8 +40,6 @@ def _main(argv: list[str]) -> int:
     if modes.help or modes.help_all:
         print(_help(with_stock_fields=modes.help_all))
         return 0
-    from scu_trainer.train.run_directory.logs import run_log
-
     configuration.check_early(modes.config, flags)
     with run_log() as log, switches_kept():
         if modes.check_requirements:
@@ -102,7 +102,6 @@ def _train(job, log, modes: argparse.Namespace, flags: Sequence[str]) -> int:
         from scu_trainer.train.run_directory.directory_lock import from_first_rank
         from scu_trainer.train.session.session import look_only, run
         from scu_trainer.train.session.test_run import try_out
-        from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
     refuse_useless_push(job)
     if job.training.push_to_hub and not modes.test_run:  # which pushes nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import platform
 import subprocess
 import sys
 import tempfile
@@ -13,10 +14,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
+import psutil
+
 from scu_trainer.cli.main import figures_table, guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import ModelError, SettingsError, nearest
-from scu_trainer.hardware.probe import has_cuda
+from scu_trainer.hardware.probe import has_cuda, installed_version
 from scu_trainer.run_files import write_json
 from scu_trainer.runs.launch import require_files
 from scu_trainer.runs.studies.budget import Attempt, Sizes, first_that_fits
@@ -59,7 +62,9 @@ def main(argv: list[str]) -> int:
     chosen = _chosen(options)
     has_gpu = has_cuda()
     if options.list:
-        console.print(_list(chosen, has_gpu))
+        titles = ("variant", "what it saves or is for", "here")
+        rows = [[variant.name, variant.saves, missing(variant, has_gpu) or "can run"] for variant in chosen]
+        console.print(figures_table(titles, rows, left=titles))
         return 0
     require_files()
     if options.steps < 2:
@@ -163,12 +168,6 @@ def _loops(outcome: Outcome) -> str:
 
 def record(outcomes: Sequence[Outcome], plan: VariantPlan, argv: Sequence[str]) -> dict[str, Any]:
     """For the results file: every outcome beside the machine and versions that gave it."""
-    import platform
-
-    import psutil
-
-    from scu_trainer.hardware.probe import installed_version
-
     packages = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
     return {
         "benchmark": "variants",
@@ -183,12 +182,6 @@ def record(outcomes: Sequence[Outcome], plan: VariantPlan, argv: Sequence[str]) 
         "steps": plan.steps,
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
-
-
-def _list(chosen: Sequence[Variant], has_gpu: bool):
-    titles = ("variant", "what it saves or is for", "here")
-    rows = [[variant.name, variant.saves, missing(variant, has_gpu) or "can run"] for variant in chosen]
-    return figures_table(titles, rows, left=titles)
 
 
 # -- the first that fits -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from scu_trainer.cli.background.seeds import INFIX, one_seed, runs_of, seeds_of,
 from scu_trainer.cli.configuration import check_early
 from scu_trainer.cli.configuration_file import read_file
 from scu_trainer.cli.fields import check_known
-from scu_trainer.cli.main import guarded
+from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import name_of, translated
 from scu_trainer.cli.parsing import Parser
@@ -168,7 +168,8 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
     _check_flags(flags)
     check_known(flags, _parser().of_action("start")._option_string_actions)
     options.config = options.config or _written_for_this_machine(flags)
-    entries, text = ({}, "{}\n") if options.config is None else _read(Path(options.config))
+    file = None if options.config is None else Path(options.config)
+    entries, text = ({}, "{}\n") if file is None else (read_file(file), file.read_bytes().decode())
     check_early(options.config, flags)
     name = options.name or _free_name(options, entries)
     settings = Options(
@@ -181,10 +182,6 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
     for wish in wishes:
         check(wish, options.root)
     return [(wish.name, start(wish, options.root, hands)) for wish in wishes]
-
-
-def _read(path: Path) -> tuple[dict, str]:
-    return read_file(path), path.read_bytes().decode()
 
 
 def _written_for_this_machine(flags: Sequence[str]) -> Optional[str]:
@@ -289,7 +286,7 @@ def _status(options: argparse.Namespace, hands: Hands) -> int:
         if options.json:
             print(json.dumps(found.as_dict(), indent=2))
         else:
-            screens.show_facts(found)
+            plain_console().print(screens.facts(found))
         return 0
     every = [report(run, hands.machine) for run in (seeds if is_job else all_runs(options.root))]
     if options.json:

@@ -45,11 +45,7 @@ def _table(reports: Sequence[Report]):
     return figures_table(titles, rows, left=titles[:3], overflow="fold")  # nothing is cut on a narrow screen
 
 
-def show_facts(report: Report) -> None:
-    plain_console().print(_facts(report))
-
-
-def _facts(report: Report):
+def facts(report: Report):
     return facts_table([("run", str(report.run.path)), *words.facts(report)])
 
 
@@ -89,7 +85,7 @@ def screen(view: View):
         row = Table.grid(padding=(0, 1))
         row.add_row(ProgressBar(total=1.0, completed=fraction, width=BAR_WIDTH), f"{fraction:.0%}")
         parts.append(row)
-    parts.append(_facts(view.report))
+    parts.append(facts(view.report))
     if view.warning:
         parts.append(Text(f"last warning: {view.warning}", style="yellow"))
     log = Text("\n".join(view.lines) or "nothing printed yet", overflow="ellipsis", no_wrap=True, style="dim")

@@ -166,13 +166,11 @@ class Sweep(Asked):
         line = Line(self.device, machine=self.hands.machine)
         place = line.join(self.hands.machine.identity(), self.plan.folder)
         try:
-            wait_for_turn(line, place, lambda: None, self._say_waiting, self._sleep_in_line)
+            tell = "waiting {}: a background run has it; scu-trainer runs list shows which".format
+            wait_for_turn(line, place, lambda: None, lambda reason: self.say(tell(reason)), self._sleep_in_line)
             yield
         finally:
             line.leave(place)
-
-    def _say_waiting(self, reason: str) -> None:
-        self.say(f"waiting {reason}: a background run has it; scu-trainer runs list shows which")
 
     def _sleep_in_line(self, seconds: float) -> None:
         if self.asked:
@@ -219,14 +217,11 @@ class Sweep(Asked):
     def _fault(self, name: str, code: int) -> Optional[str]:
         """Why a run that has ended has no figure that can be compared; None where it has one."""
         if code != comparison.TRAINED or not is_finished(self.folder_of(name)):
-            return self._last_words(name, code)
+            return last_words(self.plan.folder / "console" / f"{name}.log", code)
         if self._figure(name) is None:
             return "it has no finite held-out figure"
         own, base = (scored_on(self._metrics(run)) for run in (name, "base"))
         return None if own == base else f"it was scored on {own}, the job as it is on {base}"
-
-    def _last_words(self, name: str, code: int) -> str:
-        return last_words(self.plan.folder / "console" / f"{name}.log", code)
 
     # -- trials --------------------------------------------------------------------------------------------------------
 
@@ -312,22 +307,20 @@ class Sweep(Asked):
             self._confirm(best.params)
 
     def _row(self, trial: Any) -> dict[str, Any]:
-        steps = max(trial.intermediate_values, default=None)
-        name = f"runs/trial-{trial.number}"
         return {
             "trial": trial.number,
             "values": trial.params,
             "state": trial.state.name.lower(),
             "held_out_bpt": trial.value,
-            "last_evaluation": steps,
-            "folder": name,
+            "last_evaluation": max(trial.intermediate_values, default=None),
+            "folder": f"runs/trial-{trial.number}",
         }
 
     def _verdict(self, number: int, count: int) -> list[str]:
         """Best against the job as it is, over the held-out documents, paired: the figure that ``eval`` judges by."""
         runs = [str(self.folder_of(name)) for name in ("base", f"trial-{number}")]
         words = [sys.executable, "-m", "scu_trainer.cli.main", "eval", runs[1], "--against", runs[0], "--json"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env={**environment(1, False)})
+        done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment(1, False))
         if done.returncode != 0:
             return [
                 f"the best, trial {number}, could not be scored against the job as it is: {done.stderr.strip()[-300:]}"

@@ -199,7 +199,9 @@ def notes_of(
 ) -> list[str]:
     """What a reader must know beside the figures."""
     notes = [
-        note for subject, result in zip(subjects, answers, strict=True) for note in _notes_on_merge(subject, result)
+        f"{subject.name}: its logits are farther from the adapter's than the tolerance; do not use it unchecked"
+        for subject, result in zip(subjects, answers, strict=True)
+        if result.merge is not None and not result.merge["is_within_tolerance"]
     ]
     if request.settings is not None:
         notes += [*_notes_on_data(request.data, request.task.item), *_notes_on_training(subjects, request)]
@@ -222,12 +224,6 @@ def _notes_on_figures(subjects: list[Subject], answers: list[EvaluationResult]) 
                 yield f"{figure.task} asked {counted(figure.questions, 'question')}: too few to trust an interval"
             if figure.stderr == 0.0:
                 yield f"{figure.task}: every question gave {who} the same {figure.metric}, so it has no interval"
-
-
-def _notes_on_merge(subject: Subject, result: EvaluationResult) -> list[str]:
-    if result.merge is None or result.merge["is_within_tolerance"]:
-        return []
-    return [f"{subject.name}: its logits are farther from the adapter's than the tolerance; do not use it unchecked"]
 
 
 def _notes_on_data(data: Any, item: str) -> list[str]:

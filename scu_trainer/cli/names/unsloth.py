@@ -47,10 +47,6 @@ def _save_steps(value: Any, source: Source) -> Meaning:
     return Meaning({"save_strategy": "steps", "save_steps": value})
 
 
-def _completions(value: Any, source: Source) -> Meaning:
-    return Meaning({"completion_only_loss": is_on(value), "assistant_only_loss": is_on(value)})
-
-
 @where_on
 def _local(value: Any, source: Source) -> Meaning:
     files = value if isinstance(value, list) else [value]
@@ -80,7 +76,9 @@ TABLE: Table = {
     "num_epochs": _zero_is_not_given("num_train_epochs"),
     "save_steps": _save_steps,
     "packing": isolated_packing,
-    "train_on_completions": _completions,
+    "train_on_completions": lambda value, source: Meaning(
+        {"completion_only_loss": is_on(value), "assistant_only_loss": is_on(value)}
+    ),
     "gradient_checkpointing": checkpointing,
     "use_gradient_checkpointing": checkpointing,
     "lora_r": _of_adapters(Same("lora_r")),

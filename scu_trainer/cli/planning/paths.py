@@ -22,7 +22,6 @@ from scu_trainer.train.run_directory.resume import latest_run
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from scu_trainer.hardware.estimate import MemoryEstimate
     from scu_trainer.train.job.job import Job
 
 AUTO = "auto"
@@ -81,15 +80,14 @@ def _planned(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[
         if choice.change(asked) > ROUNDING or (settings and not is_accepted(config, flags, settings)):
             continue
         found = planned_choice(source, choice, asked, job, target)
-        if found is None or not found.fits or (before is not None and not _takes_less(found.estimate, before)):
+        if found is None or not found.fits:
             continue
-        before = found.estimate
+        now = found.estimate
+        # At the peak, or of what does not depend on the micro-batch.
+        if before and now.peak_bytes >= before.peak_bytes and now.lasting_bytes >= before.lasting_bytes:
+            continue
+        before = now
         yield settings, f"predicted {readable(before.peak_bytes)} of {readable(target.limit_bytes)}"
-
-
-def _takes_less(now: MemoryEstimate, before: MemoryEstimate) -> bool:
-    """At the peak, or of what does not depend on the micro-batch."""
-    return now.peak_bytes < before.peak_bytes or now.lasting_bytes < before.lasting_bytes
 
 
 def _begun(job: Job) -> Optional[dict[str, Any]]:
