@@ -256,7 +256,8 @@ class RunStatus:
             raise ValueError(f"status is {changes['status']!r}; allowed: {', '.join(STATUSES)}")
         self._pending.update(changes)
         is_due = not 0 <= self._clock() - self._written_at_s < self._min_interval_s  # also when the clock was set back
-        if is_due or self._is_news(changes):
+        news = [name for name in ("status", "error") if name in changes and changes[name] != self._written.get(name)]
+        if is_due or news:
             self.flush()
             return True
         return False
@@ -270,9 +271,6 @@ class RunStatus:
         content["started"] = content["started"] or now
         _replace_or_overwrite(self.path, content)
         self._written, self._written_at_s, self._pending = content, now_s, {}
-
-    def _is_news(self, changes: Row) -> bool:
-        return any(name in changes and changes[name] != self._written.get(name) for name in ("status", "error"))
 
 
 def free_bytes(path: AnyPath) -> int:

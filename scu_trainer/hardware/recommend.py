@@ -106,11 +106,9 @@ def choices(asked: SettingChoice, means: Means, device: str) -> list[SettingChoi
     while block is not None and block // 2 >= SHORTEST_BLOCK:
         block //= 2
         found |= {replace(choice, block_size=block) for choice in found if choice.checkpoint_every_layer}
-    return sorted(found, key=lambda choice: _place(choice, asked, device))
-
-
-def _place(choice: SettingChoice, asked: SettingChoice, device: str) -> tuple:
-    return (choice != asked, choice.change(asked), -(choice.block_size or 0), choice.time(device), repr(choice))
+    return sorted(
+        found, key=lambda one: (one != asked, one.change(asked), -(one.block_size or 0), one.time(device), repr(one))
+    )
 
 
 def _of_one_length(asked: SettingChoice, means: Means) -> Iterator[SettingChoice]:

@@ -96,7 +96,9 @@ def upload_of(
     items.append(Item(CARD, card))
     for item in items:
         _refuse_secrets(item)
-    left_out = _left_out(facts.weights, {*sources, CARD}, is_merged=merged is not None)
+    reasons = {**STAY, **(dict.fromkeys(ADAPTER, "merged into the weights") if merged is not None else {})}
+    names = sorted(path.name for path in facts.weights.iterdir())
+    left_out = [(name, _reason(name, reasons)) for name in names if name not in {*sources, CARD}]
     if merged is not None and not is_ours(facts.weights / CARD):
         left_out.append((CARD, f"the edited card of the adapter; that of the merged weights is {merged / CARD}"))
     return Upload(sorted(items, key=lambda item: item.path_in_repo), left_out, edited)
@@ -173,11 +175,6 @@ def _refuse_secrets(item: Item) -> None:
     text = content.decode(errors="replace")
     if redact(text) != text:
         raise HubError(f"{item.path_in_repo} holds what looks like a token or password; take it out first")
-
-
-def _left_out(folder: Path, published: set[str], is_merged: bool) -> list[tuple[str, str]]:
-    reasons = {**STAY, **(dict.fromkeys(ADAPTER, "merged into the weights") if is_merged else {})}
-    return [(path.name, _reason(path.name, reasons)) for path in sorted(folder.iterdir()) if path.name not in published]
 
 
 def _reason(name: str, reasons: dict[str, str]) -> str:

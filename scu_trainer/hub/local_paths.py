@@ -27,7 +27,8 @@ def is_local(name: Optional[str], run: Optional[Path] = None) -> bool:
 def without_local_paths(data: Any) -> Any:
     """A copy of JSON-like ``data`` in which each absolute path is ``[local]/`` and its last part, at any depth."""
     if isinstance(data, str):
-        return _as_whole(data) if _is_path(data) else _INSIDE.sub(lambda found: _as_whole(found[0]), data)
+        is_path = data.startswith(("/", "~/")) and "\n" not in data and data.strip("/") != ""
+        return _as_whole(data) if is_path else _INSIDE.sub(lambda found: _as_whole(found[0]), data)
     if isinstance(data, Mapping):
         return {key: without_local_paths(value) for key, value in data.items()}
     return [without_local_paths(item) for item in data] if isinstance(data, (list, tuple)) else data
@@ -36,10 +37,6 @@ def without_local_paths(data: Any) -> Any:
 def public_name(name: str) -> str:
     """As somebody else would call a model or dataset: a path of this machine is its last part."""
     return str(without_local_paths(name)).removeprefix(f"{LOCAL}/")
-
-
-def _is_path(text: str) -> bool:
-    return text.startswith(("/", "~/")) and "\n" not in text and text.strip("/") != ""
 
 
 def _as_whole(path: str) -> str:

@@ -96,7 +96,7 @@ def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", 
         memory=reader.rows(MEMORY_FILE),
         epochs=[reader.fitting(CURRICULUM_FILE, row, EPOCH) for row in reader.rows(CURRICULUM_FILE)],
         samples=reader.rows(SAMPLES_FILE),
-        suspects=reader.line_count(SUSPECTS_FILE),
+        suspects=reader.read(SUSPECTS_FILE, lambda path: path.read_bytes().count(b"\n"), 0),
         has_torn_logs=reader.has_torn_logs,
         faults=tuple(reader.faults),
     )
@@ -126,7 +126,7 @@ class _Reader:
         self.folder, self.faults, self.has_torn_logs = folder, [], False
 
     def mapping(self, name: str, read: Callable[[Path], Any] = read_json) -> Row:
-        content = self._read(name, read, {})
+        content = self.read(name, read, {})
         if isinstance(content, dict):
             return content
         self.faults.append(f"{name} is not a JSON object")
@@ -136,7 +136,7 @@ class _Reader:
         return fitting(found, kinds, self.folder / name, self.faults)
 
     def rows(self, name: str) -> Sequence[Row]:
-        return [row for row in self._read(name, read_rows, []) if isinstance(row, dict)]
+        return [row for row in self.read(name, read_rows, []) if isinstance(row, dict)]
 
     def logs(self) -> Sequence[Row]:
         """Our rows; without them, or with a torn file, those of the stock Trainer."""
@@ -158,10 +158,7 @@ class _Reader:
         rows = self.mapping(str(path.relative_to(self.folder))).get("log_history")
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
-    def line_count(self, name: str) -> int:
-        return self._read(name, lambda path: path.read_bytes().count(b"\n"), 0)
-
-    def _read(self, name: str, read: Callable[[Path], T], nothing: T) -> T:
+    def read(self, name: str, read: Callable[[Path], T], nothing: T) -> T:
         path = self.folder / name
         if not path.is_file():
             return nothing
