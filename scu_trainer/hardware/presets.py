@@ -28,9 +28,8 @@ class Preset:
         device: "cuda" or "cpu".
         memory_bytes: of the GPU as sold, before the driver takes its part; 0 without a GPU.
         compute_capability: such as "8.6"; None without a GPU.
-        bf16, fp16, flash_attention: what it can train in, and with, at full speed.
+        bf16, fp16: what it can train in, at full speed.
         tflops: 1e12 operations per second on dense matrices, by precision; "fp32" on the ordinary cores.
-        bandwidth_bytes_per_s: of the memory that the device computes from.
         ram_bytes: main memory that such a machine usually has.
         source: where the figures are from.
         driver_name: pattern for the name that the driver gives the card; None without a GPU.
@@ -42,9 +41,7 @@ class Preset:
     compute_capability: Optional[str]
     bf16: bool
     fp16: bool
-    flash_attention: bool
     tflops: dict[str, float]
-    bandwidth_bytes_per_s: float
     ram_bytes: int
     source: str
     driver_name: Optional[str] = None
@@ -85,13 +82,9 @@ def parse_bytes(text: Union[str, float], name: str = "size") -> int:
 
 def _read(path: Path) -> Preset:
     content: dict[str, Any] = yaml.safe_load(path.read_text())
-    memory, ram, bandwidth = (content.pop(name) for name in ("memory", "ram", "bandwidth_gb_per_s"))
-    return Preset(
-        **content,
-        memory_bytes=0 if memory is None else parse_bytes(memory),
-        ram_bytes=parse_bytes(ram),
-        bandwidth_bytes_per_s=bandwidth * 1e9,
-    )
+    memory, ram = content.pop("memory"), content.pop("ram")
+    memory_bytes = 0 if memory is None else parse_bytes(memory)
+    return Preset(**content, memory_bytes=memory_bytes, ram_bytes=parse_bytes(ram))
 
 
 def _words(text: str) -> set[str]:

@@ -40,11 +40,10 @@ def test_the_figures_agree_with_each_other(preset):
     on_gpu = preset.device == "cuda"
     assert on_gpu == (preset.memory_bytes > 0) == (preset.compute_capability is not None)
     assert on_gpu == (preset.driver_name is not None)
-    assert preset.ram_bytes >= 8 * GIB and 10e9 < preset.bandwidth_bytes_per_s < 1e13
+    assert preset.ram_bytes >= 8 * GIB
     formats = {"fp32"} | {name for name in ("bf16", "fp16") if getattr(preset, name)} | ({"tf32"} & {*preset.tflops})
     assert {*preset.tflops} == formats
     assert preset.tflops == dict(sorted(preset.tflops.items(), key=lambda item: -item[1])), "fewer bits are no slower"
-    assert preset.flash_attention == preset.bf16, "both came with Ampere"
     if on_gpu:
         assert f"{preset.memory_bytes // GIB}GB" in preset.name
         assert preset.bf16 == (float(preset.compute_capability) >= 8)
