@@ -18,11 +18,12 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
 
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError
 from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores, bootstrap_accuracy_difference
-from scu_trainer.train.step.recovery.snapshot import replaced, variable
+from scu_trainer.train.step.recovery.snapshot import replaced
 
 NEAREST = 3
 """Names of tasks that a message gives in the place of an unknown one."""
@@ -262,7 +263,7 @@ def _quiet() -> Iterator[_Heard]:
     logger.setLevel(logging.WARNING)
     try:
         with (
-            variable("DISABLE_MULTIPROC", "1"),
+            patch_environment(DISABLE_MULTIPROC="1"),
             replaced(logger, "handlers", [heard]),
             replaced(logger, "propagate", False),
         ):

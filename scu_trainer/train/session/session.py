@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
+from accelerate.utils import patch_environment
 from rich.console import Console
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
@@ -40,7 +41,6 @@ from scu_trainer.train.session.stopping import StopRequest
 from scu_trainer.train.session.training import train
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
 from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched, lost_ranks_said
-from scu_trainer.train.step.recovery.snapshot import variable
 
 logger = logging.getLogger("scu_trainer")
 
@@ -145,7 +145,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         # Said here too, because run.json takes its error from inside.
         with (
             _run_directory(job, start, taken_over, log) as status,
-            variable("TENSORBOARD_LOGGING_DIR", f"{start.output_dir}/logs/tensorboard"),
+            patch_environment(TENSORBOARD_LOGGING_DIR=f"{start.output_dir}/logs/tensorboard"),
             request.listening(),
             lost_ranks_said(),
         ):

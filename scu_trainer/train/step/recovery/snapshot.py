@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import operator
-import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -427,15 +426,3 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             own[name] = before
         else:
             del own[name]
-
-
-@contextlib.contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    """The environment variable ``name`` is ``value`` inside, and afterwards what it was, if it was there."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        os.environ |= {} if before is None else {name: before}
