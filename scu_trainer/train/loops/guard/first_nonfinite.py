@@ -108,17 +108,8 @@ def weights_are_finite(model: nn.Module) -> bool:
 
 
 def has_nonfinite(value: Any) -> bool:
-    """Whether a number in ``value``, a tensor, a float or a container of them, is not finite. A container may hold
-    itself."""
-    waiting, seen = [value], set()
-    while waiting:
-        one = waiting.pop()
-        if (isinstance(one, float) and not math.isfinite(one)) or (torch.is_tensor(one) and _is_nonfinite(one)):
-            return True
-        if isinstance(one, (Mapping, list, tuple, deque)) and id(one) not in seen:
-            seen.add(id(one))
-            waiting += one.values() if isinstance(one, Mapping) else one
-    return False
+    """Whether a number in ``value``, a tensor, a float or a container of them, is not finite."""
+    return next(_nonfinite(value), None) is not None
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -235,30 +226,27 @@ class _Watch:
         self._order[self._names[module]] = len(self._order)
         if self.place is not None:
             return
-        bad = next(_nonfinite(output), None)
+        bad = next(filter(torch.is_tensor, _nonfinite(output)), None)
         if bad is None:
             return
         name, self.rows = self._names[module], _bad_rows(bad, self._count)
         given = (args, {key: value for key, value in kwargs.items() if "mask" not in key})
-        if next(_nonfinite(given), None) is None:
+        if not any(map(torch.is_tensor, _nonfinite(given))):
             self.place = f"the first non-finite output is that of {name} ({type(module).__name__})"
         else:
             around = name.rpartition(".")[0] or "the model itself"
             self.place = f"the first non-finite value comes from {around}, before it calls {name}"
 
 
-def _is_nonfinite(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-
-
-def _nonfinite(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside of ``value`` that hold a number that is not finite."""
-    if torch.is_tensor(value):
-        if _is_nonfinite(value):
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _nonfinite(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nonfinite(item)
+def _nonfinite(value: Any) -> Iterator[torch.Tensor | float]:
+    """The tensors and floats in ``value`` that are not finite, in their order. A container may hold itself."""
+    waiting, seen = [value], {}
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (Mapping, list, tuple, deque)) and id(one) not in seen:
+            seen[id(one)] = one  # kept, so that no other object gets its number
+            waiting += reversed([*(one.values() if isinstance(one, Mapping) else one)])
+        elif isinstance(one, float) and not math.isfinite(one):
+            yield one
+        elif torch.is_tensor(one) and one.is_floating_point() and not bool(torch.isfinite(one).all()):
+            yield one
