@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from scu_trainer.errors import CheckpointError, ControlError
@@ -25,6 +24,7 @@ from scu_trainer.settings.base import plain, require
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.saved_state import reading
 from scu_trainer.train.loop import Loop
+from scu_trainer.train.loss.analysis.trials import batch_norm_statistics
 from scu_trainer.train.loss.rows.model_loss import comes_from
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.optimizer_state import inner_optimizer
@@ -148,7 +148,7 @@ class WeightAverage(Loop):
         """Of the model as it is: placing a model puts other tensors behind its weights."""
         model = self.trainer.model
         trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        return trained | _statistics(model)
+        return trained | dict(batch_norm_statistics(model))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -183,18 +183,6 @@ def _require_file(checkpoint: Path) -> None:
             f"{checkpoint} holds no {EMA_FILE}: it was written without ema_decay or with save_only_model; resume "
             "without ema_decay, or start over from its weights with model_name_or_path"
         )
-
-
-def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Running means and variances of BatchNorm by name."""
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    return {
-        f"{name}.{key}" if name else key: buffer
-        for name, module in model.named_modules()
-        if isinstance(module, batch_norm)
-        for key, buffer in module.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    }
 
 
 class ScheduleFreeWeights(Loop):

@@ -27,6 +27,7 @@ from transformers import Trainer
 
 from scu_trainer.figures import first_few
 from scu_trainer.train.loops.guard.parts import SHARDED, Part, loss_of, row_names, step_parts, unchanged, why_it_failed
+from scu_trainer.train.loss.analysis.trials import batch_norm_statistics
 from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.memory import free_memory
@@ -119,11 +120,8 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         # Of 8 bits torch computes no norm; such weights (a model stored in FP8) are frozen.
         if own.is_floating_point() and own.dtype.itemsize > 1 and not own.is_meta:
             yield f"the weight {name}", own
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            for key, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point():
-                    yield f"the statistic {name}.{key}", buffer
+    for name, statistic in batch_norm_statistics(model):
+        yield f"the statistic {name}", statistic
 
 
 def _part_of_zero_3(parameter: nn.Parameter) -> torch.Tensor:

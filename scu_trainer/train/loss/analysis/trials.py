@@ -10,7 +10,7 @@ public loss function that was called adds what it says of itself (``known.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Optional
@@ -332,3 +332,11 @@ def mixing_modules(model: nn.Module) -> Optional[str]:
 
 def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def batch_norm_statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Running means and variances of BatchNorm, with their names."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False) if is_batch_norm(module) else ():
+            if buffer.is_floating_point():
+                yield name, buffer
