@@ -175,11 +175,8 @@ class _Trial:
             return None
         errors = self._errors(asked, known, follows)
         kind, tied = self._decide(errors, asked, known)
-        return None if kind is None else self._reduction(kind, tied, errors, known)
-
-    def _reduction(
-        self, kind: str, tied: tuple[str, ...], errors: dict[str, float], known: Optional[Divisor]
-    ) -> Reduction:
+        if kind is None:
+            return None
         is_exact = errors[kind] <= self.tolerance
         is_known = is_exact and known is not None and kind in known.kinds
         column = kind.removeprefix("column ") if kind.startswith("column ") else None
