@@ -137,7 +137,7 @@ class Observation:
         """By how much each part enters the whole."""
         if kind in ("sum", "num_items"):
             return [1.0] * self.rows
-        items = _items(kind, self.inputs, self.rows, targets)
+        items = row_items(kind, self.inputs, self.rows, targets)
         return [round(item / (sum(items) or 1.0), 9) for item in items]
 
     def error(self, kind: str, targets: Optional[Targets] = None) -> float:
@@ -151,12 +151,6 @@ class Observation:
         of_value = abs(difference) / max(abs(float(one[0])) for one in (self.whole, *shared))
         error = max(of_value, gradient_error(self.whole, shared))
         return error if math.isfinite(error) else math.inf
-
-
-def _items(kind: str, inputs: Any, rows: int, targets: Optional[Targets]) -> list[float]:
-    if kind.startswith("column "):
-        return row_items("column", inputs, rows, column=kind.removeprefix("column "))
-    return row_items(kind, inputs, rows, targets)
 
 
 @contextlib.contextmanager

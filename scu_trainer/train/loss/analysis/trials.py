@@ -32,7 +32,7 @@ from scu_trainer.train.loss.analysis.measuring import (
 from scu_trainer.train.loss.analysis.no_trace import untouched
 from scu_trainer.train.loss.analysis.own_draws import ONCE_PER_BATCH, draws_once
 from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of, left_out_by
-from scu_trainer.train.step.batches.reduction import Reduction, Targets, kinds_of_counts
+from scu_trainer.train.step.batches.reduction import COLUMN, Reduction, Targets, kinds_of_counts
 from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
 from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
@@ -179,7 +179,7 @@ class _Trial:
             return None
         is_exact = errors[kind] <= self.tolerance
         is_known = is_exact and known is not None and kind in known.kinds
-        column = kind.removeprefix("column ") if kind.startswith("column ") else None
+        column = kind.removeprefix(COLUMN) if kind.startswith(COLUMN) else None
         return Reduction(
             "column" if column else kind,
             trims=None,
@@ -307,7 +307,7 @@ def _kinds(inputs: Any, shifts: bool, stated: Optional[Targets]) -> list[str]:
         kinds += ["mask", "shifted_mask"]
     for name, value in inputs.items():
         if name != "labels" and torch.is_tensor(value) and value.dim() == 1 and value.is_floating_point():
-            kinds.append(f"column {name}")
+            kinds.append(f"{COLUMN}{name}")
     return kinds
 
 

@@ -44,6 +44,9 @@ MEANS = ("rows", "labels", "shifted_labels", "mask", "shifted_mask", "column", "
 """Kinds of losses that are means over the batch."""
 
 
+COLUMN = "column "
+"""Before the name of an input with weights of the rows, as a kind."""
+
 COUNT = "count "
 """Before the name of an input that may say which entries count, as a kind that rows may be ``tied`` in."""
 
@@ -90,7 +93,8 @@ class Reduction:
 
     def row_items(self, inputs: Any, rows: int) -> list[float]:
         """What each row counts in the mean over ``inputs``; zeros where the loss is none. Waits for the device."""
-        return row_items(self.kind, inputs, rows, self.targets, self.column)
+        kind = self.kind if self.column is None else f"{COLUMN}{self.column}"
+        return row_items(kind, inputs, rows, self.targets)
 
     def items(self, inputs: Any, rows: int) -> float:
         """What a mean over ``inputs`` is divided by; 1 where the loss is not such a mean."""
@@ -117,21 +121,19 @@ def kinds_of_counts(inputs: Any) -> list[str]:
     return [f"{COUNT}{name}" for name in names if torch.is_tensor(inputs[name]) and inputs[name].dim() == 2]
 
 
-def row_items(
-    kind: str, inputs: Any, rows: int, targets: Optional[Targets] = None, column: Optional[str] = None
-) -> list[float]:
-    """See ``Reduction.row_items``."""
+def row_items(kind: str, inputs: Any, rows: int, targets: Optional[Targets] = None) -> list[float]:
+    """See ``Reduction.row_items``. A ``column`` is COLUMN and its name."""
     if kind == "rows":
         return [1.0] * rows
     if kind.startswith(COUNT):
         name = kind.removeprefix(COUNT)
         entries = inputs[name]
         return _row_sums(entries.ne(NOT_LEARNED) if name.endswith("labels") else entries).float().tolist()
+    if kind.startswith(COLUMN):
+        return inputs[kind.removeprefix(COLUMN)].float().tolist()
     if kind not in MEANS:
         return [0.0] * rows
-    if kind == "column":
-        counted = inputs[column]
-    elif kind in ("mask", "shifted_mask"):
+    if kind in ("mask", "shifted_mask"):
         counted = _row_sums(inputs["attention_mask"][:, int(kind == "shifted_mask") :].ne(0))
     else:
         own = targets if kind == "targets" else Targets("labels", shifted=kind == "shifted_labels")
