@@ -71,7 +71,7 @@ REPORTED_COUNTS = tuple(
 
 
 class CurriculumLoop(Loop):
-    """One training run's curriculum; writes ``curriculum.json``. Also the ``Rows`` that ``LossPath`` reports to.
+    """One training run's curriculum; writes ``curriculum.json``. ``LossPath`` reports to it.
 
     ``notices``: what a person should know at the end. Raises SettingsError for arguments that would choose samples as
     well, ControlError for data without numbers.
@@ -308,6 +308,7 @@ class CurriculumLoop(Loop):
         self.sampler.law = replace(self.sampler.law, classes=self._classes)
 
     def weights_of(self, ids: torch.Tensor, reading: Optional[RowLossReading]) -> Optional[torch.Tensor]:
+        """Factor of each row's loss; None where all are 1."""
         return self._weights.of(ids, reading)
 
     def see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:

@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from accelerate.utils import gather_object
@@ -60,25 +60,12 @@ LARGE_VOCABULARY = 16_384
 """Words from which on the logits, not the model, decide how much memory a step takes."""
 
 
-class Rows(Protocol):
-    """Who wants to know of rows: the curriculum."""
-
-    def weights_of(self, ids: torch.Tensor, reading: Optional[RowLossReading]) -> Optional[torch.Tensor]:
-        """Factor of each row's loss; None where all are 1."""
-
-    def see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None: ...
-
-    def quarantine(self, ids: torch.Tensor) -> None: ...
-
-    def found(self, reading: Optional[RowLossReading]) -> None: ...
-
-
 Forward = tuple[torch.Tensor, Optional[RowLosses]]
 """(loss, losses of the rows if they are known)"""
 
 
 class LossPath:
-    """The training loss of one trainer. ``rows``: None where nobody asks for the losses of rows.
+    """The training loss of one trainer. ``rows``: a ``CurriculumLoop``; None where nobody asks for the losses of rows.
 
     ``chunked``: "always", "never" or "auto", ``padding_free``: True, False or None for where it can be done (both of
     ``MemorySettings``). ``before_blaming``: called before all rows of a batch are set aside; may raise where it is not
@@ -93,7 +80,7 @@ class LossPath:
         self,
         trainer: Trainer,
         chunked: str,
-        rows: Optional[Rows] = None,
+        rows: Any = None,
         before_blaming: Callable[[], None] = lambda: None,
         padding_free: Optional[bool] = False,
     ) -> None:

@@ -14,7 +14,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,15 +24,6 @@ from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, second_try
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
-
-
-class Held(Protocol):
-    """What is asked once, when all micro-batches have run, instead of after each of them."""
-
-    def hold(self) -> None: ...
-
-    def settle(self) -> bool:
-        """Whether all that ran may stand; else it runs again, and is asked after each micro-batch."""
 
 
 @dataclass
@@ -82,12 +73,13 @@ def run(
     attempt: Callable[[MicroBatch, bool], torch.Tensor],
     sizes: MicroBatchSizer,
     place: AttemptSite,
-    held: Held | None = None,
+    held: Any = None,
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
     """Every row once: the micro-batches in the order in which they ran, with their losses.
 
     ``attempt(micro_batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows. Gradients
-    add up in ``.grad``.
+    add up in ``.grad``. ``held``: a ``LossPath``, asked once when all have run, instead of after each; where it does
+    not let them stand, all run again, and it is asked after each.
 
     Raises what ``attempt`` raises, but for out-of-memory; OutOfMemory (from ``sizes``) for a micro-batch that fails and
     cannot be cut, with gradients, RNG and buffers as they were before it.
