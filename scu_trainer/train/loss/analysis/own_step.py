@@ -22,8 +22,9 @@ from scu_trainer.train.loss.rows.model_loss import (
     PUBLIC,
     Measured,
     comes_from,
+    defined_between,
     has_sharded_weights,
-    own_between,
+    is_public,
     step_of_batches,
 )
 from scu_trainer.train.step.recovery.optimizer_parts import alike
@@ -46,7 +47,8 @@ class OwnStep:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.owner = own_between(trainer, "training_step")
+        owner = defined_between(trainer, "training_step")
+        self.owner = None if owner is None or is_public(owner) else owner.__name__
         self.is_seen = self.owner is None
         self.deviation: Optional[str] = None
         self.hooked: Optional[str] = None

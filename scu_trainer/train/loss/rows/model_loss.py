@@ -156,12 +156,6 @@ def own_forward_of(model: torch.nn.Module) -> Optional[str]:
     return None if comes_from(kind, "transformers", "scu_trainer") else f"forward of {kind.__name__}"
 
 
-def own_between(trainer: Trainer, method: str) -> Optional[str]:
-    """The class of somebody's own, neither transformers' nor TRL's, that defines what ours calls by this name."""
-    owner = defined_between(trainer, method)
-    return None if owner is None or is_public(owner) else owner.__name__
-
-
 def defined_between(trainer: Trainer, method: str) -> Optional[type]:
     """The class that defines what ours calls by this name; None where that is the stock Trainer's."""
     kinds = type(trainer).__mro__
