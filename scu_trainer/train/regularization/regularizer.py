@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Optional
 
@@ -388,28 +388,19 @@ def _own_share(
 def resolve(settings: RegularizationSettings, max_steps: int) -> control.ControllerConfig:
     """The law's arithmetic form of the settings, every default filled in."""
     low, high = settings.lambda_bounds
-    return control.ControllerConfig(
-        name=settings.law,
-        actuator=settings.resolved_actuator,
-        target_s=None if settings.target_s == "auto" else settings.target_s,
-        ema_alpha=settings.resolved_ema_alpha,
-        deadband=settings.resolved_deadband,
-        lambda_init=settings.lambda_init,
-        lambda_min=low,
-        lambda_max=high,
-        lambda_final=settings.lambda_final,
-        schedule=settings.schedule,
-        time_constant=settings.time_constant,
-        growth_alpha=settings.growth_alpha,
-        max_shrink=settings.max_shrink,
-        kp=settings.kp,
-        ki=settings.ki,
-        integral_clamp=settings.integral_clamp,
-        integral_leak=settings.integral_leak,
-        wait_for_target=settings.stop_at_target,
-        auto_patience=settings.auto_patience,
-        max_steps=max_steps,
-    )
+    resolved = {
+        "name": settings.law,
+        "actuator": settings.resolved_actuator,
+        "target_s": None if settings.target_s == "auto" else settings.target_s,
+        "ema_alpha": settings.resolved_ema_alpha,
+        "deadband": settings.resolved_deadband,
+        "lambda_min": low,
+        "lambda_max": high,
+        "wait_for_target": settings.stop_at_target,
+        "max_steps": max_steps,
+    }
+    as_given = {one.name for one in fields(control.ControllerConfig)} - resolved.keys()
+    return control.ControllerConfig(**resolved, **{name: getattr(settings, name) for name in as_given})
 
 
 def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
