@@ -244,11 +244,9 @@ def takes_groups(query: Tensor) -> bool:
 
 @functools.cache
 def varlen_kernel() -> Any:
-    """The kernel, causal; None where this torch has none, or one that takes no scale and no window."""
-    try:
-        from torch.nn.attention import varlen
-    except ImportError:
-        return None
+    """The kernel, causal; None where that of this torch takes no scale and no window."""
+    from torch.nn.attention import varlen
+
     takes = inspect.signature(varlen.varlen_attn).parameters
     if not {"scale", "window_size"} <= set(takes):
         return None
