@@ -237,7 +237,9 @@ def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[
                 f"{called(loop)} gives a scalar the name {name!r}, which is not text; put it in quotes, as "
                 f'in "{loop.name or "own"}/{name}"'
             )
-        number = value.item() if getattr(value, "size", None) is not None and _is_one(value) else value
+        # A tensor or an array of one number.
+        is_one = getattr(value, "size", None) is not None and math.prod(getattr(value, "shape", (0,))) == 1
+        number = value.item() if is_one else value
         if number is not None and not isinstance(number, (int, float)):
             raise ControlError(
                 f"{called(loop)} gives the scalar {name!r} as {type(value).__name__}, but logs only hold numbers; "
@@ -250,8 +252,3 @@ def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[
             )
         numbers[name] = number
     return numbers
-
-
-def _is_one(value: Any) -> bool:
-    """A tensor or an array of one number."""
-    return math.prod(getattr(value, "shape", (0,))) == 1
