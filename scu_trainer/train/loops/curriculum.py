@@ -371,8 +371,7 @@ class CurriculumLoop(Loop):
         found |= {"train_accuracy": row["train_accuracy"]} if row.get("train_accuracy") is not None else {}
         return found | ({"curriculum/skipped": sum(row["skipped"].values())} if row else {})
 
-    def final_scalars(self) -> dict[str, float]:
-        return self.scalars()
+    final_scalars = scalars
 
     def figures(self) -> dict[str, Any]:
         """The whole run, for its summary."""
