@@ -91,9 +91,5 @@ def needless_train_left_out(model: nn.Module, modules: Sequence[nn.Module]) -> I
 def _would_change_nothing(modules: Sequence[nn.Module]) -> bool:
     if not all(module.training for module in modules):
         return False
-    return all(map(_has_stock_train, set(map(type, modules)))) and not any("train" in vars(m) for m in modules)
-
-
-@functools.cache
-def _has_stock_train(kind: type[nn.Module]) -> bool:
-    return kind.train in STOCK
+    is_stock = all(kind.train in STOCK for kind in set(map(type, modules)))
+    return is_stock and not any("train" in vars(module) for module in modules)
