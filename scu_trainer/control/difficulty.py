@@ -58,11 +58,9 @@ class Snapshot:
     def __post_init__(self) -> None:
         if self.means is None:
             object.__setattr__(self, "means", self.scores)
-        for name in STATE_TYPES:
+        for name, kind in {**STATE_TYPES, "costs": np.float32}.items():
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _frozen(getattr(self, name), STATE_TYPES[name]))
-        if self.costs is not None:
-            object.__setattr__(self, "costs", _frozen(self.costs, np.float32))
+                object.__setattr__(self, name, _frozen(getattr(self, name), kind))
 
 
 class Difficulty:
