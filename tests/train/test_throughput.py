@@ -13,7 +13,6 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.loops import flops, throughput
 from scu_trainer.train.loops.flops import count_flops
-from scu_trainer.train.loops.throughput import throughput_lines
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, UnevenRows, arguments, conv_net, images, llama, lora, pad, same, trained
 from tests.train.stepwise import Recorder
@@ -229,11 +228,12 @@ def test_tf32_is_told_from_fp32(tmp_path, monkeypatch, model, capability, stated
 
 
 def test_lines_of_the_table(tmp_path):
-    assert throughput_lines(None) == []
-    figures = trained(llama(layers=1), tmp_path, efficiency=ON, max_steps=1).loop("throughput").measured()
-    assert throughput_lines(figures) == [("throughput", "not measured: a run of one step")]
+    loop = trained(llama(layers=1), tmp_path, efficiency=ON, max_steps=1).loop("throughput")
+    assert loop.lines({}) == []
+    figures = loop.measured()
+    assert loop.lines({"throughput": figures}) == [("throughput", "not measured: a run of one step")]
     figures |= {"samples_per_second": 1234.5, "tokens_per_second": None, "tflops": 0.0005, "mfu": 0.5}
-    (_, rates), (_, share) = throughput_lines(figures)
+    (_, rates), (_, share) = loop.lines({"throughput": figures})
     assert rates == "1,234.5 samples per second"
     assert share.startswith("50.0%: 0.5 GFLOP/s") and "of 1 GFLOP/s (peak_tflops)" in share
 

@@ -117,7 +117,15 @@ class Throughput(Loop):
         return {self.name: self.measured()} if self._counts_flops else {}
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return throughput_lines(figures.get(self.name))
+        found = figures.get(self.name)
+        if found is None:
+            return []
+        if found["samples_per_second"] is None:
+            return [("throughput", "not measured: a run of one step")]
+        rates = f"{found['samples_per_second']:,.1f} samples per second"
+        if found["tokens_per_second"] is not None:
+            rates += f", {found['tokens_per_second']:,.0f} tokens per second"
+        return [("throughput", rates), ("model FLOPs utilization", _utilization(found))]
 
     def measured(self) -> dict[str, Any]:
         """Of this ``train`` call, for scu_metrics.json. ``mfu``: a fraction; rates are those of all ranks together."""
@@ -148,18 +156,6 @@ class Throughput(Loop):
             "tflops": None if tflops is None else tflops * ranks,
             "mfu": None if tflops is None or self.peak is None else tflops / self.peak.tflops,
         }
-
-
-def throughput_lines(figures: Optional[dict[str, Any]]) -> list[tuple[str, str]]:
-    """For the table at the end of a run. ``figures``: of ``Throughput.measured``, None where it was off."""
-    if figures is None:
-        return []
-    if figures["samples_per_second"] is None:
-        return [("throughput", "not measured: a run of one step")]
-    rates = f"{figures['samples_per_second']:,.1f} samples per second"
-    if figures["tokens_per_second"] is not None:
-        rates += f", {figures['tokens_per_second']:,.0f} tokens per second"
-    return [("throughput", rates), ("model FLOPs utilization", _utilization(figures))]
 
 
 def _utilization(figures: dict[str, Any]) -> str:
