@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import random
 from collections.abc import Iterator
+from functools import partial
 from types import MethodType
 from typing import Any, Optional
 
@@ -177,11 +178,8 @@ def _of(schema_name: str, func, args: tuple, kwargs: dict[str, Any], default: fl
     return args[position] if position < len(args) else default
 
 
-def _filled(value: float):
-    def fill(func, args, kwargs):
-        return func(*args, **kwargs).fill_(value)
-
-    return fill
+def _filled(value: float, func, args, kwargs):
+    return func(*args, **kwargs).fill_(value)
 
 
 def _bernoulli_in_place(func, args, kwargs):
@@ -207,10 +205,10 @@ MEANS_OF_DRAWS = {
     ),
     aten.normal_: lambda func, args, kwargs: args[0].fill_(_of("mean", func, args, kwargs, 0.0)),
     aten.exponential_: lambda func, args, kwargs: args[0].fill_(1.0 / _of("lambd", func, args, kwargs, 1.0)),
-    aten.rand: _filled(0.5),
-    aten.rand_like: _filled(0.5),
-    aten.randn: _filled(0.0),
-    aten.randn_like: _filled(0.0),
+    aten.rand: partial(_filled, 0.5),
+    aten.rand_like: partial(_filled, 0.5),
+    aten.randn: partial(_filled, 0.0),
+    aten.randn_like: partial(_filled, 0.0),
     aten.randperm: _permutation,
 }
 """Operations that draw, and what stands for a draw."""
