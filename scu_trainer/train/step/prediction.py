@@ -158,7 +158,7 @@ class Prediction:
             self._say_mean()
         if reduction.kind in ("num_items", "sum"):
             return torch.stack(losses).sum()
-        items = [reduction.items(_part(batch, part), len(part)) for part, _ in parts]
+        items = [sum(reduction.row_items(_part(batch, part), len(part))) for part, _ in parts]
         shares = [(share, loss) for share, loss in zip(items, losses, strict=True) if share]
         total = sum(items)
         return sum(share / total * loss for share, loss in shares) if total else losses[0]

@@ -96,10 +96,6 @@ class Reduction:
         kind = self.kind if self.column is None else f"{COLUMN}{self.column}"
         return row_items(kind, inputs, rows, self.targets)
 
-    def items(self, inputs: Any, rows: int) -> float:
-        """What a mean over ``inputs`` is divided by; 1 where the loss is not such a mean."""
-        return sum(self.row_items(inputs, rows)) if self.is_mean else 1.0
-
     def leaves_out(self, batch: Batch) -> Optional[str]:
         """Why the loss of ``batch`` does not follow from its rows: one of them is left out of one of the means."""
         for name, entry in self.left_out_by if not batch.obstacle else ():
