@@ -76,12 +76,9 @@ def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional
     if not isinstance(inputs, Mapping):
         return None, f"a batch is a {type(inputs).__name__}"
     model = trainer.model
-    rows = rows_of(model, inputs).rows
-    few = inputs
-    if rows > ROWS_TO_COUNT:
-        few = pick(inputs, torch.arange(ROWS_TO_COUNT), rows)
-        rows = ROWS_TO_COUNT
-    few = _without_padding(few)
+    count = rows_of(model, inputs).rows
+    rows = min(count, ROWS_TO_COUNT)
+    few = _without_padding(pick(inputs, torch.arange(rows), count) if rows < count else inputs)
     if not rows:
         return None, "the batch has no rows to count by"
     try:
