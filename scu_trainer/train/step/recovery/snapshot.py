@@ -234,11 +234,9 @@ def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attribu
     """Those of ``modules`` and ``owner`` that are plain values, arrays, tensors or containers. Of the state of a
     trainer, which holds its log, no containers."""
     seen: set[int] = set()  # a mask that all layers hold is copied once
-    most = [0 if isinstance(module, TrainerState) else MOST_ENTRIES for module in modules]
-    kept = [_plain_attributes(module, entries, seen) for module, entries in zip(modules, most, strict=True)]
-    attributes: Attributes = [(module, known, None, is_small) for module, known in zip(modules, kept, strict=True)]
+    attributes: Attributes = [(module, _plain_attributes(module, seen), None, is_small) for module in modules]
     if owner is not None:
-        attributes.append((owner, _plain_attributes(owner, MOST_ENTRIES, seen), set(vars(owner)), is_small))
+        attributes.append((owner, _plain_attributes(owner, seen), set(vars(owner)), is_small))
     return attributes
 
 
@@ -259,8 +257,9 @@ def put_back_attributes(attributes: Attributes, only: Callable[[Any], bool] = la
                 del now[name]
 
 
-def _plain_attributes(one: Any, most: int, seen: set[int]) -> dict[str, tuple[Any, Optional[PutBack]]]:
+def _plain_attributes(one: Any, seen: set[int]) -> dict[str, tuple[Any, Optional[PutBack]]]:
     found: dict[str, tuple[Any, Optional[PutBack]]] = {}
+    holders = () if isinstance(one, TrainerState) else HOLDERS
     for name, value in vars(one).items():
         if name in OF_TORCH or name in OF_DATA:
             continue
@@ -268,20 +267,20 @@ def _plain_attributes(one: Any, most: int, seen: set[int]) -> dict[str, tuple[An
             found[name] = value, None
         elif is_array(value):
             found[name] = value, contents(value, of_array, seen)
-        elif most and isinstance(value, HOLDERS) and (held_bytes := bytes_held(value, most)) is not None:
+        elif isinstance(value, holders) and (held_bytes := bytes_held(value)) is not None:
             of_other = of_array if held_bytes <= MOST_BYTES else lambda _: None
             found[name] = value, contents(value, of_other, seen)
     return found
 
 
-def bytes_held(container: Any, most: int) -> Optional[int]:
-    """Of tensors and arrays within. None where more than ``most`` entries, or ten times as many in all, would have to
-    be looked at, or where one hangs on a graph: that is a loss, or what it came from, and nobody's state."""
-    waiting, left, found = [container], 10 * most, 0
+def bytes_held(container: Any) -> Optional[int]:
+    """Of tensors and arrays within. None where more than MOST_ENTRIES, or ten times as many in all, would have to be
+    looked at, or where one hangs on a graph: that is a loss, or what it came from, and nobody's state."""
+    waiting, left, found = [container], 10 * MOST_ENTRIES, 0
     while waiting:
         one = waiting.pop()
         if isinstance(one, HOLDERS):
-            if len(one) > min(most, left):
+            if len(one) > min(MOST_ENTRIES, left):
                 return None
             left -= 1 + len(one)
             entries = one.values() if isinstance(one, dict) else one
@@ -299,16 +298,13 @@ def bytes_held(container: Any, most: int) -> Optional[int]:
 def is_small(value: Any) -> bool:
     """A plain value, array, tensor or generator, or a container that can be put back."""
     if isinstance(value, HOLDERS):
-        return bytes_held(value, MOST_ENTRIES) is not None
+        return bytes_held(value) is not None
     return isinstance(value, PLAIN) or is_array(value)
 
 
-def contents(
-    value: Any, of_other: Callable[[Any], Optional[PutBack]] = lambda _: None, seen: Optional[set[int]] = None
-) -> Optional[PutBack]:
+def contents(value: Any, of_other: Callable[[Any], Optional[PutBack]], seen: set[int]) -> Optional[PutBack]:
     """What gives a container its entries back, and those within theirs, as often as called. ``of_other``: the same of
     what is no container. ``seen``: containers and tensors that are in hand: one may hold itself."""
-    seen = set() if seen is None else seen
     kind: Any = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
     if kind is not None or torch.is_tensor(value):
         if id(value) in seen:
