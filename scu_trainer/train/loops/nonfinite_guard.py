@@ -76,9 +76,7 @@ class NonFiniteGuard(Loop):
 
     def __init__(self, trainer: Trainer, settings: SafetySettings, epochs_differ: bool = False) -> None:
         self.trainer, self.settings = trainer, settings
-        self.divergence = None
-        if settings.divergence != "off":
-            self.divergence = DivergenceWatch(trainer, settings, epochs_differ)
+        self.divergence = None if settings.divergence == "off" else DivergenceWatch(trainer, settings, epochs_differ)
         self.spikes = None if settings.spike_guard == "off" else SpikeWatch(trainer, settings)
         self._watches = [watch for watch in (self.divergence, self.spikes) if watch is not None]
         self._batches: Sequence[Any] = ()
