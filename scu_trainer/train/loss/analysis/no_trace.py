@@ -155,11 +155,9 @@ class WithoutNoise(TorchDispatchMode):
         if packet in MEANS_OF_DRAWS:
             return MEANS_OF_DRAWS[packet](func, args, kwargs)
         names = [argument.name for argument in func._schema.arguments]
-        for name in ("dropout_p", "dropout"):
+        for name in ("p",) if packet is aten.native_dropout else ("dropout_p", "dropout"):
             if name in names:
                 args, kwargs = _zeroed(names, args, kwargs, name)
-        if packet is aten.native_dropout:
-            args, kwargs = _zeroed(names, args, kwargs, "p")
         return func(*args, **kwargs)
 
 
