@@ -286,17 +286,16 @@ class NonFiniteGuard(Loop):
         """The same on all ranks."""
         if fault == SPIKE:
             return self.spikes.find(self._batches, self._items)
-        return self._shared(self._find_nonfinite(fault))
 
-    def _find_nonfinite(self, fault: str) -> NonFinitePlace:
-        if fault != ROWS:
-            return second_try(
-                lambda: locate(self.trainer, self._batches, self._items), "looking for the non-finite value"
-            )
-        weight = second_try(lambda: nonfinite_weight(self.trainer.model), "looking for the non-finite value")
-        if weight is not None:
-            return NonFinitePlace(f"{weight} is not finite itself", is_weight=True)
-        return NonFinitePlace("each of them was set aside")
+        def look() -> NonFinitePlace:
+            if fault != ROWS:
+                return locate(self.trainer, self._batches, self._items)
+            weight = nonfinite_weight(self.trainer.model)
+            if weight is not None:
+                return NonFinitePlace(f"{weight} is not finite itself", is_weight=True)
+            return NonFinitePlace("each of them was set aside")
+
+        return self._shared(second_try(look, "looking for the non-finite value"))
 
     def _shared(self, finding: NonFinitePlace) -> NonFinitePlace:
         """The same on all ranks: that of the first which has found something."""
