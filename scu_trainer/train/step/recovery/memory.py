@@ -201,17 +201,12 @@ class CpuGauge(Gauge):
     def _limits(self, process: dict[str, int]) -> Iterator[_Limit]:
         machine = self._system_memory()
         yield _Limit("RAM of this machine", machine.total, machine.total - machine.available)
-        yield from self._container_limits()
+        limit_bytes = self._container_limit_bytes
+        room_bytes = None if limit_bytes is None else cgroup.memory_available_bytes(self._root)
+        if room_bytes is not None:  # None: also where the limit has been lifted since it was looked up
+            yield _Limit("memory limit of the container", limit_bytes, max(limit_bytes - room_bytes, 0))
         if self._has_status:
             yield from _resource_limits(process)
-
-    def _container_limits(self) -> Iterator[_Limit]:
-        if self._container_limit_bytes is None:
-            return
-        room_bytes = cgroup.memory_available_bytes(self._root)
-        if room_bytes is not None:  # None: the limit has been lifted since it was looked up
-            used_bytes = max(self._container_limit_bytes - room_bytes, 0)
-            yield _Limit("memory limit of the container", self._container_limit_bytes, used_bytes)
 
     def _process(self) -> dict[str, int]:
         """Sizes of this process in bytes, by the names that the kernel gives them."""
