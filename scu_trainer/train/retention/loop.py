@@ -107,8 +107,9 @@ class Retention(Loop):
         self.notices: list[str] = []
         self.newest: Optional[dict[str, Any]] = None
         self.judged: Optional[Judged] = None
-        self._measured = Passages(self.anchor.measured, self.trainer, self._collate)
-        self._unseen = Passages(self.anchor.unseen, self.trainer, self._collate)
+        parts = {"measured": self.anchor.measured, "unseen": self.anchor.unseen}
+        self._parts = {part: Passages(rows, self.trainer, self._collate) for part, rows in parts.items()}
+        self._measured = self._parts["measured"]
         self._base: dict[str, numpy.ndarray] = {}
         self._resumed_from: Optional[Path] = None
         self._next_step, self._every, self._at = 1, self.settings.retain_frequency or 0, 0
@@ -135,10 +136,6 @@ class Retention(Loop):
             write_json(Path(args.output_dir) / BASE_FILE, self._base_as_json())
         self.seconds_at_the_ends = time.perf_counter() - begun_s
         self._begun_s = time.perf_counter()
-
-    @property
-    def _parts(self) -> dict[str, Passages]:
-        return {"measured": self._measured, "unseen": self._unseen}
 
     def _require_finite(self) -> None:
         for part, scores in self._base.items():
