@@ -102,10 +102,10 @@ def make_loops(
         trainer.micro_batches = MicroBatchStep(trainer, memory, memory_gauge)
         trainer.prediction = Prediction(trainer) if memory.memory_control else None
         lean = LeanPrediction(trainer, memory.resolved_chunked_loss, memory.resolved_padding_free)
-        trainer.engine = MicroBatchEngine(trainer, trainer.micro_batches, trainer.prediction, lean)
+        trainer.engine = MicroBatchEngine(trainer, lean)
         loops.append(MemoryLoop(trainer.micro_batches))
     if curriculum is not None:
-        trainer.curriculum = CurriculumLoop(trainer, curriculum, trainer.micro_batches)
+        trainer.curriculum = CurriculumLoop(trainer, curriculum)
         loops.append(trainer.curriculum)
     chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
     padding_free = False if memory is None else memory.resolved_padding_free

@@ -55,7 +55,6 @@ from scu_trainer.train.loop import Loop
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
 from scu_trainer.train.loss.rows.row_readings import RowLosses, RowLossReading
 from scu_trainer.train.loss.rows.row_weights import RowWeights
-from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.recovery.second_try import second_try
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -80,10 +79,8 @@ class CurriculumLoop(Loop):
     name = "curriculum"
     history_file = "curriculum.json"
 
-    def __init__(
-        self, trainer: Trainer, settings: CurriculumSettings, micro_batches: Optional[MicroBatchStep] = None
-    ) -> None:
-        self.trainer, self.settings, self._micro_batches = trainer, settings, micro_batches
+    def __init__(self, trainer: Trainer, settings: CurriculumSettings) -> None:
+        self.trainer, self.settings, self._micro_batches = trainer, settings, trainer.micro_batches
         self._refuse()
         self.sampler: Optional[CurriculumSampler] = None
         self.newest: Optional[dict[str, Any]] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from scu_trainer.train.step.batches.rows import are_on_host
-from scu_trainer.train.step.micro_batches import MicroBatchStep
 from scu_trainer.train.step.needless import asked_once, casts_left_out
-from scu_trainer.train.step.prediction import Prediction
 from scu_trainer.train.step.recovery.loader_workers import loading_again
 from scu_trainer.train.step.recovery.second_try import last_word, second_try
 from scu_trainer.train.step.recovery.snapshot import replaced
@@ -69,14 +67,12 @@ class StockEngine:
 
 
 class MicroBatchEngine(StockEngine):
-    """Windows in micro-batches. With ``prediction`` also recovery from out-of-memory, in training and evaluation.
-    ``lean``: a ``LeanPrediction``, which computes in an evaluation what is asked for alone."""
+    """Windows in micro-batches. With a ``prediction`` of the trainer also recovery from out-of-memory, in training and
+    evaluation. ``lean``: a ``LeanPrediction``, which computes in an evaluation what is asked for alone."""
 
-    def __init__(
-        self, trainer: Trainer, micro_batches: MicroBatchStep, prediction: Optional[Prediction], lean: Any
-    ) -> None:
+    def __init__(self, trainer: Trainer, lean: Any) -> None:
         super().__init__(trainer)
-        self.micro_batches, self.prediction, self.lean = micro_batches, prediction, lean
+        self.micro_batches, self.prediction, self.lean = trainer.micro_batches, trainer.prediction, lean
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         return self.micro_batches.loss(model, inputs, num_items)
