@@ -8,7 +8,7 @@ more than long ones (which a fixed number of rows per length-grouped batch would
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -26,9 +26,6 @@ class Batches:
 
     def __len__(self) -> int:
         return self.ends.size
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[batch] for batch in range(len(self)))
 
     def __getitem__(self, batch: int) -> np.ndarray:
         """Sample numbers of micro-batch ``batch`` (0 or more)."""
