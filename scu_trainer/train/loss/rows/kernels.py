@@ -32,7 +32,7 @@ from scu_trainer.train.loss.rows.products import (
     compiles_shapes,
     filled_up,
     from_words,
-    rows_with_room,
+    goes_through_onednn,
     to_words,
 )
 from scu_trainer.train.loss.rows.softmax import kernel_for, reads_half
@@ -263,7 +263,7 @@ class _OutputLayer:
         self.fills = is_compiled and work.rows_per_chunk >= ALIGNED_ROWS
         longest = max(map(work.longest_chunk, (work.learned, len(work.order) - work.learned)))
         most = min(longest, len(work.order))
-        shape = aligned(most) if self.fills else rows_with_room(most, self.weight), weight.size(0)
+        shape = aligned(most) if self.fills or goes_through_onednn(self.weight) else most, weight.size(0)
         self.product = new_empty(weight, shape, work.compute_dtype)
         is_read = work.compute_dtype == work.loss_dtype or reads_half(self.kernel)
         self.logits = self.product if is_read else new_empty(weight, shape, work.loss_dtype)

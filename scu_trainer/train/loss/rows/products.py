@@ -58,7 +58,7 @@ def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) 
 def from_words(signal: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
     """signal (rows, vocab) · weight (vocab, size).
 
-    buffer (``rows_with_room`` or more, vocab): begins with ``signal``, and what lies behind does not matter.
+    buffer: begins with ``signal``, and what lies behind does not matter; for oneDNN it has ``aligned`` rows or more.
     """
     if goes_through_onednn(weight):
         return by_onednn(buffer[: aligned(len(signal))], weight.t())[: len(signal)]
@@ -93,11 +93,6 @@ def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
             raise
         return False
     return bool((total == 16 + begun).all())
-
-
-def rows_with_room(rows: int, weight: Tensor) -> int:
-    """How many rows a buffer of ``rows`` logits is to have."""
-    return aligned(rows) if goes_through_onednn(weight) else rows
 
 
 def compiles_shapes(device: str, dtype: torch.dtype) -> bool:
