@@ -71,16 +71,9 @@ def _verdict(settled: Optional[int], entered: Optional[int], overshot: Optional[
     return "left above target" if errors[-1] > 0 else "left below target"
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """``predicted_s``: S at the last step if nothing holds it back. ``reachable``: whether that comes within BAND."""
-
-    predicted_s: float
-    reachable: bool
-
-
-def foresee(early: tuple[int, float], now: tuple[int, float], last_step: int, target_s: float) -> Outlook:
-    """Where uncontrolled growth ends. ``early`` and ``now`` are (step, logit(S)) at two steps of the run.
+def foresee(early: tuple[int, float], now: tuple[int, float], last_step: int, target_s: float) -> tuple[float, bool]:
+    """(S at the last step if nothing holds it back, whether that comes within BAND of ``target_s`` or above). ``early``
+    and ``now`` are (step, logit(S)) at two steps of the run.
 
     The distance of weights from their start grows like a power of the steps taken, so y is close to a straight line in
     ln(step). Decaying learning rates bend it down: this is an upper estimate, so a target above it will be missed.
@@ -89,4 +82,4 @@ def foresee(early: tuple[int, float], now: tuple[int, float], last_step: int, ta
     slope = max(0.0, (now_y - early_y) / math.log(now_step / early_step))
     predicted = now_y + slope * math.log(max(last_step, now_step) / now_step)
     predicted_s = 1.0 / (1.0 + math.exp(-predicted))
-    return Outlook(predicted_s, predicted >= logit(target_s * (1.0 - BAND)))
+    return predicted_s, predicted >= logit(target_s * (1.0 - BAND))

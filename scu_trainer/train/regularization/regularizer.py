@@ -302,12 +302,12 @@ class Regularizer:
             return
         # Judged again whenever the run has doubled: early growth flatters the end.
         self.progress.milestone = [seen.step, y]
-        outlook = foresee((int(early_step), early_y), (seen.step, y), last, self.state.target_s)
-        if not outlook.reachable:
+        predicted_s, is_reachable = foresee((int(early_step), early_y), (seen.step, y), last, self.state.target_s)
+        if not is_reachable:
             self.progress.outlook_done = True
             self._notice(
                 f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and will "
-                f"grow to about {outlook.predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
+                f"grow to about {predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
                 "lower scu_target_s, raise the learning rate or train longer"
             )
 
