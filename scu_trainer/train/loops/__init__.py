@@ -110,11 +110,8 @@ def make_loops(
     chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
     padding_free = False if memory is None else memory.resolved_padding_free
     if curriculum is not None or chunked_loss != "never" or padding_free is not False:
-        before_blaming = (lambda: None) if safety is None else trainer.nonfinite_guard.require_finite_weights
         # A partial, unlike a lambda, is of the copy where the trainer is copied.
-        trainer.new_loss_path = partial(
-            LossPath, trainer, chunked_loss, trainer.curriculum, before_blaming, padding_free
-        )
+        trainer.new_loss_path = partial(LossPath, trainer, chunked_loss, padding_free)
         trainer.loss_path = trainer.new_loss_path()
     if regularization is not None:
         loops.append(_regularization(trainer, regularization, regularization_tokens))

@@ -68,23 +68,15 @@ class LossPath:
     """The training loss of one trainer. ``rows``: a ``CurriculumLoop``; None where nobody asks for the losses of rows.
 
     ``chunked``: "always", "never" or "auto", ``padding_free``: True, False or None for where it can be done (both of
-    ``MemorySettings``). ``before_blaming``: called before all rows of a batch are set aside; may raise where it is not
-    they that are bad. ``kind``: see ``_choose``, None before that. ``has_learned``: whether any row was not set aside
+    ``MemorySettings``). ``kind``: see ``_choose``, None before that. ``has_learned``: whether any row was not set aside
     since somebody has set it to False. ``was_asked``: whether the training loss has come this way at all.
     ``is_padding_free``: whether the model sees rows end to end, None while that is not decided. ``is_planned``: whether
     the micro-batch at hand was planned so, ``wants_few_sizes`` whether it then gets one of few sizes, and ``token_cap``
     the most tokens of it where somebody has set that. ``end_to_end``: the last rows that were laid out.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        chunked: str,
-        rows: Any = None,
-        before_blaming: Callable[[], None] = lambda: None,
-        padding_free: Optional[bool] = False,
-    ) -> None:
-        self.trainer, self.rows, self._before_blaming = trainer, rows, before_blaming
+    def __init__(self, trainer: Trainer, chunked: str, padding_free: Optional[bool] = False) -> None:
+        self.trainer, self.rows = trainer, trainer.curriculum
         self.reading: Optional[RowLossReading] = None
         self.has_learned = self.was_asked = self._is_past = False
         self._has_reading = False
@@ -336,8 +328,8 @@ class LossPath:
         model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
         if self._rows_mix:
             bad = self._bad_alone(model, inputs, num_items, stock, bad)
-        if bool(bad.all()):
-            self._before_blaming()
+        if bool(bad.all()) and self.trainer.nonfinite_guard is not None:
+            self.trainer.nonfinite_guard.require_finite_weights()  # else it is not the rows that are bad
         self.rows.quarantine(ids[bad])
         good = (~bad).nonzero().flatten()
         if len(good):
