@@ -395,7 +395,7 @@ class SCUTrainer(Trainer):
             inputs = path.for_model(inputs)
             with self.engine.way(inputs):
                 return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
-        return path.loss(model, inputs, num_items_in_batch, self._stock_loss)
+        return path.loss(model, inputs, num_items_in_batch)
 
     def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Also of a plain module that returns its loss alone; the stock method looks for it inside of something."""

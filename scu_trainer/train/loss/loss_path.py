@@ -121,10 +121,10 @@ class LossPath:
         if reason is not None:
             logger.warning("padding_free is not used from now on: %s", reason)
 
-    def _unrecorded_loss(self, model, inputs, num_items, stock) -> torch.Tensor:
+    def _unrecorded_loss(self, model, inputs, num_items) -> torch.Tensor:
         inputs = self.for_model(inputs)
         with self._way(self.kind, inputs, None, lambda losses: None):
-            return stock(model, inputs, False, num_items)
+            return self.trainer._stock_loss(model, inputs, False, num_items)
 
     def _way(self, kind: Optional[str], inputs: Any, weights, seen) -> contextlib.AbstractContextManager[None]:
         """In which the model's own forward takes the loss the chosen way. ``weights``: of the rows."""
@@ -162,28 +162,27 @@ class LossPath:
             logger.info("prefixes that rows share go through the layers once per row: %s", obstacle)
         return found
 
-    def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any, stock: Callable) -> torch.Tensor:
-        """``stock(model, inputs, return_outputs, num_items)``: the Trainer's ``compute_loss``."""
+    def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
         self.was_asked = True
         if not self._records:
-            return self._unrecorded_loss(model, inputs, num_items, stock)
+            return self._unrecorded_loss(model, inputs, num_items)
         if self.rows is None:
-            return self._forward(model, inputs, num_items, stock, None)[0]
+            return self._forward(model, inputs, num_items, None)[0]
         ids, inputs = inputs.get(SAMPLE_INDEX), without_index(inputs)
         if ids is None:
             raise ControlError("a batch came without sample_index: it is not from this trainer's own data loader")
         if self._held is not None:
-            loss, losses = self._forward(model, inputs, num_items, stock, ids)
+            loss, losses = self._forward(model, inputs, num_items, ids)
             self._held.append((ids, losses))
             return loss
         put_back_statistics = self._statistics()
-        loss, losses = self._forward(model, inputs, num_items, stock, ids)
+        loss, losses = self._forward(model, inputs, num_items, ids)
         if losses is not None and not _are_finite([losses]):
             bad = ~torch.isfinite(losses.sums)
             if needs_all_ranks(self.trainer):
                 return self._left_to_guard(ids, bad, loss)
             put_back_statistics()
-            return self._without(inputs, num_items, stock, ids, bad)
+            return self._without(inputs, num_items, ids, bad)
         self._see(ids, losses)
         return loss
 
@@ -208,16 +207,16 @@ class LossPath:
             self._see(ids, found)
         return True
 
-    def _forward(self, model, inputs, num_items, stock, ids: Optional[torch.Tensor]) -> Forward:
+    def _forward(self, model, inputs, num_items, ids: Optional[torch.Tensor]) -> Forward:
         kind = self.kind or self._choose(inputs)
         if kind == "returned":
             if self.rows is None:
-                return self._unrecorded_loss(model, inputs, num_items, stock), None
-            return self._returned(model, inputs, num_items, stock, ids)
+                return self._unrecorded_loss(model, inputs, num_items), None
+            return self._returned(model, inputs, num_items, ids)
         seen: list[RowLosses] = []
         weights = None if ids is None else self.rows.weights_of(ids, CAUSAL)
         with self._way(kind, inputs, weights, seen.append):
-            loss = stock(model, inputs, False, num_items)
+            loss = self.trainer._stock_loss(model, inputs, False, num_items)
         if self.rows is not None and not seen and not self._is_past:
             self._is_past = True
             self.rows.found(None)  # somebody takes another loss than the model's own
@@ -225,19 +224,19 @@ class LossPath:
 
     # -- losses that the model returns ---------------------------------------------------------------------------------
 
-    def _returned(self, model, inputs, num_items, stock, ids) -> Forward:
+    def _returned(self, model, inputs, num_items, ids) -> Forward:
         labels = inputs.get("labels")
         seen = LossCalls()
         with contextlib.nullcontext() if self._has_reading or self.trainer.args.torch_compile else seen:
             given = type(inputs)(inputs)  # labels may be taken out of it
-            loss, outputs = _pair(self.trainer, stock(model, given, True, num_items))
+            loss, outputs = _pair(self.trainer, self.trainer._stock_loss(model, given, True, num_items))
         if not self._has_reading:
             self.reading = self._read(outputs, labels, loss, num_items, seen.calls)
             may_fit_by_chance = not seen.calls and self._may_fit_by_chance(labels, outputs)
             tells, asks = self._agreed(bool(torch.isfinite(loss)), may_fit_by_chance)
             if tells:  # else this batch tells nothing, but which of its rows are to be set aside
                 # Where one rank asks all do, also those to whose own batch it says nothing.
-                fits = not asks or self._fits_other_labels(inputs, outputs, num_items, stock)
+                fits = not asks or self._fits_other_labels(inputs, outputs, num_items)
                 if may_fit_by_chance and not fits:
                     self.reading = replace(self.reading, exact=False)
                 if self.reading is not None and loss.requires_grad:
@@ -281,14 +280,14 @@ class LossPath:
         found = gather_object([(tells, asks)])
         return all(told for told, _ in found), any(asked for _, asked in found)
 
-    def _fits_other_labels(self, inputs, outputs, num_items, stock) -> bool:
+    def _fits_other_labels(self, inputs, outputs, num_items) -> bool:
         labels, logits, changed = inputs.get("labels"), logits_of(outputs), {}
         if self._may_fit_by_chance(labels, outputs):
             changed = {"labels": with_labels_of_others(labels, logits.size(-1))}
         other = type(inputs)({**inputs, **changed})
         model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
         with untouched(model, self.trainer, training=True), torch.no_grad():
-            loss, again = stock(model, type(inputs)(other), True, num_items)
+            loss, again = self.trainer._stock_loss(model, type(inputs)(other), True, num_items)
             return self._read(again, other.get("labels"), loss, num_items, ()) == self.reading
 
     # -- rows without a finite loss
@@ -323,25 +322,25 @@ class LossPath:
             self.rows.quarantine(ids[bad])
         return loss
 
-    def _without(self, inputs, num_items, stock, ids, bad: torch.Tensor) -> torch.Tensor:
+    def _without(self, inputs, num_items, ids, bad: torch.Tensor) -> torch.Tensor:
         """The loss of the rows whose loss is a number; the others are set aside, and said."""
         model = self.trainer.model  # not DDP's: a forward that other ranks do not run must not speak to them
         if self._rows_mix:
-            bad = self._bad_alone(model, inputs, num_items, stock, bad)
+            bad = self._bad_alone(model, inputs, num_items, bad)
         if bool(bad.all()) and self.trainer.nonfinite_guard is not None:
             self.trainer.nonfinite_guard.require_finite_weights()  # else it is not the rows that are bad
         self.rows.quarantine(ids[bad])
         good = (~bad).nonzero().flatten()
         if len(good):
             kept = pick(type(inputs)({**inputs, SAMPLE_INDEX: ids}), good, len(ids))
-            return self.loss(model, kept, num_items, stock)
+            return self.loss(model, kept, num_items)
         return zero_loss(model, ids.device)
 
-    def _bad_alone(self, model, inputs, num_items, stock, bad: torch.Tensor) -> torch.Tensor:
+    def _bad_alone(self, model, inputs, num_items, bad: torch.Tensor) -> torch.Tensor:
         """Where rows act on each other one of them spoils all: which it is shows without batch statistics."""
         labels = inputs.get("labels")
         with untouched(model, self.trainer), torch.no_grad():
-            _, outputs = stock(model, type(inputs)(inputs), True, num_items)
+            _, outputs = self.trainer._stock_loss(model, type(inputs)(inputs), True, num_items)
             alone = ~torch.isfinite(self.reading.rows(outputs, labels).sums)
         return alone if bool(alone.any()) else bad
 
