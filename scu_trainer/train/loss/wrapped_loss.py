@@ -329,8 +329,13 @@ class RowLoss(nn.Module):
         return torch.where(counts > 0, means * counts, 0.0), counts
 
     def _counts(self, targets: torch.Tensor) -> torch.Tensor:
-        """(rows,): the labels that are learned, or what they weigh."""
-        return _labels_of(targets) if self._found.targets is None else self._found.targets.items({TARGET: targets})
+        """(rows,): the labels that are learned, which are those other than -100, or what they weigh; 1 for targets that
+        are no labels."""
+        if self._found.targets is not None:
+            return self._found.targets.items({TARGET: targets})
+        if targets.dtype not in LABELS:
+            return torch.ones(len(targets), device=targets.device)
+        return targets.ne(NOT_LEARNED).reshape(len(targets), -1).sum(dim=1).float()
 
     def _safe(self, targets: torch.Tensor) -> torch.Tensor:
         """With a class that counts in rows where nothing does, whose mean over no labels would not be finite."""
@@ -377,13 +382,6 @@ def is_known(loss: Any) -> bool:
 def _stated(loss: Any, name: str) -> Any:
     """What a module or a partial function says of itself."""
     return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
-
-
-def _labels_of(targets: torch.Tensor) -> torch.Tensor:
-    """Per row, the labels that are learned: those other than -100; 1 for targets that are no labels."""
-    if targets.dtype not in LABELS:
-        return torch.ones(len(targets), device=targets.device)
-    return targets.ne(NOT_LEARNED).reshape(len(targets), -1).sum(dim=1).float()
 
 
 def _is_plain(outputs: Any, targets: torch.Tensor, alone: torch.Tensor, rough: float) -> bool:
