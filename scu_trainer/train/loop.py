@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 import torch
+from accelerate.utils import DeepSpeedSchedulerWrapper
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
@@ -310,7 +311,7 @@ class LoopEvents(TrainerCallback):
                 self._recording.append(loop)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self._is_due, self.trainer.step_is_taken_back = True, False
+        self._is_due, self.trainer.step_is_taken_back, self.trainer.rate_of_step = True, False, None
         self._steps_begun += 1
         if self._steps_begun == 2 and args.should_save and args.save_strategy != "no":
             for loop in self.trainer.loops:
@@ -335,6 +336,9 @@ class LoopEvents(TrainerCallback):
             self._is_due, factor = False, self.trainer.rate_factor
             if factor != 1.0:
                 self._set_rates(factor)
+            # DeepSpeed's engine moves a schedule that it has been given within its step: later it is at the next rate.
+            if factor != 1.0 or isinstance(self.trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
+                self.trainer.rate_of_step = float(self.trainer.optimizer.param_groups[0]["lr"])
 
     def _set_rates(self, factor: float) -> None:
         self._is_scaled = factor != 1.0

@@ -99,6 +99,8 @@ class SCUTrainer(Trainer):
     _is_training = _rests = False
     step_is_taken_back = False
     """Whether a loop has vetoed the step that is going on."""
+    rate_of_step: Optional[float] = None
+    """The learning rate that the step takes, where the schedule does not tell it afterwards."""
     task_loss: Optional[torch.Tensor] = None
     """Of the accumulation batch that ``on_loss`` is about, without what loops add to it."""
     difficulty = property(difficulty_of)
@@ -200,8 +202,7 @@ class SCUTrainer(Trainer):
         return factor
 
     def _get_learning_rate(self) -> float:
-        rate, factor = super()._get_learning_rate(), self.rate_factor
-        return rate if factor == 1.0 else rate * factor
+        return super()._get_learning_rate() if self.rate_of_step is None else self.rate_of_step
 
     # -- a training ----------------------------------------------------------------------------------------------------
 

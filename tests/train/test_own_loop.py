@@ -130,6 +130,14 @@ def test_factors_multiply_once_and_do_not_stay_in_the_optimizer(tmp_path):
     assert both.left == plain.left, "a schedule that builds on the last rate would take the factor again"
 
 
+def test_a_rate_without_a_schedule_of_steps_is_logged_as_it_was_taken(tmp_path):
+    """The stock Trainer reads it from the optimizer, which holds it with the factors."""
+    recorded = Recorded()
+    plateau = {**RUN, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_dataset": Rows(4)}
+    trainer = trained(llama(layers=1), tmp_path, callbacks=[Half(), recorded], **plateau)
+    assert [row["learning_rate"] for row in trainer.state.log_history if "loss" in row] == recorded.used
+
+
 class Named(Loop):
     name = "own"
 

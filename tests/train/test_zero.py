@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scu_trainer.run_files import read_rows
 from tests import processes
 
 pytest.importorskip("deepspeed")
@@ -34,9 +35,13 @@ config = {
     "zero_allow_untested_optimizer": True,
     "bf16": {"enabled": "auto"},
 }
+if "SCHEDULE" in os.environ:
+    rates = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    config["scheduler"] = {"type": "WarmupLR", "params": rates}
 changes = {"deepspeed": config} if stage else {}
+changes |= {"warmup_steps": 4} if "SCHEDULE" in os.environ else {}
 changes |= {"save_strategy": "steps", "save_steps": 4, "bf16": "BF16" in os.environ}
-arguments = tiny.arguments(folder, max_steps=8, gradient_accumulation_steps=2, **changes)
+arguments = tiny.arguments(folder, max_steps=8, gradient_accumulation_steps=2, logging_steps=1, **changes)
 trainer = SCUTrainer(
     model=tiny.llama() if arguments.bf16 else tiny.lora(tiny.llama()),
     args=arguments,
@@ -47,6 +52,7 @@ trainer.train(resume_from_checkpoint=resume[0] if resume else None)
 assert not stage or type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
 trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 outcome = {"weights": trained, "lambda": trainer.regularizer.state.lam}
+outcome["logged"] = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
 if arguments.bf16:
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -87,6 +93,17 @@ def test_the_distance_is_measured_where_a_pull_acts(tmp_path, monkeypatch):
     outcome = result(tmp_path, "bf16", 2, "fixed")
     assert {weight.dtype for weight in outcome["weights"].values()} == {torch.bfloat16}
     assert outcome["distance"] == pytest.approx(outcome["expected"], rel=1e-5)
+
+
+def test_the_rate_is_that_of_the_step_where_the_engine_moves_the_schedule(tmp_path, monkeypatch):
+    """DeepSpeed's own schedule begins with two steps of its lowest rate, which move no weight here."""
+    monkeypatch.setenv("SCHEDULE", "1")
+    taken = [1e-2 * share for share in (0, 0, 0.25, 0.5, 0.75, 1, 1, 1)]
+    logged = result(tmp_path, "zero", 2, "fixed")["logged"]
+    rows = read_rows(tmp_path / "zero" / "scu_history.json")
+    assert logged == [row["learning_rate"] for row in rows] == pytest.approx(taken)
+    assert [row["shrink"] for row in rows] == pytest.approx([3.0 * rate for rate in taken])
+    assert rows[1]["s"] == 0 < rows[2]["s"]
 
 
 def test_zero_2_resumes_bit_for_bit(tmp_path):

@@ -119,10 +119,12 @@ class RegularizationLoop(Loop):
         if accelerator.optimizer_step_was_skipped:
             self.regularizer.discard_step()
             return
+        rate = self.trainer.rate_of_step
         with self._timed():
             row = self.regularizer.after_optimizer_step(
                 step=state.global_step + 1,
-                learning_rate=float(kwargs["optimizer"].param_groups[0]["lr"]),  # torchao keeps a tensor
+                # torchao keeps a tensor
+                learning_rate=float(kwargs["optimizer"].param_groups[0]["lr"]) if rate is None else rate,
                 items=self._items_over_ranks(),
                 reduce=functools.partial(_sum_over_ranks, accelerator),
                 processes=accelerator.num_processes,
