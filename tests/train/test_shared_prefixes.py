@@ -275,7 +275,7 @@ def test_on_a_card_every_row_keeps_its_prefix(kind, may_share):
         SimpleNamespace(device=torch.device(kind)),
         SimpleNamespace(mixed_precision="no", native_amp=False),
     )
-    trainer = SimpleNamespace(args=args, accelerator=accelerator, model=tiny.llama())
+    trainer = SimpleNamespace(args=args, accelerator=accelerator, model=tiny.llama(), curriculum=None)
     path, batch = LossPath(trainer, "never"), pad([Templates()[index] for index in range(8)])
     path._shares_prefixes = path._shares_prefixes is None  # as if it had been tried
     path.is_planned = True
