@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 from scu_trainer.errors import StorageError, UserError
 from scu_trainer.run_files import RunStatus
@@ -83,9 +83,9 @@ class _Supervisor:
         record = self._register()
         self.outside.platform.watch_for_stop(self.run.stop_request)
         record = self._wait(record)
-        words = training_words(self.run, record)
-        self.run.change(phase="training", waiting=None)
+        record = self._change(phase="training", waiting=None)
         self.is_training = True
+        words = training_words(self.run, record)
         if record.options.launcher != "python":
             sys.stdout.flush()
             start = [sys.executable, "-P", "-m", "scu_trainer.cli.main", "launch", record.options.launcher]
@@ -125,7 +125,7 @@ class _Supervisor:
         print(note, flush=True)
         if record.options.threads is None:  # more than the cores that are left would take turns
             os.environ["OMP_NUM_THREADS"] = str(room.default_threads())
-        return self.run.change(notes=(*record.notes, note))
+        return self._change(notes=(*record.notes, note))
 
     def _devices(self, record: RunRecord) -> list[str]:
         found, asked = self.outside.devices(), record.options.device
@@ -136,7 +136,12 @@ class _Supervisor:
 
     def _tell(self, waiting: str) -> None:
         print(f"waiting {waiting}", flush=True)
-        self.run.change(waiting=waiting)
+        self._change(waiting=waiting)
+
+    def _change(self, **changes: Any) -> RunRecord:
+        """Who waits for days may be given another name in the meantime."""
+        self.run = _where_it_is_now(self.run)
+        return self.run.change(**changes)
 
     def say_last(self, code: int, error: Optional[str] = None) -> None:
         """How it ended, wherever training has not said so itself. A second request to stop changes nothing now."""

@@ -253,6 +253,18 @@ def test_a_run_whose_folder_is_renamed_says_why_it_ended(root):
     assert moved.record().exit_code == 2 and not run.path.exists()
 
 
+def test_a_run_that_is_renamed_while_it_waits_trains_where_it_is_now(root):
+    first, second = begun(root, "a"), begun(root, "b", "max_steps: 2")
+    reaches(first, "running")
+    until(lambda: second.record().waiting is not None)
+    time.sleep(0.5)  # until its directory is synchronized, too
+    moved = Run(second.path.rename(root / "c"), "c")
+    stop(first, HANDS, 20)
+    reaches(moved, "finished")
+    until(lambda: moved.record().exit_code == 0)
+    assert not second.path.exists()
+
+
 def test_a_name_in_use_and_a_full_disk(root, monkeypatch):
     begun(root, "a", "max_steps: 1")
     with pytest.raises(SettingsError, match="the name 'a' is in use"):
