@@ -178,6 +178,12 @@ def test_trl_and_unsloth_keep_their_defaults():
     assert full["tuning"] == "full" and "lora_r" not in full and full["save_steps"] == 3
 
 
+def test_unsloth_in_16_bits_is_plain_lora(here):
+    (here / "a.yaml").write_text("model_name: m\nmax_seq_length: 9\nload_in_16bit: true\nr: 8\nrandom_state: 1\n")
+    found, _own = read_other(here / "a.yaml", "unsloth")
+    assert found.settings["tuning"] == "lora" and not found.lost
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

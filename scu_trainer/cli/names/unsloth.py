@@ -72,6 +72,7 @@ TABLE: Table = {
     "full_finetuning": _tuning,
     "load_in_4bit": quantized(_adapts),
     "load_in_8bit": quantized(_adapts, load_in_8bit=True),
+    "load_in_16bit": Nothing("frozen weights keep the type of their file"),
     "max_steps": _zero_is_not_given("max_steps"),
     "num_epochs": _zero_is_not_given("num_train_epochs"),
     "save_steps": _save_steps,
@@ -121,7 +122,8 @@ SIGNS = {*SECTIONS[1:4], "training_type", "max_seq_length", "random_state", "use
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
     """Defaults of Unsloth that differ from ours."""
-    is_quantized = _adapts(source) and is_on(source.entries.get("load_in_4bit", True))
+    is_in_4_bits = is_on(source.entries.get("load_in_4bit", not is_on(source.entries.get("load_in_16bit"))))
+    is_quantized = _adapts(source) and is_in_4_bits
     yield "tuning", "qlora" if is_quantized else ("lora" if _adapts(source) else "full")
     yield from {"block_size": 2048, "packing": False, "checkpoint_every_layer": True}.items()
     yield from {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_steps": 5}.items()
