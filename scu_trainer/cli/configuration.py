@@ -194,8 +194,9 @@ def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSetti
     check_given_once(flags)
     parser = our_parser()
     names = field_names(parser)
-    entries = {} if config is None else named_as_here(config, names).entries
-    flags, _ = translated(flags, names)
+    all_names = {*names, *known_names()}  # do_train is a name of other programs as well
+    entries = {} if config is None else named_as_here(config, all_names).entries
+    flags, _ = translated(flags, all_names)
     known = {name: value for name, value in entries.items() if name in names}
     given = given_names(flags, names)
     typed, _ = parser.parse_known_args([*as_flags(known), *flags])

@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
+from scu_trainer.cli import configuration
 from scu_trainer.cli import main as cli
+from scu_trainer.cli.names.known import stock_fields
 from scu_trainer.data import embedded_tokenizer, prepare
 from scu_trainer.settings import DataSettings
 from tests import browser
@@ -77,6 +80,16 @@ def test_a_configuration_is_read_with_what_only_training_knows(look, tmp_path, f
     assert "⟦<|bos|><|im_start|>user" in capsys.readouterr().out
     config.write_text(f"dataset: {file}\nmax_stepz: 3\n")
     assert "did you mean 'max_steps'?" in refused(capsys, config)
+
+
+def test_the_settings_of_a_run_are_read(tmp_path, file, capsys):
+    """They hold every field of the stock Trainer, also those that are names of other programs."""
+    values = configuration.read_values(None, ["--dataset", str(file), "--cache_dir", str(tmp_path / "cache")])
+    names = ("dataset", "cache_dir", *stock_fields())
+    settings = {name: values[name] for name in names if isinstance(values.get(name), (bool, int, float, str))}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert settings["do_train"] is False and cli.main(["data", str(tmp_path / "run.yaml"), "--rows", "1"]) == 0
+    assert "After 0 comes 1." in capsys.readouterr().out
 
 
 def test_the_export_is_what_training_gets(look, tmp_path, capsys):
