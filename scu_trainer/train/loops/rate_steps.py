@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Optional
@@ -71,7 +70,10 @@ def _factor(drops: Callable[[float], int], gamma: float, warmup_steps: int, posi
 def _drops(settings: EfficiencySettings, steps_per_epoch: int, total_steps: int) -> Callable[[float], int]:
     """How often the rate has fallen at a position."""
     if settings.lr_step_size is not None:
-        interval = settings.lr_step_size * steps_per_epoch
-        return functools.partial(bisect_right, range(interval, sys.maxsize, interval))
+        return functools.partial(_whole_intervals, settings.lr_step_size * steps_per_epoch)
     unit = total_steps if settings.milestones_are_shares else steps_per_epoch
     return functools.partial(bisect_right, [milestone * unit for milestone in settings.lr_milestones])
+
+
+def _whole_intervals(interval: int, position: float) -> int:
+    return int(position // interval)
