@@ -184,7 +184,7 @@ class History:
             _pwrite_all(self._descriptor, added + _CLOSING, self._closing_offset)
         except OSError as error:
             self._close_array()
-            raise _storage_error(self.path, "write", error) from error
+            raise storage_error(self.path, "write", error) from error
         self._row_count += len(lines)
         self._closing_offset += len(added)
 
@@ -426,10 +426,11 @@ def _as_storage_error(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _storage_error(path, action, error) from error
+        raise storage_error(path, action, error) from error
 
 
-def _storage_error(path: Path, action: str, error: OSError) -> StorageError:
+def storage_error(path: AnyPath, action: str, error: OSError) -> StorageError:
+    """What a person is to read in the place of ``error``. ``action``: what was done to ``path``, as "read"."""
     if _is_full(error):
         return StorageError(
             f"the disk is full: {path} cannot be written, {readable(free_bytes(path))} are free; free some"

@@ -16,7 +16,7 @@ import psutil
 
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware.watching.monitor import held_bytes
-from scu_trainer.run_files import free_bytes
+from scu_trainer.run_files import free_bytes, storage_error
 from scu_trainer.runs.process import Fact, Machine, look
 from scu_trainer.runs.progress import Progress, last_error, progress, seconds
 from scu_trainer.runs.queue import Line
@@ -197,10 +197,10 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
     try:
         return _report(run, machine, time.time() if now_s is None else now_s)
     except StorageError as error:
-        why = str(error)
+        why = error
     except OSError as error:  # such as a folder, or a file in it, that another user keeps for themselves
-        why = f"cannot read {error.filename}: {error.strerror}; check the path and its permissions"
-    return Report(run, RunState("unreadable", why, "error"), Progress())
+        why = storage_error(error.filename or run.path, "read", error)
+    return Report(run, RunState("unreadable", str(why), "error"), Progress())
 
 
 def _report(run: Run, machine: Machine, now_s: float) -> Report:
