@@ -257,7 +257,7 @@ def test_a_run_that_is_renamed_while_it_waits_trains_where_it_is_now(root):
     first, second = begun(root, "a"), begun(root, "b", "max_steps: 2")
     reaches(first, "running")
     until(lambda: second.record().waiting is not None)
-    time.sleep(0.5)  # until its directory is synchronized, too
+    until(lambda: psutil.Process(second.record().process.pid).status() == psutil.STATUS_SLEEPING)  # has written it all
     moved = Run(second.path.rename(root / "c"), "c")
     stop(first, HANDS, 20)
     reaches(moved, "finished")
