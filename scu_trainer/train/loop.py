@@ -133,7 +133,8 @@ class Loop(TrainerCallback):
         return {}
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
-        """Where the ``count`` accumulation batches of the next step come from. The last loop is next to the loader."""
+        """Where the ``count`` accumulation batches of the next step come from: an iterator, of which
+        no more are taken. The last loop is next to the loader."""
         return batches
 
     def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
@@ -272,7 +273,8 @@ class Loop(TrainerCallback):
 
 
 def returned(loop: Loop, hook: str, value: Any) -> Any:
-    """``value``, which ``hook`` of ``loop`` gave. Raises ControlError for None, and for batches that do not flow."""
+    """``value``, which ``hook`` of ``loop`` gave. Raises ControlError for None, and for ``batches`` without an
+    iterator."""
     if value is None:
         raise ControlError(
             f"{called(loop)} returns None from {hook}(), as where a return was forgotten; the docstring of Loop.{hook} "

@@ -212,7 +212,7 @@ def test_only_what_may_be_split_begins_small(monkeypatch, resumed, reduction, co
     loop, changes = MicroBatchSizer(MemorySettings(), Device(0), CPU), []
     worked_off(loop, (8, 8, 8, 8), reduction=reduction)
     saved = loop.state_dict()
-    loop.first_cap = 16
+    loop.first_cap_tokens = 16
     loop.reset()
     loop.on_row = changes.append
     if resumed:

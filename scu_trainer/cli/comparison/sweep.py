@@ -166,11 +166,13 @@ class Sweep(Asked):
         line = Line(self.device, machine=self.hands.machine)
         place = line.join(self.hands.machine.identity(), self.plan.folder)
         try:
-            tell = "waiting {}: a background run has it; scu-trainer runs list shows which".format
-            wait_for_turn(line, place, lambda: None, lambda reason: self.say(tell(reason)), self._sleep_in_line)
+            wait_for_turn(line, place, lambda: None, self._say_waiting, self._sleep_in_line)
             yield
         finally:
             line.leave(place)
+
+    def _say_waiting(self, reason: str) -> None:
+        self.say(f"waiting {reason}: a background run has it; scu-trainer runs list shows which")
 
     def _sleep_in_line(self, seconds: float) -> None:
         if self.asked:

@@ -32,7 +32,6 @@ from scu_trainer.cli.subjects import EXPORT_FILE, Subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError, nearest, require_packages
 from scu_trainer.models.export import CLASSES, write_model
 from scu_trainer.models.exports import gguf
-from scu_trainer.models.exports.gguf import OUTTYPES
 from scu_trainer.models.loading.load import causal_config
 from scu_trainer.models.loading.names import base_of, is_adapter
 from scu_trainer.models.merge import full_weights
@@ -75,7 +74,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--outtype",
         type=_outtype,
-        metavar="{" + ",".join(OUTTYPES) + "}",
+        metavar="{" + ",".join(gguf.OUTTYPES) + "}",
         help="type of a GGUF file, as llama.cpp names it (default: auto, 16 bits)",
     )
     parser.add_argument("--max_shard_size", default="5GB", help="largest file of safetensors weights (default: 5GB)")
@@ -90,11 +89,11 @@ def _parser() -> Parser:
 
 
 def _outtype(word: str) -> str:
-    if word not in OUTTYPES:
+    if word not in gguf.OUTTYPES:
         raise argparse.ArgumentTypeError(
-            f"{word!r} is none of {', '.join(OUTTYPES)}{nearest(word, OUTTYPES)}; smaller types are made of an f16 "
-            "file by llama.cpp (llama-quantize IN.gguf OUT.gguf Q4_K_M) or Ollama (ollama create NAME -q q4_K_M -f "
-            "Modelfile)"
+            f"{word!r} is none of {', '.join(gguf.OUTTYPES)}{nearest(word, gguf.OUTTYPES)}; smaller types are made "
+            "of an f16 file by llama.cpp (llama-quantize IN.gguf OUT.gguf Q4_K_M) or Ollama (ollama create NAME "
+            "-q q4_K_M -f Modelfile)"
         )
     return word
 
@@ -157,7 +156,7 @@ def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, 
         options = replace(options, dtype="float32")
     with run_log():
         if Path(subject.source).is_dir():
-            require_space(subject, output, options, OUTTYPES[options.outtype] if options.format in GGUF else 0)
+            require_space(subject, output, options, gguf.OUTTYPES[options.outtype] if options.format in GGUF else 0)
         exporting = _Exporting.of(subject, output, options, {"to": options.format, "source": subject.source})
         exporting.facts["notes"] = []
         write_new(output, exporting.build)

@@ -156,7 +156,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
             trainer.checkpoints.facts = description
             trainer.add_callback(taken_over)
             if foreseen.first_tokens is not None:  # only with memory control
-                trainer.micro_batches.loop.first_cap = foreseen.first_tokens
+                trainer.micro_batches.loop.first_cap_tokens = foreseen.first_tokens
             return train(job, parts, start, trainer, request, status, console, foreseen)
 
 

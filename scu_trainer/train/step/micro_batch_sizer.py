@@ -99,15 +99,15 @@ class MicroBatchSizer:
     """One training run's memory control.
 
     ``gauge``: None without ``memory_control``. ``gradient_bytes``: the most that gradients add within a window.
-    ``on_row`` gets every row for memory_history.json. ``first_cap``: micro-batches of at most so many tokens from the
-    first step on, where more is predicted not to fit and what does not fit ends the process.
+    ``on_row`` gets every row for memory_history.json. ``first_cap_tokens``: the most of a micro-batch from the first
+    step on, where more is predicted not to fit and what does not fit ends the process.
     """
 
     def __init__(self, settings: MemorySettings, gauge: Optional[Gauge], device: torch.device) -> None:
         self.settings = settings
         self.gauge = gauge
         self.law = law_of(settings)
-        self.first_cap: Optional[int] = None
+        self.first_cap_tokens: Optional[int] = None
         self.reset()
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
         self.step = 0
@@ -130,7 +130,7 @@ class MicroBatchSizer:
 
     def reset(self) -> None:
         """As before the first training: sizes that fitted then may not fit now."""
-        self.state, self.statistics = control.SizerState(cap_tokens=self.first_cap), MemoryStatistics()
+        self.state, self.statistics = control.SizerState(cap_tokens=self.first_cap_tokens), MemoryStatistics()
         self._predicted_least = math.inf
         self._first_window, self._learning_until = 0, LEARNING_WINDOWS
         self._measured_up_to = (0, 0)
@@ -158,7 +158,7 @@ class MicroBatchSizer:
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
             self._based_on(self._look() if exact else reading)
-        if self.first_cap is not None and self.statistics.windows == self._first_window:
+        if self.first_cap_tokens is not None and self.statistics.windows == self._first_window:
             self._begin_small()
         micro_batches = self._plan(window) if keep_step is None else self._even(window, keep_step)
         self._planned = len(micro_batches)
@@ -168,7 +168,7 @@ class MicroBatchSizer:
         """But where a split would change the gradient: a prediction may be wrong, and memory has not been short."""
         if self._window.can_pool:
             reason = "larger ones were predicted not to fit into main memory"
-            self._note(reason, self._before, self.state.pressure, tokens=self.first_cap)
+            self._note(reason, self._before, self.state.pressure, tokens=self.first_cap_tokens)
         else:
             self.state = replace(self.state, cap_tokens=None)
 
