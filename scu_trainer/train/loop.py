@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 import torch
-from accelerate.utils import DeepSpeedSchedulerWrapper
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
