@@ -16,7 +16,7 @@ from scu_trainer.errors import StorageError
 from scu_trainer.figures import in_percent, interval
 from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT, misfit
 from scu_trainer.report.comparison.statistics import percent
-from scu_trainer.report.comparison.text import has_accuracy
+from scu_trainer.report.comparison.text import has_accuracy, settled
 from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number
@@ -227,7 +227,7 @@ def result_rows(found: Comparison) -> tuple[list[str], list[list[str]]]:
             interval(row["held_out_bpt"], ".4f"),
             interval(row["difference"], "+.4f"),
             or_dash(row["tracking_error"], ".1%"),
-            or_dash(row["settling_step"], ".0f"),
+            settled(row),
             or_dash(row["overhead_fraction"], ".2%"),
             FIGURES.sub("", row["verdict"] or "-"),
         ]

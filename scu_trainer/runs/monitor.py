@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.runs.process import Machine
-from scu_trainer.runs.progress import last_lines, last_warning
+from scu_trainer.runs.progress import last_lines, last_warning, tail
 from scu_trainer.runs.state import Report, report
 from scu_trainer.runs.store import Run
 
@@ -44,27 +45,32 @@ def watch(run: Run, refresh_s: float, machine: Machine, sleep: Callable[[float],
 def follow(run: Run, lines: int, machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
     """The last ``lines`` lines of the log, then what is added, until the run has ended. Text as it stands there."""
     path = log_of(run)
-    text = "\n".join(last_lines(path, lines))
-    read_bytes = path.stat().st_size if path.is_file() else 0
-    yield f"{text}\n" if text else ""
+    read_bytes = _size_bytes(path)  # before reading: what is printed meanwhile comes next
+    text, end = "\n".join(last_lines(path, lines, read_bytes)), tail(path, 1, read_bytes)
+    yield text + end if text and end.isspace() else text
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # half of a letter may have been written
     while True:
         is_alive = report(run, machine).state.is_alive  # before reading: what it printed last is there by then
         added, read_bytes = _added(path, read_bytes)
-        if added:
-            yield added
+        text = decoder.decode(added, final=not is_alive)
+        if text:
+            yield text
         if not is_alive:
             return
         sleep(FOLLOW_EVERY_S)
 
 
-def _added(path: Path, read_bytes: int) -> tuple[str, int]:
-    """Whole lines after the first ``read_bytes``, and how far that is. A log that is shorter was rotated."""
-    size_bytes = path.stat().st_size if path.is_file() else 0
+def _added(path: Path, read_bytes: int) -> tuple[bytes, int]:
+    """What stands after the first ``read_bytes``, and how far that is. A log that is shorter was rotated."""
+    size_bytes = _size_bytes(path)
     read_bytes = 0 if size_bytes < read_bytes else read_bytes
     if size_bytes == read_bytes:
-        return "", read_bytes
+        return b"", read_bytes
     with open(path, "rb") as file:
         file.seek(read_bytes)
         content = file.read()
-    whole = content[: content.rfind(b"\n") + 1]
-    return whole.decode(errors="replace"), read_bytes + len(whole)
+    return content, read_bytes + len(content)
+
+
+def _size_bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -84,23 +84,23 @@ def seconds(moment: Any) -> Optional[float]:
 # -- ends of files -----------------------------------------------------------------------------------------------------
 
 
-def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
-    """The end of a text file; empty where there is none."""
+def tail(path: Path, size_bytes: int = TAIL_BYTES, end_bytes: Optional[int] = None) -> str:
+    """The end of a text file, or of its first ``end_bytes``; empty where there is none."""
     try:
         with open(path, "rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            file.seek(max(0, length - size_bytes))
-            return file.read(size_bytes).decode(errors="replace")
+            end_bytes = os.fstat(file.fileno()).st_size if end_bytes is None else end_bytes
+            file.seek(max(0, end_bytes - size_bytes))
+            return file.read(min(size_bytes, end_bytes)).decode(errors="replace")
     except FileNotFoundError:
         return ""
 
 
-def last_lines(path: Path, count: int) -> list[str]:
+def last_lines(path: Path, count: int, end_bytes: Optional[int] = None) -> list[str]:
     """At most ``count``; reads as much of the end of the file as it takes, up to MOST_TAIL_BYTES: a line of a file that
     is none of ours may be as long as the file."""
     size_bytes = TAIL_BYTES
     while True:
-        text = tail(path, size_bytes)
+        text = tail(path, size_bytes, end_bytes)
         lines = text.splitlines()
         is_whole = len(text.encode()) < size_bytes
         if is_whole or len(lines) > count or size_bytes >= MOST_TAIL_BYTES:

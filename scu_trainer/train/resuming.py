@@ -47,6 +47,7 @@ def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None
     """What ``checkpoint`` does not hold of ``trainer``, an ``SCUTrainer``, or what that has otherwise now."""
     _tell_of_fresh_reference(checkpoint, trainer)
     _tell_of_lost_generations(checkpoint, trainer.args, steps_per_epoch)
+    _tell_of_fresh_average(checkpoint, trainer.callback_handler.callbacks)
     if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
         _tell_of_fresh_optimizer(checkpoint)
     if not has_optimizer(checkpoint):
@@ -130,6 +131,19 @@ def _tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int)
             checkpoint,
             math.lcm(batches, accumulated) // accumulated,
         )
+
+
+def _tell_of_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> None:
+    """TRL's ``BEMACallback`` keeps its average, and the weights that it began with, and saves neither."""
+    for callback in callbacks:
+        if not any(kind.__name__ == "BEMACallback" for kind in type(callback).__mro__):  # without importing TRL
+            continue
+        if read_json(checkpoint / STATE)["global_step"] > callback.update_after:
+            logger.warning(
+                "%s does not hold the average of the weights that %s keeps: it starts over from the weights of this "
+                "checkpoint, so the averaged model is not that of an uninterrupted run",
+                checkpoint, type(callback).__name__,
+            )  # fmt: skip
 
 
 def catch_up(scheduler: Any, checkpoint: Path) -> None:

@@ -23,6 +23,7 @@ from scu_trainer.run_files import History, RunStatus
 from scu_trainer.runs.menu import ACTIONS, Menu
 from scu_trainer.runs.monitor import follow, watch
 from scu_trainer.runs.process import Machine, Posix, family
+from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, all_runs
 from tests.runs import stand_in
@@ -299,6 +300,37 @@ def test_a_log_is_followed_to_the_last_word(by_hand):
             RunStatus(by_hand.path / "run.json").update(status="finished", pid=99999999)
 
     assert "".join(follow(by_hand, 1, Machine(), sleep)) == "three\nfour\nfive\n"
+
+
+def test_the_last_words_of_a_log_need_no_end_of_line(by_hand):
+    """A letter of two bytes is written in two parts."""
+    RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid())
+    parts = iter(["four \xf6".encode()[:-1], "\xf6 last words".encode()[1:]])
+
+    def sleep(seconds):
+        part = next(parts, None)
+        if part is None:
+            RunStatus(by_hand.path / "run.json").update(status="finished", pid=99999999)
+            return
+        with open(by_hand.path / "logs" / "train.log", "ab") as file:
+            file.write(part)
+
+    whole = "three\nfour \xf6 last words"
+    assert "".join(follow(by_hand, 1, Machine(), sleep)) == whole
+    assert "".join(follow(by_hand, 2, Machine())) == whole
+
+
+def test_a_line_that_is_printed_while_a_log_is_opened_is_followed(by_hand, monkeypatch):
+    log = by_hand.path / "logs" / "train.log"
+
+    def read(path, *given):
+        found = last_lines(path, *given)
+        with open(log, "a") as file:
+            file.write("four\n")
+        return found
+
+    monkeypatch.setattr("scu_trainer.runs.monitor.last_lines", read)
+    assert "".join(follow(by_hand, 1, Machine())) == "three\nfour\n"
 
 
 def test_a_log_that_is_rotated_is_followed_from_its_new_beginning(by_hand):

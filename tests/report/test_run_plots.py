@@ -482,7 +482,11 @@ def test_a_comparison_keeps_every_arm(made):
     assert [line.label for line in curves.panels[0].lines] == ["none", "fixed-1", "weight_decay-10", "model"]
     assert "original, schedule-cosine: no evaluation" in curves.notes[0]
     found.content["table"][1]["verdict"] = "lower than none by 0.109 (0.006 to 0.212); seed 2 failed: no room"
+    found.content["table"][0] |= {"settling_step": 17.2, "settled": 1}
+    found.content["table"][1] |= {"settled": 0}
     head, table = result_rows(found)
+    place = head.index("settled at step")
+    assert [row[place] for row in table[:3]] == ["17 (1/3)", "never", "-"], "as on the screen and in comparison.md"
     assert len(table) == 6 and all(len(row) == len(head) for row in table)
     assert table[1][-1] == "lower than none; seed 2 failed: no room", "its figures have a column"
 

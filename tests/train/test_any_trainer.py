@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl import (
+    BEMACallback,
     DistillationConfig,
     DistillationTrainer,
     DPOConfig,
@@ -515,6 +516,20 @@ def test_a_resume_says_that_a_reference_model_that_moves_starts_over(tmp_path, l
         exact, _ = run(folder, sync_steps, resume, by_step[2])
         assert tiny.same(tiny.weights_of(exact.ref_model), tiny.weights_of(whole.ref_model))
         assert tiny.same(tiny.weights_of(exact.model), tiny.weights_of(whole.model))
+
+
+def test_a_resume_says_that_an_average_of_trl_starts_over(tmp_path, caplog):
+    """One that begins with the checkpoint's own step is the same."""
+    for update_after, starts_over in ((0, True), (2, False)):
+        folder, averages = tmp_path / str(update_after), []
+        for resume in (None, str(folder / "checkpoint-2")):
+            caplog.clear()
+            average = BEMACallback(update_freq=1, update_after=update_after)
+            trainer = made("SFT", folder, save_strategy="steps", save_steps=2, callbacks=[average])
+            trainer.train(resume_from_checkpoint=resume)
+            averages.append(tiny.weights_of(average.running_model))
+        said = "does not hold the average of the weights that BEMACallback keeps" in caplog.text
+        assert (said, tiny.same(*averages)) == (starts_over, not starts_over)
 
 
 def test_a_resume_says_that_a_teacher_that_moves_starts_over(tmp_path, caplog):

@@ -45,11 +45,11 @@ def _row(row: Mapping[str, Any], has_accuracy: bool) -> tuple[str, ...]:
         with_half_width(row["difference"], "+.3f"),
         *(() if has_accuracy else (NOTHING if lowest is None else f"{lowest:.3f}",)),
         NOTHING if row["tracking_error"] is None else f"{row['tracking_error']:.1%}",
-        _settled(row),
+        settled(row),
     )
 
 
-def _settled(row: Mapping[str, Any]) -> str:
+def settled(row: Mapping[str, Any]) -> str:
     if row["settled"] is None:
         return NOTHING
     if row["settling_step"] is None:
