@@ -163,9 +163,10 @@ class _Supervisor:
 
 
 def _where_it_is_now(run: Run) -> Run:
-    """Its folder may have been renamed while it ran; what it prints still goes to the file there."""
+    """Its folder may have been renamed since, and another run have its name; what it prints still goes to the file
+    there."""
     console = Path("/proc/self/fd/1")  # of Linux
-    if run.path.exists() or not console.is_symlink():
+    if not console.is_symlink():
         return run
     moved = Run(console.readlink().parent.parent, run.name)
     return moved if moved.console == console.readlink() and moved.console.is_file() else run

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -364,6 +365,25 @@ def test_what_was_not_possible_is_kept_and_the_gpu_is_the_only_one_seen(alone, m
 def test_training_that_wrote_elsewhere_is_not_told_as_finished(alone):
     assert lead(alone, outside(lambda words: 0)) == 0
     assert alone.status()["status"] == "failed" and "another directory" in alone.status()["error"]
+
+
+def test_a_run_that_took_the_name_of_a_renamed_one_is_left_alone(alone):
+    moved, words = Run(alone.path.with_name("moved")), []
+
+    def rename(*_):
+        alone.path.rename(moved.path)
+        shutil.copytree(moved.path, alone.path)
+
+    stdout = os.dup(1)
+    with open(alone.console, "a") as console:
+        os.dup2(console.fileno(), 1)
+        try:
+            assert lead(alone, replace(outside(lambda given: words.extend(given) or 3), lacking=rename)) == 3
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+    assert words[1] == str(moved.config) and moved.record().exit_code == 3
+    assert (alone.record().phase, alone.record().exit_code, alone.status()["status"]) == ("queued", None, "queued")
 
 
 def test_a_launcher_takes_the_place_of_the_process_and_gets_all_gpus(alone, monkeypatch):
