@@ -8,6 +8,7 @@ convolutions, recurrent cells, routers, stacked experts, and what a mamba kernel
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger("scu_trainer")
 
 QUANTIZED_FROM_WEIGHTS = 1024
 """Smaller layers have nothing to save, and bitsandbytes fails on the smallest (a single output)."""
@@ -220,14 +223,24 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
 
 def keep_as_loaded(model: nn.Module) -> None:
     """On CPUs with avx512_bf16 the first evaluation would repack 4-bit weights for a kernel without a backward: from
-    then on gradients are wrong, without a word, and saved weights are other ones."""
+    then on gradients are wrong, without a word, and saved weights are other ones. Where one was before, this is undone,
+    but for the scales: they stay rounded."""
+    was_repacked = False
     for _, module in quantized_modules(model):
         if stored_bits(module) == 8:
             continue
+        if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+            was_repacked = True
+            module.state_dict()  # bitsandbytes unpacks what it saves
         module.support_avx512bf16_for_cpu = False
         if module.bias is not None and module.compute_dtype is not None:
             # The first forward does that; here, so that no forward changes a frozen weight.
             module.bias.data = module.bias.data.to(module.compute_dtype)
+    if was_repacked:
+        logger.warning(
+            "the model was evaluated before, and on this CPU bitsandbytes then rounds the scales of 4-bit weights to "
+            "bfloat16; to train on the weights of its files, load the model again and evaluate it after training"
+        )
 
 
 # -- what the user sees ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     MambaConfig,
@@ -21,9 +22,10 @@ from transformers import (
 
 from scu_trainer.errors import ModelError, RequirementError
 from scu_trainer.models.loading.adapters import adapter_targets
-from scu_trainer.models.loading.load import load_for_evaluation, load_model, prepare_for_tuning
+from scu_trainer.models.loading.load import load_for_evaluation, load_model, prepare_for_tuning, read_model
 from scu_trainer.models.quantize import (
     compute_dtype_of,
+    keep_as_loaded,
     numbers_in,
     prepare_quantized,
     quantizable_layers,
@@ -214,6 +216,28 @@ def test_an_evaluation_of_a_model_stored_in_4_bits_leaves_the_gradients_of_plain
         model.eval()(input_ids=IDS)
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
     assert tiny.same(model.state_dict(), before)
+
+
+def test_a_model_of_any_kind_that_is_stored_in_4_bits_is_not_repacked(llama_dir, tmp_path):
+    load_model(qlora(llama_dir)).base_model.save_pretrained(tmp_path)
+    model, _ = read_model(AutoModel, str(tmp_path), ModelSettings(tuning="lora"), torch.float32)
+    assert {module.support_avx512bf16_for_cpu for _, module in quantized_modules(model)} == {False}
+
+
+def test_a_model_that_was_evaluated_before_gets_its_gradients_back(llama_dir, caplog):
+    model = load_model(qlora(llama_dir))
+    for module in dict(quantized_modules(model)).values():
+        module.support_avx512bf16_for_cpu = type(module)(2, 2).support_avx512bf16_for_cpu  # as one of one's own
+    model = tiny.lora(model)
+    expected = torch.cat([gradient.flatten() for gradient in gradients(model)])
+    with torch.no_grad():
+        model.eval()(input_ids=IDS)
+    states = [module.weight.quant_state for _, module in quantized_modules(model)]
+    was_packed = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+    keep_as_loaded(model)
+    found = torch.cat([gradient.flatten() for gradient in gradients(model)])
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+    assert ("load the model again" in caplog.text) == was_packed
 
 
 def test_a_bias_has_the_type_of_the_arithmetic_from_the_start(tmp_path):

@@ -138,7 +138,6 @@ def load_model(
             f"{first_few(random, 1)} missing or of another shape; give the folder of a complete causal language model"
         )
     if settings.tuning != "qlora":
-        keep_as_loaded(model)  # its files may hold 4 bits
         return model
     release_mapped_files()  # what was packed is not read again
     return prepare_quantized(model)
@@ -173,6 +172,7 @@ def read_model(
         **more,
     )
     model.offload_folder = folder  # there as long as the model is
+    keep_as_loaded(model)  # also without packing: its files may hold 4 bits
     return model, sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
 
 
