@@ -41,9 +41,9 @@ def _main(argv: list[str]) -> int:
         print(_help(with_stock_fields=modes.help_all))
         return 0
     configuration.check_early(modes.config, flags)
+    if modes.check_requirements:
+        return check_recipe(modes.config, flags)
     with run_log() as log, switches_kept():
-        if modes.check_requirements:
-            return check_recipe(modes.config, flags)
         with without_collector(freeze=True):  # the first look at the settings imports torch and transformers
             job = configuration.read_job(modes.config, flags)
         if modes.print_config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 
 import pytest
 
@@ -66,5 +67,6 @@ def test_without_transformers_that_is_what_is_said(capsys, monkeypatch):
     hide = lambda name: None if name == "transformers" else version(name)  # noqa: E731
     monkeypatch.setattr("scu_trainer.hardware.probe.installed_version", hide)
     monkeypatch.setattr(configuration, "read_values", None)  # it would import transformers
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)  # as where it is not installed
     code, printed, _ = answers(capsys, "--config", ROOT / "recipes" / "qlora.yaml")
     assert code == 2 and "FIX  transformers" in printed

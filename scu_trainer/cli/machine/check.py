@@ -14,6 +14,7 @@ from scu_trainer.errors import ModelError
 from scu_trainer.hardware.needs import needs_of
 from scu_trainer.hardware.requirements import RequirementStatus, all_required_met, check
 from scu_trainer.models.loading.names import check_source
+from scu_trainer.train.run_directory.logs import run_log
 
 
 def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
@@ -25,13 +26,14 @@ def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
 
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         # They know the fields of a recipe, and that they are missing is then the thing to say.
-        findings = check(Path("runs"), default_cache_dir(None))
-    else:
-        findings = findings_of(configuration.read_values(config, flags))
-    print(render(findings))
-    if not all_required_met(findings):
+        print(render(check(Path("runs"), default_cache_dir(None))))
         return 2
-    configuration.read_job(config, flags).check()
+    with run_log():  # what libraries say while they are loaded, as in train
+        findings = findings_of(configuration.read_values(config, flags))
+        print(render(findings))
+        if not all_required_met(findings):
+            return 2
+        configuration.read_job(config, flags).check()
     return 0
 
 

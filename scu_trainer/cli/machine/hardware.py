@@ -24,7 +24,6 @@ from scu_trainer.hardware.watching.monitor import MonitorReading, device_name, f
 from scu_trainer.hardware.watching.readings_csv import CsvLog
 from scu_trainer.run_files import gib
 from scu_trainer.shipped import recipe
-from scu_trainer.train.run_directory.logs import run_log
 
 PLANS = ("recommend", "plan")
 
@@ -81,8 +80,7 @@ def main(argv: list[str]) -> int:
         return _check_gpu()
     from scu_trainer.cli.machine.check import check_recipe
 
-    with run_log():  # what libraries say while they are loaded, as in train
-        return check_recipe(options.config, flags)
+    return check_recipe(options.config, flags)
 
 
 def _plan(action: str, *words: str) -> int:
