@@ -166,7 +166,7 @@ def _where_it_is_now(run: Run) -> Run:
     """Its folder may have been renamed since, and another run have its name; what it prints still goes to the file
     there."""
     console = Path("/proc/self/fd/1")  # of Linux
-    if not console.is_symlink():
+    if not console.is_symlink() or (run.console.exists() and run.console.samefile(console)):
         return run
     moved = Run(console.readlink().parent.parent, run.name)
     return moved if moved.console == console.readlink() and moved.console.is_file() else run

@@ -367,6 +367,19 @@ def test_training_that_wrote_elsewhere_is_not_told_as_finished(alone):
     assert alone.status()["status"] == "failed" and "another directory" in alone.status()["error"]
 
 
+@contextlib.contextmanager
+def printing_to(console: Path):
+    """As the process of a run does."""
+    stdout = os.dup(1)
+    with open(console, "a") as file:
+        os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
 def test_a_run_that_took_the_name_of_a_renamed_one_is_left_alone(alone):
     moved, words = Run(alone.path.with_name("moved")), []
 
@@ -374,16 +387,18 @@ def test_a_run_that_took_the_name_of_a_renamed_one_is_left_alone(alone):
         alone.path.rename(moved.path)
         shutil.copytree(moved.path, alone.path)
 
-    stdout = os.dup(1)
-    with open(alone.console, "a") as console:
-        os.dup2(console.fileno(), 1)
-        try:
-            assert lead(alone, replace(outside(lambda given: words.extend(given) or 3), lacking=rename)) == 3
-        finally:
-            os.dup2(stdout, 1)
-            os.close(stdout)
+    with printing_to(alone.console):
+        assert lead(alone, replace(outside(lambda given: words.extend(given) or 3), lacking=rename)) == 3
     assert words[1] == str(moved.config) and moved.record().exit_code == 3
     assert (alone.record().phase, alone.record().exit_code, alone.status()["status"]) == ("queued", None, "queued")
+
+
+def test_a_run_below_a_link_is_named_as_it_was_typed(alone):
+    typed, words = Run(alone.path.parent.with_name("link") / "a"), []
+    typed.path.parent.symlink_to(alone.path.parent)
+    with printing_to(alone.console):
+        lead(typed, outside(lambda given: words.extend(given) or 3))
+    assert words[1] == str(typed.config)
 
 
 def test_a_launcher_takes_the_place_of_the_process_and_gets_all_gpus(alone, monkeypatch):
