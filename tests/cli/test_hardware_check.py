@@ -7,6 +7,8 @@ import re
 import sys
 
 import pytest
+import torch
+from transformers.utils.import_utils import enable_tf32
 
 from scu_trainer.cli import configuration, train
 from scu_trainer.cli.machine import hardware
@@ -59,6 +61,12 @@ def test_a_recipe_that_contradicts_itself_is_told_so_after_the_table(capsys):
 def test_an_unknown_name_is_one_line(capsys):
     code, printed, error = answers(capsys, "--lora_rr", "8")
     assert (code, printed) == (2, "") and "did you mean '--lora_r'" in error
+
+
+def test_what_a_recipe_switches_for_its_training_is_as_before(monkeypatch, capsys):
+    before, read = torch.backends.fp32_precision, configuration.read_values
+    monkeypatch.setattr(configuration, "read_values", lambda *given: enable_tf32(True) or read(*given))  # as on a card
+    assert hardware.main(["check", "--use_cpu", "true"]) == 0 and torch.backends.fp32_precision == before
 
 
 def test_without_transformers_that_is_what_is_said(capsys, monkeypatch):

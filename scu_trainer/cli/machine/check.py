@@ -13,6 +13,7 @@ from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import ModelError
 from scu_trainer.hardware.needs import needs_of
 from scu_trainer.hardware.requirements import RequirementStatus, all_required_met, check
+from scu_trainer.models.asking import switches_kept
 from scu_trainer.models.loading.names import check_source
 from scu_trainer.train.run_directory.logs import run_log
 
@@ -28,7 +29,7 @@ def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
         # They know the fields of a recipe, and that they are missing is then the thing to say.
         print(render(check(Path("runs"), default_cache_dir(None))))
         return 2
-    with run_log():  # what libraries say while they are loaded, as in train
+    with run_log(), switches_kept():  # what libraries say while they are loaded, as in train
         findings = findings_of(configuration.read_values(config, flags))
         print(render(findings))
         if not all_required_met(findings):
