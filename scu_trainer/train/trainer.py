@@ -296,6 +296,9 @@ class SCUTrainer(Trainer):
         given = _named(Trainer.create_scheduler, args, kwargs)
         if self.lr_scheduler is None:
             optimizer = self.optimizer if given.get("optimizer") is None else given["optimizer"]
+            zero = getattr(optimizer, "optimizer", None)
+            if hasattr(zero, "optimizer") and not hasattr(zero, "defaults"):
+                zero.defaults = zero.optimizer.defaults  # of DeepSpeed: the polynomial schedule reads its rate there
             about = optimizer, given["num_training_steps"], self._steps_per_epoch
             self.lr_scheduler = _first(loop.scheduler(*about) for loop in self.loops)
             self._created_lr_scheduler = self.lr_scheduler is not None
