@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -224,6 +225,33 @@ def test_what_resumes_another_run_is_what_auto_allows(tmp_path, settings, ranks,
     checkpoint(run_at(tmp_path / "run", configuration=own, world_size=1, split_seed=1), 4)
     begun = decide(Request(None, tmp_path / "run", ranks, configuration={**own, **settings}))
     assert f"; {told}; this one goes to" in begun.line
+
+
+@pytest.mark.parametrize(
+    ("saved", "launched", "ranks", "told"),
+    [
+        ("under ZeRO stage 1 or 2 with 2 processes", "under ZeRO stage 1 or 2 with 1 process", 1, True),
+        ("under ZeRO stage 1 or 2 with 2 processes", "under ZeRO stage 3 with 2 processes", 2, True),
+        ("under ZeRO stage 1 or 2 with 2 processes", "without DeepSpeed", 2, True),
+        ("without DeepSpeed", "under ZeRO stage 1 or 2 with 2 processes", 2, True),
+        ("without DeepSpeed", "without DeepSpeed", 1, False),
+    ],
+)
+def test_a_checkpoint_that_only_its_own_launch_reads_is_not_offered_to_another(tmp_path, saved, launched, ranks, told):
+    """Naming it, or auto, would end in the refusal of ``check_checkpoint``."""
+    run = run_at(tmp_path / "run", configuration={"scu": True}, world_size=2)
+    folder = checkpoint(run, 4, ranks=2)
+    for rank in range(2) if "ZeRO" in saved else ():
+        (folder / "latest").write_text("global_step4")
+        (folder / "global_step4").mkdir(exist_ok=True)
+        (folder / "global_step4" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    request = Request(None, run, ranks, configuration={"scu": False}, launched=launched)
+    line = decide(request).line
+    assert (f"; to resume it, start it {saved}, as before; this one goes to" in line) == told
+    if ranks == 1:
+        with pytest.raises(CheckpointError, match="; start 2 processes") as refusal:
+            decide(replace(request, wanted=AUTO))
+        assert ("or name the checkpoint" in str(refusal.value)) != told
 
 
 def test_another_number_of_processes_is_refused(tmp_path):

@@ -27,6 +27,7 @@ from scu_trainer.train.run_directory.resume import (
     wanted_checkpoint,
 )
 from scu_trainer.train.run_directory.run_lock import DELETED, RunLock
+from scu_trainer.train.step.distributed.deepspeed_rules import launched_under
 
 T = TypeVar("T")
 
@@ -50,7 +51,13 @@ class RunDirectoryLock:
         self._lock: Optional[RunLock] = None
         ranks, wanted = training.world_size, wanted_checkpoint(training)
         request = Request(
-            wanted, Path(training.output_dir), ranks, restarted_since_s(ranks), configuration, weights_only
+            wanted,
+            Path(training.output_dir),
+            ranks,
+            restarted_since_s(ranks),
+            configuration,
+            weights_only,
+            launched_under(training),
         )
         self.start: Start = from_first_rank(lambda: self._claimed(request), training)
 

@@ -23,6 +23,7 @@ from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint
 from scu_trainer.train.run_directory.layout import free_name, names_in_use
 from scu_trainer.train.run_directory.run_lock import holds_nothing
+from scu_trainer.train.step.distributed.deepspeed_rules import saved_under
 
 AUTO = "auto"
 ASKED_FOR = "output_dir_asked_for"
@@ -55,7 +56,7 @@ class Request:
 
     ``restarted_since_s``: when a launch began that has restarted its processes, in seconds since 1970; else None.
     ``configuration``: an unfinished run of the same one goes on unasked; None: it does not. ``weights_only``: also from
-    a checkpoint without optimizer state.
+    a checkpoint without optimizer state. ``launched``: as ``launched_under`` says; None where that is not known.
     """
 
     wanted: Optional[str | bool]
@@ -64,6 +65,7 @@ class Request:
     restarted_since_s: Optional[float] = None
     configuration: Optional[dict[str, Any]] = None
     weights_only: bool = False
+    launched: Optional[str] = None
 
     @property
     def is_explicit(self) -> bool:
@@ -195,9 +197,17 @@ def _way_back(run: Path, request: Request) -> str:
     now = {"configuration": settings, "split_seed": seed, "data": {}}
     if any(change.is_refused for change in changes(before, now)):
         return "only its own settings would resume it"
+    if needed := _launch_needed(run, request):
+        return f"to resume it, start it {needed}, as before"
     if before.get("world_size", request.world_size) != request.world_size:
         return "to resume it, start as many processes as before, or name its checkpoint in resume_from_checkpoint"
     return "resume_from_checkpoint: auto would resume it"
+
+
+def _launch_needed(run: Path, request: Request) -> str:
+    """Which launch alone reads the newest checkpoint of ``run``; empty where this one does, or nobody knows."""
+    saved = next(map(saved_under, checkpoints(run)), None)
+    return saved if saved and request.launched and saved != request.launched else ""
 
 
 def _asked_for(request: Request) -> Start:
@@ -236,7 +246,7 @@ def _holding(folder: Path) -> str:
 
 def _go_on(run: Path, request: Request) -> Start:
     if checkpoints(run):
-        _require_same_ranks(run, request.world_size)
+        _require_same_ranks(run, request)
     newest, skipped = newest_checkpoint(run, request.world_size, request.weights_only)
     if newest is None:
         line = f"{run} holds a run without a usable checkpoint; it starts over there"
@@ -258,13 +268,13 @@ def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
     return f"resuming from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
 
 
-def _require_same_ranks(run: Path, world_size: int) -> None:
-    before = _description(run).get("world_size", world_size)
-    if before != world_size:
+def _require_same_ranks(run: Path, request: Request) -> None:
+    before, now = _description(run).get("world_size", request.world_size), request.world_size
+    if before != now:
+        anyway = ", or name the checkpoint in resume_from_checkpoint to resume anyway"
         raise CheckpointError(
-            f"{run} was trained by {before} processes, this launch has {world_size}: the optimizer would see "
-            f"other batches from here; start {before} processes, or name the checkpoint in resume_from_checkpoint "
-            f"to resume anyway"
+            f"{run} was trained by {before} processes, this launch has {now}: the optimizer would see other batches "
+            f"from here; start {before} processes{'' if _launch_needed(run, request) else anyway}"
         )
 
 

@@ -59,7 +59,7 @@ def check_deepspeed(
 def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only: bool) -> None:
     """Raise CheckpointError for an optimizer state that this launch cannot read: DeepSpeed reads what as many ranks
     have written in the same stage, and the stock Trainer would start over, which ``weights_only`` asks for."""
-    saved, here = _saved_under(checkpoint), _launched_under(training)
+    saved, here = saved_under(checkpoint), launched_under(training)
     if saved is None or here is None or saved == here or (weights_only and not uses_deepspeed(training)):
         return
     needs_own_files = uses_deepspeed(training) or asks_for_fsdp(training)
@@ -74,8 +74,8 @@ def _under(stage: int, ranks: int) -> str:
     return f"under ZeRO stage {'3' if stage == 3 else '1 or 2'} with {ranks} process{'' if ranks == 1 else 'es'}"
 
 
-def _saved_under(checkpoint: Path) -> Optional[str]:
-    """None where only DeepSpeed can tell."""
+def saved_under(checkpoint: Path) -> Optional[str]:
+    """Which launch reads its optimizer state. None where only DeepSpeed can tell."""
     latest = checkpoint / "latest"
     if not latest.is_file():
         return WITHOUT if checkpoint.is_dir() else None
@@ -84,7 +84,8 @@ def _saved_under(checkpoint: Path) -> Optional[str]:
     return _under(3 if any(folder.glob("zero_pp_rank_*_model_states.pt")) else 2, ranks) if ranks else None
 
 
-def _launched_under(training: TrainingArguments) -> Optional[str]:
+def launched_under(training: TrainingArguments) -> Optional[str]:
+    """Which launch this is, in the words of ``saved_under``."""
     if not uses_deepspeed(training):
         return WITHOUT
     config, stage = training.deepspeed_plugin.deepspeed_config, zero_stage(training)
