@@ -554,6 +554,8 @@ def test_an_epoch_of_the_stock_loaders_drops_or_repeats_rows(monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 3)
     shared, sorted_by = job_of(per_device_train_batch_size=8), {"train_sampling_strategy": "sequential"}
     assert [plan._shown(shared, rows) for rows in (18, 2)] == [18, 3], "the curriculum shares out what there is"
+    by_one = job_of(per_device_train_batch_size=1)
+    assert [plan._shown(by_one, rows) for rows in (4, 6, 2)] == [6, 6, 3], "a batch of one row cannot be shared out"
     stock = job_of(per_device_train_batch_size=8, **sorted_by)
     said, per_step = plan._of_steps(2, 24, "8 x 1 accumulated x 3 ranks", 18, 3, plan._shown(stock, 18))
     assert said == (

@@ -51,13 +51,15 @@ def before_training(
 
 def _shown(job: Job, rows: Optional[int]) -> Optional[int]:
     """Rows that all ranks together train on in an epoch of ``rows``. The curriculum shares out what there is, and
-    repeats rows only for ranks that had none; the loaders of the stock Trainer drop the last batches, or fill them."""
+    repeats rows only for ranks that had none in a step; the loaders of the stock Trainer drop the last batches, or fill
+    them."""
     training, launched = job.training, job.training.accelerator_config
     at_once = training.train_batch_size * training.world_size
     if not rows or launched.split_batches or launched.dispatch_batches:
         return rows
     if job.acting_curriculum is not None:
-        return max(rows, training.world_size)
+        batches = -(-rows // training.train_batch_size)
+        return max(rows, -(-batches // training.world_size) * training.world_size)
     if training.dataloader_drop_last:
         return rows // at_once * at_once
     return -(-rows // at_once) * at_once if training.world_size > 1 and launched.even_batches else rows
