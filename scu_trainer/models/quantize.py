@@ -191,6 +191,13 @@ def stored_bits(module: nn.Module) -> Optional[int]:
     return {"Params4bit": 4, "Int8Params": 8}.get(kind) if is_layer else None
 
 
+def is_of_torchao(weight: torch.Tensor) -> bool:
+    """Whether torchao has packed it: it says that it is bfloat16, and most of torch's functions do not take it."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(weight) and not hasattr(weight, "to_local")  # which those of FSDP have
+
+
 # -- made ready --------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +226,16 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
             parameter.data = parameter.data.float()
     keep_as_loaded(model)
     return model
+
+
+def give_type(model: nn.Module, dtype: torch.dtype) -> None:
+    """Where the device has no FP8, transformers unpacks what files hold in it to the type that was asked for, and the
+    weights beside it stay bfloat16."""
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.to(dtype)
 
 
 def keep_as_loaded(model: nn.Module) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     MambaConfig,
     MixtralConfig,
+    TorchAoConfig,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -23,6 +27,7 @@ from transformers import (
 from scu_trainer.errors import ModelError, RequirementError
 from scu_trainer.models.loading.adapters import adapter_targets
 from scu_trainer.models.loading.load import load_for_evaluation, load_model, prepare_for_tuning, read_model
+from scu_trainer.models.merge import check_merge, merge_adapter
 from scu_trainer.models.quantize import (
     compute_dtype_of,
     keep_as_loaded,
@@ -38,7 +43,11 @@ from scu_trainer.models.quantize import (
     stored_bytes,
 )
 from scu_trainer.settings import ModelSettings
+from scu_trainer.train.loops.guard.first_nonfinite import weights_are_finite
+from scu_trainer.train.preflight import weights
 from tests import tiny
+from tests.train.test_preflight_checks import ids as ids_of
+from tests.train.test_preflight_checks import job_of
 
 CPU = torch.device("cpu")
 IDS = torch.arange(32).reshape(2, 16)
@@ -348,12 +357,44 @@ def test_a_stored_model_whose_mamba_projections_are_packed(tmp_path):
 
 
 def test_weights_that_are_missing_are_found_in_quantized_loading_too(llama_dir, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(llama_dir / "model.safetensors")
-    gone = weights.pop("model.layers.1.mlp.up_proj.weight")
+    kept = load_file(llama_dir / "model.safetensors")
+    gone = kept.pop("model.layers.1.mlp.up_proj.weight")
     assert gone.numel()
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((llama_dir / "config.json").read_text())
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing or of another shape"):
         load_model(qlora(tmp_path))
+
+
+# -- stored in the formats of others -----------------------------------------------------------------------------------
+
+
+def test_adapters_on_a_model_that_torchao_has_packed(llama_dir, tmp_path):
+    """It can be trained and merged; its tensors say that they are float32, and no sum or norm of them can be taken."""
+    packing = TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    AutoModelForCausalLM.from_pretrained(llama_dir, quantization_config=packing).save_pretrained(tmp_path)
+    settings = ModelSettings(str(tmp_path))
+    model = prepare_for_tuning(load_model(settings), settings)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert ids_of(weights.before_training(job_of(), model)) == [] and weights_are_finite(model)
+    assert check_merge(model, merge_adapter(model, torch.float32), IDS) < 1e-5
+    found = weights.before_training(job_of(tuning="full"), load_model(replace(settings, tuning="full")))
+    assert "quantized-trained" in ids_of(found)
+
+
+def test_beside_what_is_unpacked_for_want_of_fp8_the_rest_has_the_type_asked_for_too(llama_dir, tmp_path):
+    eighths = {name: weight.bfloat16() for name, weight in load_file(llama_dir / "model.safetensors").items()}
+    for name in [name for name in eighths if "_proj" in name]:
+        eighths[name] = eighths[name].to(torch.float8_e4m3fn)
+        eighths[f"{name}_scale_inv"] = torch.full((1, 1), 0.5)
+    save_file(eighths, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = json.loads((llama_dir / "config.json").read_text())
+    config = {**config, "dtype": "bfloat16", "quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(ModelSettings(str(tmp_path), tuning="full"))
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert torch.equal(
+        model.model.layers[1].mlp.up_proj.weight, eighths["model.layers.1.mlp.up_proj.weight"].float() / 2
+    )
+    assert model(input_ids=IDS, labels=IDS).loss.isfinite()

@@ -43,6 +43,7 @@ from scu_trainer.models.loading.safety import (
 )
 from scu_trainer.models.quantize import (
     compute_dtype_of,
+    give_type,
     keep_as_loaded,
     prepare_quantized,
     quantization_config,
@@ -138,6 +139,8 @@ def load_model(
             f"{first_few(random, 1)} missing or of another shape; give the folder of a complete causal language model"
         )
     if settings.tuning != "qlora":
+        if isinstance(dtype, torch.dtype) and not getattr(model, "is_quantized", False):
+            give_type(model, dtype)
         return model
     release_mapped_files()  # what was packed is not read again
     return prepare_quantized(model)

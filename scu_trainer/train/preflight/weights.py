@@ -13,6 +13,7 @@ from torch import nn
 from scu_trainer.hardware.optimizers import keeps_small_steps
 from scu_trainer.models.loading.adapters import active_config
 from scu_trainer.models.loading.names import is_adapter
+from scu_trainer.models.quantize import is_of_torchao
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
@@ -109,13 +110,17 @@ def _trained(job: Job, model: nn.Module) -> Iterator[Finding]:
 
 def _finite(model: nn.Module) -> Iterator[Finding]:
     """A weight's sum is a number only if all of it are; of large models the first part of each weight is added up."""
-    readable = [(name, p) for name, p in model.named_parameters() if p.dtype in SUMMABLE and not p.is_meta]
+    readable = [(name, p) for name, p in model.named_parameters() if _is_plain(p)]
     total = sum(p.numel() for _, p in readable)
     share = min(1.0, WEIGHTS_LOOKED_AT / max(1, total))
     bad = [name for name, p in readable if not math.isfinite(_sum(p, share))]
     if bad:
         sample = "" if share == 1 else f", in a sample of {percent(share)} of each"
         yield NOT_FINITE.found(f"{len(bad)} of {len(readable)} weights, first {bad[0]}{sample}", "model_name_or_path")
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return weight.dtype in SUMMABLE and not weight.is_meta and not is_of_torchao(weight)
 
 
 @torch.no_grad()
@@ -130,7 +135,7 @@ def _sum(parameter: nn.Parameter, share: float) -> float:
 def _number_formats(job: Job, model: nn.Module) -> Iterator[Finding]:
     if uses_deepspeed(job.training):  # it trains float32 copies
         return
-    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+    trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     half = sum(p.numel() for p in trained if p.dtype == torch.float16)
     is_plain = is_plain_gradient(optimizer_name(job))
     keeps = keeps_small_steps(optimizer_name(job), job.training.optim_args)

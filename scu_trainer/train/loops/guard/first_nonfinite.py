@@ -26,6 +26,7 @@ from torch import nn
 from transformers import Trainer
 
 from scu_trainer.figures import first_few
+from scu_trainer.models.quantize import is_of_torchao
 from scu_trainer.train.loops.guard.parts import SHARDED, Part, loss_of, row_names, step_parts, unchanged, why_it_failed
 from scu_trainer.train.loss.analysis.trials import batch_norm_statistics
 from scu_trainer.train.step.batches.rows import rows_of
@@ -117,8 +118,8 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         own = _part_of_zero_3(parameter) if hasattr(parameter, "ds_tensor") else parameter
         own = own.to_local() if hasattr(own, "to_local") else own
-        # Of 8 bits torch computes no norm; such weights (a model stored in FP8) are frozen.
-        if own.is_floating_point() and own.dtype.itemsize > 1 and not own.is_meta:
+        # Of 8 bits torch computes no norm; such weights (a model stored in FP8 or by torchao) are frozen.
+        if own.is_floating_point() and own.dtype.itemsize > 1 and not own.is_meta and not is_of_torchao(own):
             yield f"the weight {name}", own
     for name, statistic in batch_norm_statistics(model):
         yield f"the statistic {name}", statistic
