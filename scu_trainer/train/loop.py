@@ -42,7 +42,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn, Optional, Union
 
 import torch
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
@@ -305,7 +305,7 @@ class LoopEvents(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.close()
         self._steps_begun = 0
-        folder = self.trainer._get_output_dir(self.trainer._trial)  # a hyperparameter search has one for each trial
+        folder = run_folder(self.trainer)
         for loop in self.trainer.loops if args.should_save else ():
             if loop.history_file is not None:
                 stand_until = loop.rows_stand_until(state.global_step)
@@ -349,7 +349,12 @@ class LoopEvents(TrainerCallback):
             group["lr"] = rate * factor
 
 
-def opened(output_dir: str, name: str, step: int, begins: bool) -> History:
+def run_folder(trainer: Any) -> Path:
+    """Where a training writes: ``output_dir``, or the folder in it that a hyperparameter search has for each trial."""
+    return Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))  # which no trainer has before train()
+
+
+def opened(output_dir: Union[str, Path], name: str, step: int, begins: bool) -> History:
     """The history file of a run that goes on after ``step``, an epoch where rows are of epochs, or ``begins``."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     history = History(Path(output_dir) / name)

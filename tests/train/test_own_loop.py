@@ -14,9 +14,9 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer import Loop, SCUTrainer
-from scu_trainer.errors import CheckpointError, ControlError
+from scu_trainer.errors import CheckpointError, ControlError, NonFiniteLoss
 from scu_trainer.run_files import read_json, read_rows
-from scu_trainer.settings import MemorySettings, RegularizationSettings, SafetySettings
+from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
@@ -319,6 +319,7 @@ def test_every_trial_of_a_search_has_its_history(tmp_path):
         eval_dataset=Rows(8),
         model_init=lambda: llama(layers=1),
         memory=MemorySettings(),
+        regularization=RegularizationSettings(),
         callbacks=[given(Recording(), history_file="own.json")],
     )
     rates = [1e-3, 1e-2]
@@ -328,6 +329,34 @@ def test_every_trial_of_a_search_has_its_history(tmp_path):
     rows = [[row["step"] for row in read_rows(tmp_path / f"run-{trial}" / "own.json")] for trial in (0, 1)]
     assert rows == [[1, 2], [1, 2]]
     assert (tmp_path / "run-1" / "memory_history.json").is_file()
+    assert sorted(path.parent.name for path in tmp_path.rglob("scu_config.json")) == ["run-0", "run-1"]
+
+
+class InfiniteFrom(TrainerCallback):
+    """The gradient is, from the step after ``step`` on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.lm_head.weight.register_hook(lambda grad: grad * math.inf if state.global_step >= self.step else grad)
+
+
+def test_a_trial_of_a_search_keeps_its_suspects_and_its_last_good_step(tmp_path):
+    """Of another trial the checkpoint of the same step would be taken for its own."""
+    pytest.importorskip("optuna")
+    trainer = SCUTrainer(
+        args=arguments(tmp_path, max_steps=9, save_steps=100),
+        train_dataset=Rows(8),
+        model_init=lambda: llama(layers=1),
+        curriculum=CurriculumSettings("noise_guard"),
+        safety=SafetySettings(max_nonfinite_steps=1),
+        callbacks=[InfiniteFrom(step=4)],
+    )
+    with pytest.raises(NonFiniteLoss, match=rf"resume_from_checkpoint: {tmp_path}/run-0/checkpoint-5\."):
+        trainer.hyperparameter_search(lambda trial: {}, n_trials=1, backend="optuna", compute_objective=len)
+    assert [path.name for path in tmp_path.iterdir()] == ["run-0"]
+    assert (tmp_path / "run-0" / "suspects.jsonl").is_file()
 
 
 class Ends(Silent):

@@ -51,7 +51,7 @@ from scu_trainer.train.curriculum.rules import (
 from scu_trainer.train.curriculum.run_length import RunLength
 from scu_trainer.train.curriculum.seen_losses import Losses, SeenLosses
 from scu_trainer.train.curriculum.suspects import SUSPECTS_FILE, write_suspects
-from scu_trainer.train.loop import Loop
+from scu_trainer.train.loop import Loop, run_folder
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
 from scu_trainer.train.loss.rows.row_readings import RowLosses, RowLossReading
 from scu_trainer.train.loss.rows.row_weights import RowWeights
@@ -356,7 +356,7 @@ class CurriculumLoop(Loop):
         self.record(self.newest)
         self.totals, self.counts, self.owes_row = self.totals + self.counts, DeliveryCounts(), False
         if "noise_guard" in self.settings.methods and self.trainer.args.should_save:
-            folder, trainer = Path(self.trainer.args.output_dir), self.trainer
+            folder, trainer = run_folder(self.trainer), self.trainer
             suspects, difficulty = self.sampler.suspects(), self.sampler.difficulty
             write_suspects(folder, suspects, difficulty, trainer.train_dataset, trainer.processing_class)
 

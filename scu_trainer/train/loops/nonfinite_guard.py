@@ -23,7 +23,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -34,7 +33,7 @@ from transformers import Trainer
 from scu_trainer.errors import NonFiniteLoss
 from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoints.format import checkpoints
-from scu_trainer.train.loop import Loop
+from scu_trainer.train.loop import Loop, run_folder
 from scu_trainer.train.loops.guard.divergence import DivergenceWatch
 from scu_trainer.train.loops.guard.first_nonfinite import (
     NonFinitePlace,
@@ -329,7 +328,7 @@ class NonFiniteGuard(Loop):
 
     @property
     def _newest(self) -> str:
-        found = checkpoints(Path(self.trainer.args.output_dir))
+        found = checkpoints(run_folder(self.trainer))
         return f"the newest checkpoint is {found[0].name}" if found else "there is no checkpoint to go back to"
 
     def on_nonfinite(self, error: NonFiniteLoss) -> NoReturn:
@@ -348,12 +347,12 @@ class NonFiniteGuard(Loop):
         step = trainer.state.global_step
         if not step:
             return "No step was taken, so nothing is lost"
-        folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+        folder = run_folder(trainer) / f"checkpoint-{step}"
         exists = [(folder / "trainer_state.json").is_file()]
         if trainer.accelerator.num_processes > 1:
             broadcast_object_list(exists)
         if not exists[0]:
-            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer._save_checkpoint(trainer.model_wrapped, trainer._trial)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         if not folder.is_dir():
             return f"No checkpoint of the last good step could be written; {self._newest}"

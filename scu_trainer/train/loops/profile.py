@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Optional
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from scu_trainer.figures import counted
 from scu_trainer.run_files import write_json
-from scu_trainer.train.loop import Loop
+from scu_trainer.train.loop import Loop, run_folder
 from scu_trainer.train.loops.bottlenecks import PartTimes
 
 logger = logging.getLogger("scu_trainer")
@@ -55,7 +54,7 @@ class Profile(Loop):
         if left < self.steps:
             follow = counted(left, "step")
             logger.warning("profile_steps is %d, but only %s after the warm-up: profiling those", self.steps, follow)
-        self._folder, self._written, self._ended = Path(args.output_dir) / "logs" / "profile", False, 0
+        self._folder, self._written, self._ended = run_folder(self.trainer) / "logs" / "profile", False, 0
         plan = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=min(self.steps, left), repeat=1)
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
         self._profile = profile(activities=sorted(wanted, key=str), schedule=plan, on_trace_ready=self._write)

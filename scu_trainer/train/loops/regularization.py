@@ -22,7 +22,7 @@ from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_rows, write_json
 from scu_trainer.settings.regularization import ACT_BY_LAMBDA
 from scu_trainer.train.checkpoints.saved_state import read_state, read_tensors
-from scu_trainer.train.loop import Loop
+from scu_trainer.train.loop import Loop, run_folder
 from scu_trainer.train.loss.analysis.added_means import batches_added, in_words
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.regularization.regularizer import Regularizer
@@ -170,7 +170,7 @@ class RegularizationLoop(Loop):
             control.should_log = control.should_save = True
 
     def _write_config(self) -> None:
-        write_json(Path(self.trainer.args.output_dir) / CONFIG_FILE, self.regularizer.description())
+        write_json(run_folder(self.trainer) / CONFIG_FILE, self.regularizer.description())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class RegularizationLoop(Loop):
 
     def figures(self) -> dict[str, Any]:
         """Tracking of S over the steps with the final target, and what the loop cost."""
-        rows = read_rows(Path(self.trainer.args.output_dir) / self.history_file)
+        rows = read_rows(run_folder(self.trainer) / self.history_file)
         state, progress = self.regularizer.state, self.regularizer.progress
         figures: dict[str, Any] = {
             "law": self.regularizer.settings.law,

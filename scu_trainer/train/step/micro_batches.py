@@ -286,7 +286,7 @@ class MicroBatchStep:
         largest = max(micro_batches, key=lambda micro_batch: micro_batch.tokens)
         trainer, smaller = self.trainer, max(1, len(largest.rows) // 2)
         if self.ranks.world_size == 1:  # several ranks would wait for each other: the others are inside the micro-batch
-            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer._save_checkpoint(trainer.model_wrapped, trainer._trial)
             saved = f"checkpoint-{trainer.state.global_step} was written, resume_from_checkpoint: true resumes from it"
         else:
             saved = "resume_from_checkpoint: true resumes from the newest checkpoint"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
@@ -16,6 +15,7 @@ from scu_trainer.control.guard import divergence as control
 from scu_trainer.errors import Diverged
 from scu_trainer.settings import SafetySettings
 from scu_trainer.train.checkpoints.format import checkpoints, step_of
+from scu_trainer.train.loop import run_folder
 
 logger = logging.getLogger("scu_trainer")
 
@@ -73,7 +73,7 @@ class DivergenceWatch:
         )
 
     def _way_back(self) -> str:
-        run, before = Path(self.trainer.args.output_dir), self._state.above_since
+        run, before = run_folder(self.trainer), self._state.above_since
         found = next((path for path in checkpoints(run) if step_of(path) < before), None)
         if found is None:
             return f"No checkpoint is older than step {before}: start over with a smaller save_steps"
