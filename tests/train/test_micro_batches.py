@@ -399,6 +399,10 @@ def test_a_batch_that_cannot_be_cut_runs_whole(tmp_path, caplog):
     assert same(weights_of(found.model), weights_of(expected.model))
     warnings = [record.getMessage() for record in caplog.records if "cannot be cut" in record.getMessage()]
     assert len(warnings) == 1 and "class_weights has 2 entries for 4 rows" in warnings[0]
+    # Its rows and tokens are not known: no figure is better than 0 rows and 1 token.
+    assert {"memory/tokens_per_chunk", "memory/rows_per_chunk"}.isdisjoint(found.state.log_history[0])
+    statistics = found.micro_batches.loop.statistics
+    assert statistics.chunks > 0 and statistics.processed_tokens == 0
 
 
 def test_what_cannot_be_cut_in_a_later_step_is_said_once(tmp_path, caplog):

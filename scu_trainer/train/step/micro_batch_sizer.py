@@ -244,12 +244,12 @@ class MicroBatchSizer:
         statistics.chunks += len(done)
         statistics.real_tokens += window.real_tokens
         statistics.stock_tokens += window.padded_tokens
-        statistics.processed_tokens += sum(self._processed(micro_batch) for micro_batch, _ in done)
-        self._ran = {
-            "chunks": len(done),
-            "tokens_per_chunk": max((micro_batch.tokens for micro_batch, _ in done), default=0),
-            "rows_per_chunk": max((len(micro_batch.rows) for micro_batch, _ in done), default=0),
-        }
+        counted = [micro_batch for micro_batch, _ in done if micro_batch.rows]  # others tell neither rows nor tokens
+        statistics.processed_tokens += sum(map(self._processed, counted))
+        self._ran = {"chunks": len(done)}
+        if counted:
+            self._ran["tokens_per_chunk"] = max(micro_batch.tokens for micro_batch in counted)
+            self._ran["rows_per_chunk"] = max(len(micro_batch.rows) for micro_batch in counted)
         if self.gauge is None:
             return
         was, pressure, reason = self.state.cap_tokens, self.state.pressure, None
