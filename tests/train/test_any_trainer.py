@@ -250,6 +250,30 @@ def test_what_a_reward_keeps_does_not_hold_what_ran_out_of_memory(tmp_path, name
     assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
 
 
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_an_evaluation_that_generates_again_gives_the_same_texts_and_rewards(tmp_path, name):
+    def evaluated(looped: bool, **given: Any) -> tuple[dict[str, float], Stricter, float]:
+        strict, left = Stricter(), [looped]
+        rows = Dataset.from_dict({"prompt": PROMPTS["prompt"][:4]})
+        trainer = also_trained(name, tmp_path, looped, reward_funcs=strict.reward, eval_dataset=rows, **given)
+        asked = strict.asked
+
+        def fail(*_: Any) -> None:
+            if strict.asked > asked and left[0]:  # it has generated, and asked for the rewards
+                left[0] = False
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+        trainer.model.model.register_forward_pre_hook(fail)
+        torch.manual_seed(5)
+        found = trainer.evaluate()
+        assert not left[0]
+        return {key: value for key, value in found.items() if not TIMES.search(key)}, strict, torch.rand(1).item()
+
+    (expected, theirs, then), (found, ours, now) = evaluated(False), evaluated(True, memory=MemorySettings())
+    assert found == pytest.approx(expected, nan_ok=True) and now == then
+    assert (ours.asked, ours.seen) == (theirs.asked, theirs.seen)
+
+
 class CountsInItsClass:
     asked = 0
 

@@ -21,7 +21,7 @@ from scu_trainer.data.random_states import put_back
 from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.measuring import training_loss
-from scu_trainer.train.loss.rows.model_loss import counting_owner, defined_between
+from scu_trainer.train.loss.rows.model_loss import counting_owner, defined_between, rewarding
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.distributed.sharded import needs_all_ranks
@@ -72,13 +72,26 @@ class Prediction:
             return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
 
     def _predicted(self, predict: Callable[[Any], Result], inputs: Any) -> Result:
-        """``predict(inputs)``. One that fails leaves nothing in what the trainer counts: its rows come again."""
-        counted = plain_attributes((), counting_owner(self.trainer))
+        """``predict(inputs)``. One that fails leaves nothing in what the trainer and its rewards count, and draws no
+        random numbers: its rows come again."""
+        put_back_all = self._before()
         try:
             return predict(inputs)
         except (RuntimeError, MemoryError, OSError):
-            put_back_attributes(counted)
+            put_back_all()
             raise
+
+    def _before(self) -> Callable[[], None]:
+        """What puts back random numbers and counts as they are now."""
+        trainer = self.trainer
+        drawn = generators([trainer.args.device])
+        counted = plain_attributes(rewarding(trainer), counting_owner(trainer))
+
+        def put_back_all() -> None:
+            put_back(drawn)
+            put_back_attributes(counted)
+
+        return put_back_all
 
     def _whole(self, batch: Batch, inputs: Any, predict: Callable[[Any], tuple]) -> tuple:
         doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
@@ -97,8 +110,7 @@ class Prediction:
         (collecting logits, metrics, the loader) ran out of memory, with the random numbers of before."""
         if not self._can_begin_again(loader):
             return evaluate()
-        states = generators([self.trainer.args.device])
-        counted = plain_attributes((), counting_owner(self.trainer))
+        put_back_all = self._before()
         try:
             return evaluate()
         except (RuntimeError, MemoryError, OSError) as error:
@@ -107,8 +119,7 @@ class Prediction:
             text = str(error).partition("\n")[0]
             forget_traceback(error)
         free_memory()
-        put_back(states)
-        put_back_attributes(counted)
+        put_back_all()
         logger.warning("evaluation ran out of memory between two batches and starts over (only once): %s", text)
         return evaluate()
 

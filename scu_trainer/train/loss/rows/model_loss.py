@@ -127,10 +127,10 @@ def counting(trainer: Trainer) -> tuple[list[Any], Optional[Trainer]]:
     """What may count, in attributes, what runs: (modules of somebody's own, what gives rewards in TRL's trainers, and
     the state, in which these count the tokens that they generate; the trainer)."""
     own = [module for module in trainer.model.modules() if not comes_from(type(module), *PUBLIC)]
-    return [*own, *_rewarding(trainer), trainer.state], counting_owner(trainer)
+    return [*own, *rewarding(trainer), trainer.state], counting_owner(trainer)
 
 
-def _rewarding(trainer: Trainer) -> list[Any]:
+def rewarding(trainer: Trainer) -> list[Any]:
     """Functions and objects that are asked for rewards, but no models: a step that runs again asks them again."""
     functions = [one for one in getattr(trainer, "reward_funcs", None) or () if not isinstance(one, torch.nn.Module)]
     owners = [one.__self__ if isinstance(one, MethodType) else one for one in functions]
