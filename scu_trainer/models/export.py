@@ -36,11 +36,13 @@ def write_model(merged: PreTrainedModel, processor: Any, folder: Path, max_shard
     give_usual_mode(folder.iterdir())
 
 
-def read_back(folder: Path, task: str, device: torch.device) -> nn.Module:
-    """The model as a stranger reads it."""
+def read_back(folder: Path, task: str, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+    """The model as a stranger reads it. ``trust_remote_code``: Python that came with its base was copied there."""
     import transformers
 
-    model, report = getattr(transformers, CLASSES[task]).from_pretrained(folder, output_loading_info=True)
+    model, report = getattr(transformers, CLASSES[task]).from_pretrained(
+        folder, output_loading_info=True, trust_remote_code=trust_remote_code
+    )
     wrong = sorted({*report["missing_keys"], *report["unexpected_keys"], *map(str, report["mismatched_keys"])})
     if wrong:
         raise ModelError(f"the model cannot be read back: {wrong[0]} is not as it was written")

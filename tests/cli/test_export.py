@@ -117,12 +117,13 @@ def test_a_type_that_onnx_runtime_does_not_compute_in_is_refused(folder, tmp_pat
 def test_memory_that_runs_out_is_not_taken_for_a_type_that_onnx_runtime_lacks(tmp_path, monkeypatch):
     from transformers.exporters import ExportedModel
 
-    def load(folder):
+    def load(folder, trust_remote_code):
+        assert trust_remote_code
         raise MemoryError
 
     monkeypatch.setattr(ExportedModel, "from_pretrained", load)
     with pytest.raises(MemoryError):
-        onnx_logits(tmp_path, {})
+        onnx_logits(tmp_path, {}, trust_remote_code=True)
 
 
 def test_safetensors(folder, tmp_path, capsys):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as evaluation
+from scu_trainer.cli.main import main
 from scu_trainer.cli.planning import plan
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.errors import CheckpointError, ModelError
@@ -264,7 +265,7 @@ def test_code_of_a_model_is_not_run_unasked(own_code, tmp_path):
     with pytest.raises(ModelError) as refusal:
         load_model(settings(own_code))
     assert f"{own_code}/configuration_mine.py, {own_code}/modeling_mine.py, {own_code}/helper.py" in str(refusal.value)
-    assert "trust_remote_code: true if you trust it" in str(refusal.value)
+    assert "trust_remote_code: true (--trust_remote_code) if you trust it" in str(refusal.value)
     assert not (tmp_path / "ran").exists()
 
 
@@ -305,6 +306,15 @@ def test_code_is_announced_before_a_configuration_alone_is_read(own_code, tmp_pa
     finally:
         logger.removeHandler(handler)
     assert ran == [False] and (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_what_was_written_of_a_model_with_code_is_read_back_with_it(own_code, tmp_path, capsys, trusted):
+    consent = ["--trust_remote_code"] if trusted else []
+    code = main(["export", str(own_code), "--to", "safetensors", "--output", str(tmp_path / "out"), *consent])
+    told = capsys.readouterr().err
+    assert (code, "trust_remote_code: true (--trust_remote_code) if" in told) == ((0, False) if trusted else (2, True))
+    assert (tmp_path / "out" / "modeling_mine.py").is_file() == trusted
 
 
 def test_code_in_another_repository_is_named_as_its_own(tmp_path):

@@ -261,7 +261,9 @@ class _Exporting(Conversion):
         inputs = self._floats()
         onnx.write_onnx(full_weights(self.parts.model, self.dtype), inputs, folder)
         self.parts.processor.save_pretrained(folder)
-        difference, tolerance = comparison.in_onnx(self.parts.model, folder, self.inputs, inputs, self.dtype)
+        difference, tolerance = comparison.in_onnx(
+            self.parts.model, folder, self.inputs, inputs, self.dtype, self.options.trust_remote_code
+        )
         self.facts |= {"difference": difference, "tolerance": tolerance, "written_by": "transformers' exporter"}
         self.facts["read_by"] = f"ONNX Runtime {importlib.metadata.version('onnxruntime')}"
         self.facts["next"] = f"onnxruntime.InferenceSession({str(Path(self._shown(), 'model.onnx'))!r})"

@@ -259,7 +259,8 @@ class Conversion:
 
     def read_back(self, folder: Path) -> nn.Module:
         """As stock transformers reads it. Raises ModelError if it is another model than ours."""
-        model = read_back(folder, self.subject.task, next(self.parts.model.parameters()).device)
+        device = next(self.parts.model.parameters()).device
+        model = read_back(folder, self.subject.task, device, self.options.trust_remote_code)
         if self.subject.task != TEXT:  # pictures are bytes until the model has them
             from scu_trainer.models.vision.models import watch_pixels
 

@@ -102,10 +102,10 @@ def _template_note(read: LlamaCpp, tokenizer: Any, answers_plain_text: bool) -> 
 
 def in_onnx(
     model: nn.Module, folder: Path, inputs: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype, trust_remote_code: bool,
 ) -> tuple[float, float]:  # fmt: skip
     """(difference, tolerance). ``inputs``: for ``model``; ``floats``: the same for a stock one. Raises ModelError."""
-    difference = relative_difference(logits_of(model, inputs), onnx_logits(folder, floats), inputs)
+    difference = relative_difference(logits_of(model, inputs), onnx_logits(folder, floats, trust_remote_code), inputs)
     name = str(dtype).removeprefix("torch.")
     tolerance = max(ONNX_TOLERANCE.get(name, 0.0), merge_tolerance(model, dtype))
     _require(difference, tolerance, name, "--dtype float32")

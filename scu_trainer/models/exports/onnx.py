@@ -31,14 +31,15 @@ def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Pat
         raise ModelError(f"ONNX cannot hold {type(model).__name__}: {_first_line(error)}") from error
 
 
-def onnx_logits(folder: Path, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """float32 on the CPU: of what was written, as ONNX Runtime computes it there. Raises ModelError where it cannot."""
+def onnx_logits(folder: Path, inputs: Mapping[str, torch.Tensor], trust_remote_code: bool = False) -> torch.Tensor:
+    """float32 on the CPU: of what was written, as ONNX Runtime computes it there. Raises ModelError where it cannot.
+    ``trust_remote_code``: of the configuration."""
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, NotImplemented
     from transformers.exporters import ExportedModel
 
     try:
         with _quiet():
-            exported = ExportedModel.from_pretrained(str(folder))
+            exported = ExportedModel.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         return exported(**inputs).logits.float().cpu()
     except (Fail, InvalidGraph, NotImplemented) as error:  # not where memory runs out, which no other type cures
         raise ModelError(

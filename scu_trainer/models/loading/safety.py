@@ -213,5 +213,5 @@ def code_refusal(source: str, revision: Optional[str]) -> ModelError:
     names = ", ".join(code_files(source, revision)) or "Python files of its own"
     return ModelError(
         f"{source!r} can only be loaded by running code that comes with it ({names}); read it, and set "
-        "trust_remote_code: true if you trust it, or give a model of a kind that transformers knows"
+        "trust_remote_code: true (--trust_remote_code) if you trust it, or give a model that transformers knows"
     )
