@@ -127,13 +127,17 @@ def test_models_and_adapters_are_told_apart(model_dir, adapter_dir):
     assert base_of(adapter_dir) == str(model_dir)
 
 
-@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head"]])
-def test_an_adapter_whose_embedding_has_grown_is_what_peft_reads(model_dir, tmp_path, saved):
+@pytest.mark.parametrize(
+    "trained",
+    [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}, {"trainable_token_indices": {"embed_tokens": [3, 9]}}],
+    ids=["", "modules", "tokens"],
+)
+def test_an_adapter_whose_embedding_has_grown_is_what_peft_reads(model_dir, tmp_path, trained):
     """As other programs save one after they have added tokens, in reserve of those of the tokenizer too."""
     model = tiny.LlamaForCausalLM.from_pretrained(model_dir)
     rows = len(load_tokenizer(settings(model_dir))) + 5
     model.resize_token_embeddings(rows)
-    model = tiny.lora(model, modules_to_save=saved)
+    model = tiny.lora(model, **trained)
     for weight in model.parameters():
         weight.data += 0.1 * torch.randn_like(weight)
     model.save_pretrained(tmp_path, save_embedding_layers=True)
@@ -144,7 +148,11 @@ def test_an_adapter_whose_embedding_has_grown_is_what_peft_reads(model_dir, tmp_
         expected = PeftModel.from_pretrained(base, str(tmp_path))(tokens).logits
         chosen = settings(tmp_path)
         assert torch.equal(load_for_evaluation(str(tmp_path), chosen)(tokens).logits, expected)
-        assert torch.equal(prepare_for_tuning(load_model(chosen), chosen).eval()(tokens).logits, expected)
+        continued = prepare_for_tuning(load_model(chosen), chosen).eval()
+        assert torch.equal(continued(tokens).logits, expected)
+        with pytest.warns(UserWarning, match="Setting `save_embedding_layers` to `True`"):
+            continued.save_pretrained(tmp_path / "again")
+        assert torch.equal(load_for_evaluation(str(tmp_path / "again"), chosen)(tokens).logits, expected)
 
 
 def test_an_adapter_of_a_classifier_with_embeddings_of_its_own_is_loaded(tmp_path):

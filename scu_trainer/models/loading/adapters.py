@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scu_trainer")
 
-SAVED_WHOLE = ("", "base_layer.", "modules_to_save.")
+ROWS_IN_WHOLE = "token_adapter.base_layer."
+SAVED_WHOLE = ("", "base_layer.", "modules_to_save.", ROWS_IN_WHOLE)
 """What stands before the last part in peft's names of a module's own weight, in the file of an adapter."""
 
 
@@ -194,14 +195,9 @@ def grow_for_adapter(model: nn.Module, adapter: Path) -> None:
 
 def _saved_rows(model: nn.Module, adapter: Path) -> int:
     """Of the embedding among the weights of an adapter, by the header of their file; 0 where it has not grown."""
-    from safetensors import safe_open
     from torch import nn
 
-    file = adapter / "adapter_model.safetensors"
-    if not file.is_file():
-        return 0
-    with as_model_error(str(adapter), "adapter"), safe_open(file, framework="pt") as saved:
-        shapes = {key: saved.get_slice(key).get_shape() for key in saved.keys()}
+    shapes = _shapes(adapter)
     grown = (
         (module, shapes[key][0])
         for name, module in model.named_modules()
@@ -210,6 +206,22 @@ def _saved_rows(model: nn.Module, adapter: Path) -> int:
     )
     # Asked last: a classifier, whose embeddings are those of places or of the words of a report, may not answer.
     return max((rows for module, rows in grown if module is model.get_input_embeddings()), default=0)
+
+
+def has_rows_alone(adapter: Path) -> bool:
+    """Whether an adapter has trained rows of an embedding that was not saved with it."""
+    return rows_of_adapter(adapter) > 0 and not any(ROWS_IN_WHOLE in key for key in _shapes(adapter))
+
+
+def _shapes(adapter: Path) -> dict[str, list[int]]:
+    """Of its weights by name, by the header of their file; none where there is no such file."""
+    from safetensors import safe_open
+
+    file = adapter / "adapter_model.safetensors"
+    if not file.is_file():
+        return {}
+    with as_model_error(str(adapter), "adapter"), safe_open(file, framework="pt") as saved:
+        return {key: saved.get_slice(key).get_shape() for key in saved.keys()}
 
 
 def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:

@@ -17,6 +17,7 @@ from scu_trainer.models.loading.adapters import (
     adapter_config,
     choose_weights,
     grow_for_adapter,
+    has_rows_alone,
     save_rows_alone,
 )
 from scu_trainer.models.loading.causal import require_causal
@@ -29,7 +30,6 @@ from scu_trainer.models.loading.names import (
     is_adapter,
     loading_errors,
     located,
-    rows_of_adapter,
 )
 from scu_trainer.models.loading.offloaded import adapt, adapt_as_saved, has_offloaded_weights
 from scu_trainer.models.loading.possible import require_room_for
@@ -293,7 +293,7 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
             with as_model_error(str(adapter), "adapter"):
                 return adapt_as_saved(model, adapter)
         adapted = with_adapter(model, adapter, is_trainable=True, allow_pickle=settings.allow_pickle)
-        return save_rows_alone(adapted) if rows_of_adapter(adapter) else adapted
+        return save_rows_alone(adapted) if has_rows_alone(adapter) else adapted
     config = adapter_config(model, settings, adapters)
     with warnings.catch_warnings():
         # peft finds out layer by layer which way round a weight lies, and warns each time that it did.
