@@ -357,9 +357,14 @@ def test_loftq_needs_a_gpu(flags, tmp_path, capsys):
     assert "init_lora_weights: loftq is computed by peft on CUDA or XPU only" in capsys.readouterr().err
 
 
-def test_a_token_that_is_there_is_refused(base):
-    settings = ModelSettings(model_name_or_path=str(base), new_tokens=["<|im_start|>"])
-    with pytest.raises(ModelError, match="which the tokenizer knows already"):
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [("<|im_start|>", "which the tokenizer knows already"), ('["<a>", "<b>"]', "a list as one word")],
+    ids=["known", "list"],
+)
+def test_a_token_that_is_there_or_no_token_is_refused(base, token, message):
+    settings = ModelSettings(model_name_or_path=str(base), new_tokens=[token])
+    with pytest.raises(ModelError, match=message):
         add_tokens(load_tokenizer(settings), settings)
 
 

@@ -174,10 +174,13 @@ def _new_rows(model: nn.Module, settings: ModelSettings, rows: Sequence[int]) ->
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> tuple[int, ...]:
-    """Put ``new_tokens`` into the tokenizer; their ids. Raises ModelError for one that it has already."""
+    """Put ``new_tokens`` into the tokenizer; their ids. Raises ModelError for one that it knows, and for a list."""
     known = [token for token in settings.new_tokens or () if token in tokenizer.get_vocab()]
     if known:
         raise ModelError(f"new_tokens has {known[0]!r}, which the tokenizer knows already; take it out")
+    listed = [token for token in settings.new_tokens or () if token.startswith(("['", '["')) and token.endswith("]")]
+    if listed:  # one flag takes several words, and this would be one token with brackets, quotes and commas
+        raise ModelError(f"new_tokens has {listed[0]}, a list as one word; on a command line: --new_tokens '<a>' '<b>'")
     tokenizer.add_tokens(list(settings.new_tokens or ()))
     return tuple(tokenizer.convert_tokens_to_ids(token) for token in settings.new_tokens or ())
 
