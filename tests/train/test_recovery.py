@@ -166,6 +166,25 @@ def test_sizes_tried_are_halved_until_they_fit(tmp_path, caplog):
     assert "at the end 1 row;" in dict(memory.lines(memory.figures()))["memory"]
 
 
+def test_short_rows_that_do_not_fit_together_run_one_by_one(tmp_path):
+    """Also where together they have no more tokens than the longest row of the step."""
+
+    def one_row_fits(trainer) -> None:
+        def check(model, _, batch) -> None:
+            places, ids = batch.get("position_ids"), batch["input_ids"]
+            rows = len(ids) if places is None else int((places == 0).sum())
+            if model.training and rows > 1:
+                raise oom()
+
+        trainer.model.register_forward_pre_hook(check, with_kwargs=True)
+
+    changes = {"per_device_train_batch_size": 8, "max_steps": 2}
+    expected, _ = compared(tiny.llama(), tmp_path / "stock", None, UnevenRows(), **changes)
+    found, _ = compared(tiny.llama(), tmp_path, MemorySettings(), UnevenRows(), prepare=one_row_fits, **changes)
+    assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
+    assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-6)
+
+
 def test_an_image_that_does_not_fit_has_no_tokens(tmp_path):
     with pytest.raises(OutOfMemory, match=r"does not fit in memory even alone") as raised:
         trained_on_device(tiny.vit, tiny.images(), tmp_path, 0, max_steps=1)

@@ -439,7 +439,11 @@ class MicroBatchSizer:
         smaller = self._window.split(micro_batch, self._cap, settings.max_batch_size, settings.min_batch_size)
         if smaller == [micro_batch]:
             if micro_batch in self._retried:
-                raise OutOfMemory(self._hopeless(micro_batch, caught, reading))
+                # The cap never falls below the longest row of all, which short rows together may not exceed.
+                most, fewest = settings.max_batch_size, settings.min_batch_size
+                smaller = self._window.split(micro_batch, micro_batch.length, most, fewest)
+                if smaller == [micro_batch]:
+                    raise OutOfMemory(self._hopeless(micro_batch, caught, reading))
             self._retried.add(micro_batch)  # memory has been freed since it failed: once more as it is
         reason = (
             f"out of memory at {self._size(micro_batch)}{wanted}; again as {len(smaller)} x {self._size(smaller[-1])}"
