@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from scu_trainer.hardware.optimizer_bytes import FLOAT32_BYTES, memory_of, uncounted
 from scu_trainer.hardware.optimizers import OPTIMIZERS, OptimizerNeeds
-from scu_trainer.train.job.optimizer_checks import taken_by
+from scu_trainer.train.job.optimizer_checks import NOT_TAKEN_HERE, taken_by
 from scu_trainer.train.step.recovery.optimizer_state import FROM_THE_FIRST_GRADIENT, ONE_BY_ONE
 
 PAGE = Path(__file__).parent / "optimizers.md"
@@ -40,7 +40,7 @@ def _row(name: str, needs: OptimizerNeeds, module: Optional[str], options: str) 
 
 
 def _options(name: str) -> str:
-    return ", ".join(f"`{option}`" for option in taken_by(name) if option != "block_size")
+    return ", ".join(f"`{option}`" for option in taken_by(name) if option not in NOT_TAKEN_HERE)
 
 
 def _state(name: str) -> str:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Trainer
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 from transformers.training_args import OptimizerNames
@@ -15,6 +16,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.optimizers import OPTIMIZERS, check_optimizer
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
+from scu_trainer.train.job.checks import check_words
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule, taken_by
 from scu_trainer.train.loops.weight_average import ScheduleFreeWeights
 from scu_trainer.train.trainer import SCUTrainer
@@ -60,18 +62,71 @@ def test_names_that_are_taken_are_those_that_transformers_reads(optim, tmp_path)
 def test_a_name_that_would_be_dropped_is_refused(optim, name, tmp_path):
     args = arguments(tmp_path, optim=optim, optim_target_modules="all-linear")
     with pytest.raises(SettingsError, match=f"optim_args names {name}, which optim: {optim} does not take"):
-        check_optimizer_arguments(args, [name])
+        check_optimizer_arguments(args, {name: "1"})
 
 
 def test_a_size_that_torchao_would_get_as_text_is_refused(tmp_path):
     with pytest.raises(SettingsError, match="block_size, which transformers hands to optim: adamw_torch_8bit as text"):
-        check_optimizer_arguments(arguments(tmp_path, optim="adamw_torch_8bit"), ["block_size"])
+        check_optimizer_arguments(arguments(tmp_path, optim="adamw_torch_8bit"), {"block_size": "128"})
+
+
+@pytest.mark.parametrize(
+    ("optim", "given", "message"),
+    [
+        ("sgd", "momentum=abc", "optim_args has momentum=abc; it takes a number"),
+        ("sgd", "momentum=nan", "it takes a number"),
+        ("sgd", "nesterov=on", "allowed: true, yes, 1, false, no, 0"),  # false for SGD, true for torchao
+        ("sgd", "nesterov=true", "add momentum=0.9, without dampening"),
+        ("sgd", "nesterov=True,momentum=0.9,dampening=0.1", "add momentum=0.9, without dampening"),
+        *((optim, "weight_decay=0.5", "set weight_decay: 0.5") for optim in ("sgd", "adagrad", "rmsprop")),
+        ("rmsprop", "centered=maybe", "centered=maybe; allowed: true"),
+        ("adamw_torch_8bit", "bf16_stochastic_round=yep", "allowed: true"),
+        ("stable_adamw", "kahan_sum=False", "drop it for false"),
+        ("ademamix", "t_alpha=1.5", "it takes a whole number, 1 or more"),
+        ("galore_adamw", "update_proj_gap=0", "it takes a whole number, 1 or more"),
+        ("galore_adamw", "proj_type=STD", "allowed: std, reverse_std, right, left, full"),
+        ("apollo_adamw", "scale_type=channels", "did you mean 'channel'"),
+        ("apollo_adamw", "proj_type=left", "with scale_type=tensor also reverse_std, right and left"),
+        ("apollo_adamw", "proj_type=full,scale_type=tensor", "takes std, and with scale_type=tensor"),
+    ],
+)
+def test_a_value_that_would_end_the_run_or_do_nothing_is_refused(optim, given, message, tmp_path):
+    args = arguments(tmp_path, optim=optim, optim_args=given, optim_target_modules="all-linear")
+    with pytest.raises(SettingsError, match=message):
+        check_words(args)
+
+
+@pytest.mark.parametrize(
+    ("optim", "given"),
+    [
+        ("sgd", "momentum=0.9, nesterov=True"),
+        ("rmsprop", "centered=false,eps=1e-6"),
+        ("apollo_adamw", "rank=1, proj=svd, proj_type=left, scale_type=tensor"),
+        ("galore_adamw", "proj_type=full,scale=-1"),
+        ("stable_adamw", "kahan_sum=true,max_lr=1"),
+    ],
+)
+def test_values_that_optimizers_take_pass(optim, given, tmp_path):
+    check_words(arguments(tmp_path, optim=optim, optim_args=given, optim_target_modules="all-linear"))
+
+
+def test_weight_decay_among_the_arguments_is_of_no_group_of_weights(tmp_path):
+    """Why it is refused: the stock Trainer gives each group the decay of its own field."""
+    args = arguments(tmp_path, optim="sgd", optim_args="weight_decay=0.5")
+    trainer = Trainer(llama(layers=1), args)
+    assert {group["weight_decay"] for group in trainer.create_optimizer().param_groups} == {0.0}
+
+
+def test_layer_wise_optimizers_do_not_accumulate(tmp_path):
+    changes = {"optim_target_modules": "all-linear", "gradient_accumulation_steps": 2}
+    with pytest.raises(SettingsError, match="set it to 1, or use optim: galore_adamw"):
+        check_words(arguments(tmp_path, optim="galore_adamw_layerwise", **changes))
 
 
 @pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw"])
 def test_low_rank_without_its_layers_is_refused(optim, tmp_path):
     with pytest.raises(SettingsError, match="add optim_target_modules: all-linear"):
-        check_optimizer_arguments(arguments(tmp_path, optim=optim), [])
+        check_optimizer_arguments(arguments(tmp_path, optim=optim), {})
 
 
 def schedule(kind: str, given=None):

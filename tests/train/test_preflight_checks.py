@@ -440,6 +440,14 @@ def test_both_max_steps_and_epochs_are_noted():
         ({"save_total_limit": 0}, ["save_total_limit"]),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, []),
         ({"lr_scheduler_type": "constant", "warmup_steps": 5}, ["warmup_steps"]),
+        *(
+            ({"optim": f"schedule_free_{kind}", "lr_scheduler_type": "constant", "warmup_steps": 5}, idle)
+            for kind, idle in (("adamw", []), ("sgd", []), ("radam", ["warmup_steps"]))
+        ),
+        ({"optim": "schedule_free_sgd", "lr_scheduler_type": "constant", "adam_beta1": 0.5}, ["adam_beta1"]),
+        *(({"optim": optim, "weight_decay": 0.1}, ["weight_decay"]) for optim in ("galore_adamw", "apollo_adamw")),
+        ({"optim": "apollo_adamw", "adam_beta1": 0.5}, []),
+        ({"optim": "galore_adamw", "adam_beta1": 0.5}, ["adam_beta1"]),
         ({"save_strategy": "epoch", "save_steps": 5}, ["save_steps"]),
         ({"logging_strategy": "epoch", "logging_steps": 5}, []),
         ({"logging_strategy": "epoch", "logging_steps": 5, "scu": "false"}, ["logging_steps"]),

@@ -99,7 +99,7 @@ def check_words(training: TrainingArguments) -> None:
         odd is None and (pairs == [""] or "" not in pairs),
         f"optim_args is {training.optim_args!r}; write NAME=VALUE,NAME=VALUE, such as momentum=0.9",
     )
-    check_optimizer_arguments(training, [pair.partition("=")[0] for pair in pairs if pair])
+    check_optimizer_arguments(training, dict(pair.split("=") for pair in pairs if pair))
     check_schedule(training)
     _check_pairs(training)
     _check_scores(training)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainingArguments
@@ -33,6 +34,23 @@ TAKES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """What a name of an optimizer contains -> what the stock Trainer passes on of its ``optim_args``. The first that fits
 counts. It hands those of ``rmsprop_bnb`` over as text, with which bitsandbytes fails in the first step."""
+NOT_TAKEN_HERE = ("block_size", "weight_decay")
+"""Read by transformers, but as text, or for groups of weights that all have a decay of their own."""
+
+WHOLE = ("rank", "update_proj_gap", "t_alpha", "t_beta3")
+TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
+"""Other words are true for some optimizers and false for others."""
+WORDS = {
+    **dict.fromkeys(("nesterov", "centered", "bf16_stochastic_round", "use_kahan_summation"), (*TRUE, *FALSE)),
+    **dict.fromkeys(("kahan_sum", "decouple_lr"), TRUE),  # any text is true there, "false" too
+    **dict.fromkeys(
+        ("momentum_dtype", "variance_dtype", "compensation_buffer_dtype"), ("float32", "bfloat16", "float16")
+    ),
+    "proj": ("random", "svd"),
+    "proj_type": ("std", "reverse_std", "right", "left", "full"),
+    "scale_type": ("channel", "tensor"),
+}
+"""What optimizers know, of which some say so in their first step, and some never. All else is a number."""
 
 MOVED_BY_THE_SCHEDULE = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 TAKES_NONE = ("constant", "constant_with_warmup")
@@ -44,25 +62,67 @@ def taken_by(optim: str) -> tuple[str, ...]:
     return next(names for part, names in TAKES if part in optim)
 
 
-def check_optimizer_arguments(training: TrainingArguments, names: Sequence[str]) -> None:
-    """The stock Trainer drops a name that its optimizer does not take. ``names``: of ``optim_args``."""
+def check_optimizer_arguments(training: TrainingArguments, given: Mapping[str, str]) -> None:
+    """The stock Trainer drops a name that its optimizer does not take. ``given``: of ``optim_args``."""
     optim = plain(training.optim)
     takes = taken_by(optim)
-    odd = next((name for name in names if name not in takes), None)
+    odd = next((name for name in given if name not in takes), None)
     require(
-        not (optim.startswith("adamw_torch_") and "block_size" in names),
+        not (optim.startswith("adamw_torch_") and "block_size" in given),
         f"optim_args names block_size, which transformers hands to optim: {optim} as text, and its first step fails; "
         "drop it (256 is used)",
     )
+    require(
+        "weight_decay" not in given,
+        f"optim_args names weight_decay, which has no effect there; set weight_decay: {given.get('weight_decay')}",
+    )
+    takes = tuple(name for name in takes if name not in NOT_TAKEN_HERE)
     instead = f"it takes {', '.join(takes)}{nearest(str(odd), takes)}" if takes else "drop it"
     if odd == "momentum" and not takes:
         instead = "momentum is for optim: sgd or rmsprop"
     require(odd is None, f"optim_args names {odd}, which optim: {optim} does not take; {instead}")
+    for name, value in given.items():
+        _check_value(name, value)
+    require(
+        given.get("nesterov", "").lower() not in TRUE
+        or (float(given.get("momentum", 0)) > 0 and float(given.get("dampening", 0)) == 0),
+        "optim_args sets nesterov, which is a kind of momentum without dampening; add momentum=0.9, without dampening",
+    )
+    projected, by_row = given.get("proj_type", "std"), given.get("scale_type") != "tensor"
+    require(
+        not optim.startswith("apollo") or projected == "std" or (projected != "full" and not by_row),
+        f"optim_args has proj_type={projected}; optim: {optim} takes std, and with scale_type=tensor also reverse_std, "
+        "right and left",
+    )
+    require(
+        not optim.endswith("layerwise") or training.gradient_accumulation_steps == 1,
+        f"optim: {optim} updates weights during backward, so no gradients add up, but gradient_accumulation_steps is "
+        f"{training.gradient_accumulation_steps}; set it to 1, or use optim: {optim.removesuffix('_layerwise')}",
+    )
     require(
         not optim.startswith(("galore", "apollo")) or bool(training.optim_target_modules),
         f"optim: {optim} works on the layers that optim_target_modules names, and it names none; add "
         "optim_target_modules: all-linear, or a list of names such as [q_proj, v_proj]",
     )
+
+
+def _check_value(name: str, value: str) -> None:
+    """Raise SettingsError where transformers or the optimizer would end the run, or take it for something else."""
+    if name in WORDS:
+        known = (value.lower() if "true" in WORDS[name] else value) in WORDS[name]
+        allowed = f"allowed: {', '.join(WORDS[name])}{nearest(value, WORDS[name])}"
+        allowed += "; drop it for false" if WORDS[name] == TRUE else ""
+    else:
+        known, allowed = _is_number(value, name in WHOLE), f"it takes a {'whole number' if name in WHOLE else 'number'}"
+        allowed += ", 1 or more" if name in WHOLE else ""
+    require(known, f"optim_args has {name}={value}; {allowed}")
+
+
+def _is_number(text: str, whole: bool) -> bool:
+    try:
+        return int(text) >= 1 if whole else math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def check_schedule(training: TrainingArguments) -> None:

@@ -44,7 +44,7 @@ OF_MEMORY_CONTROL = ("target_headroom_gb", "gc_threshold_gb", "ram_threshold_gb"
 OF_SPLITTING = ("min_batch_size", "max_batch_size")
 """A token_cap alone makes them act, too."""
 OF_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-WITHOUT_ADAM = ("sgd", "rmsprop", "adagrad", "adafactor", "lomo", "adalomo")
+WITHOUT_ADAM = ("sgd", "rmsprop", "adagrad", "adafactor", "lomo", "adalomo", "galore", "schedule_free_sgd")
 """How the names of optimizers begin that do not read Adam's settings."""
 
 
@@ -59,8 +59,18 @@ class Idle(NamedTuple):
 
 IDLE = (
     Idle(
-        ("warmup_steps",), lambda job: plain(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau"),
+        ("warmup_steps",),
+        lambda job: plain(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau")
+        and not plain(job.training.optim).startswith("schedule_free"),
         "this lr_scheduler_type starts at the full rate", "set lr_scheduler_type: constant_with_warmup, or drop it",
+    ),
+    Idle(
+        ("warmup_steps",), lambda job: plain(job.training.optim) == "schedule_free_radam",
+        "this optim warms up by itself",
+    ),
+    Idle(
+        ("weight_decay",), lambda job: plain(job.training.optim).startswith(("galore", "apollo")),
+        "transformers hands none to this optim",
     ),
     Idle(
         ("save_steps",), lambda job: plain(job.training.save_strategy) != "steps",
