@@ -105,10 +105,15 @@ def _json_object(text: str) -> dict[str, Any]:
     return found
 
 
-OF_JSON = (
-    *("accelerator_config", "activation_checkpointing_kwargs", "fsdp_config", "gradient_checkpointing_kwargs"),
+OF_JSON = ("accelerator_config", "fsdp_config")
+KEYWORDS = (
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs",
+    "liger_kernel_config",
     "lr_scheduler_kwargs",
 )
+"""These are never in a file, and transformers keeps a text that does not begin like an object, for which the run ends
+with a traceback."""
 
 
 def _read_by_transformers(text: str) -> str:
@@ -122,7 +127,7 @@ READ_BY = {
     "--dataset": dataset_of,  # a name, or a JSON list
     **{f"--{name}": _read_by_transformers for name in OF_JSON},
     "--deepspeed": lambda text: shipped.deepspeed(_read_by_transformers(text)),
-    "--liger_kernel_config": _json_object,  # a dict that transformers does not read
+    **{f"--{name}": _json_object for name in KEYWORDS},
     "--include_num_input_tokens_seen": _tokens_seen,  # of its words transformers reads two alone
 }
 """What reads the value of a flag, where that is not by the type of its field."""

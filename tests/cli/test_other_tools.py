@@ -212,6 +212,10 @@ def test_unsloth_in_16_bits_is_plain_lora(here):
             "datasets: it asks for the templates alpaca, tokenizer_default; one is used for all rows here",
         ),
         ("base_model: a\nsequence_len: 9\nval_set_size: 200\n", "200 is a number of documents"),
+        *(
+            (f"base_model: a\nsequence_len: 9\nwarmup_ratio: {ratio}\n", "share of the run, at least 0 and below 1")
+            for ratio in ("1.0", "10", "-0.1")  # a percentage and the whole run would be steps
+        ),
         ("base_model: a\nadapter: lora\nlora_r: x\n", "--lora_r: invalid int value"),
     ],
 )

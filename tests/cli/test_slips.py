@@ -186,6 +186,8 @@ def test_every_choice_of_no_and_off_is_listed():
         ("--lora_r many", "invalid int value: 'many'; give a whole number$"),
         ("--learning_rate high", "invalid float value: 'high'; give a number$"),
         ("--liger_kernel_config rope", "'rope' is no JSON object, such as"),
+        ("--lr_scheduler_kwargs num_cycles=2", "--lr_scheduler_kwargs: 'num_cycles=2' is no JSON object, such as"),
+        ("--gradient_checkpointing_kwargs use_reentrant=false", "'use_reentrant=false' is no JSON object, such as"),
         ("--lr_scheduler_kwargs {num_cycles:2}", "--lr_scheduler_kwargs: '{num_cycles:2}' is no JSON object, such as"),
         ("--deepspeed {}}", "--deepspeed: '{}}' is no JSON object, such as"),
     ],

@@ -130,8 +130,13 @@ def several(name: str) -> Any:
 
 def share_of_warmup(value: Any, source: Source) -> Meaning:
     """transformers 5 has one field for steps and share; older versions preferred steps if both were given."""
-    steps = source.get("warmup_steps", 0)
-    return Meaning(said="warmup_steps goes before it") if is_on(steps) else Meaning({"warmup_steps": float(value)})
+    if is_on(source.get("warmup_steps", 0)):
+        return Meaning(said="warmup_steps goes before it")
+    if not 0 <= float(value) < 1:  # as warmup_steps, 1 and more are steps
+        raise SettingsError(
+            f"{value} is no share of the run, at least 0 and below 1, such as 0.1; steps are given as warmup_steps"
+        )
+    return Meaning({"warmup_steps": float(value)})
 
 
 def held_out(value: Any, source: Source) -> Meaning:
