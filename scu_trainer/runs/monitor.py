@@ -47,7 +47,7 @@ def follow(run: Run, lines: int, machine: Machine, sleep: Callable[[float], None
     path = log_of(run)
     read_bytes = _size_bytes(path)  # before reading: what is printed meanwhile comes next
     text, end = "\n".join(last_lines(path, lines, read_bytes)), tail(path, 1, read_bytes)
-    yield text + end if text and end.isspace() else text
+    yield text + end if text and end in ("\n", "\r") else text
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # half of a letter may have been written
     while True:
         is_alive = report(run, machine).state.is_alive  # before reading: what it printed last is there by then

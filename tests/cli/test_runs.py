@@ -305,7 +305,7 @@ def test_a_log_is_followed_to_the_last_word(by_hand):
 def test_the_last_words_of_a_log_need_no_end_of_line(by_hand):
     """A letter of two bytes is written in two parts."""
     RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid())
-    parts = iter(["four \xf6".encode()[:-1], "\xf6 last words".encode()[1:]])
+    parts = iter(["four \xf6".encode()[:-1], "\xf6 last words ".encode()[1:]])
 
     def sleep(seconds):
         part = next(parts, None)
@@ -315,7 +315,7 @@ def test_the_last_words_of_a_log_need_no_end_of_line(by_hand):
         with open(by_hand.path / "logs" / "train.log", "ab") as file:
             file.write(part)
 
-    whole = "three\nfour \xf6 last words"
+    whole = "three\nfour \xf6 last words "
     assert "".join(follow(by_hand, 1, Machine(), sleep)) == whole
     assert "".join(follow(by_hand, 2, Machine())) == whole
 

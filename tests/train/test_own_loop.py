@@ -18,6 +18,7 @@ from scu_trainer.errors import CheckpointError, ControlError, NonFiniteLoss
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, trained, weights_of
+from tests.train.test_retention import BASE_FILE, COLLATE, retention
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 STEPS = 12
@@ -317,10 +318,11 @@ def test_every_trial_of_a_search_has_its_history(tmp_path):
         args=arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2),
         train_dataset=Rows(),
         eval_dataset=Rows(8),
+        data_collator=COLLATE,
         model_init=lambda: llama(layers=1),
         memory=MemorySettings(),
         regularization=RegularizationSettings(),
-        callbacks=[given(Recording(), history_file="own.json")],
+        callbacks=[given(Recording(), history_file="own.json"), retention()],
     )
     rates = [1e-3, 1e-2]
     trainer.hyperparameter_search(
@@ -329,7 +331,8 @@ def test_every_trial_of_a_search_has_its_history(tmp_path):
     rows = [[row["step"] for row in read_rows(tmp_path / f"run-{trial}" / "own.json")] for trial in (0, 1)]
     assert rows == [[1, 2], [1, 2]]
     assert (tmp_path / "run-1" / "memory_history.json").is_file()
-    assert sorted(path.parent.name for path in tmp_path.rglob("scu_config.json")) == ["run-0", "run-1"]
+    for file in ("scu_config.json", BASE_FILE):
+        assert sorted(path.parent.name for path in tmp_path.rglob(file)) == ["run-0", "run-1"]
 
 
 class InfiniteFrom(TrainerCallback):

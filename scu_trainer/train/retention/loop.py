@@ -30,7 +30,7 @@ from scu_trainer.run_files import write_json
 from scu_trainer.settings import RetentionSettings
 from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
-from scu_trainer.train.loop import Loop
+from scu_trainer.train.loop import Loop, run_folder
 from scu_trainer.train.retention.passages import Passages, extra_bits
 from scu_trainer.train.retention.replay import Replay
 from scu_trainer.train.retention.verdict import Judged, verdict, verdict_lines
@@ -133,7 +133,7 @@ class Retention(Loop):
             self._base = {part: found.scored(found.all()) for part, found in self._parts.items()}
             self._require_finite()
         if args.should_save:
-            write_json(Path(args.output_dir) / BASE_FILE, self._base_as_json())
+            write_json(run_folder(self.trainer) / BASE_FILE, self._base_as_json())
         self.seconds_at_the_ends = time.perf_counter() - begun_s
         self._begun_s = time.perf_counter()
 
