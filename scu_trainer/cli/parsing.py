@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Optional
 
 from scu_trainer.errors import SettingsError, nearest
+
+TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+"""As transformers reads them, in any case. Importing its own function takes a second."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args, namespace=None):
         """An option is known by its name with hyphens as well."""
-        return super().parse_known_args([self._spelled(word) for word in args], namespace)
+        return super().parse_known_args(with_switches(self, [self._spelled(word) for word in args]), namespace)
 
     def _spelled(self, word: str) -> str:
         name, equals, value = word.partition("=")
@@ -37,6 +40,29 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(with_choice(message))
 
 
+def add_switch(parser: argparse._ActionsContainer, flag: str, help: str, default: Optional[bool] = False) -> None:
+    """A flag that is on alone, and takes true or false as well, as the flags of transformers do."""
+    parser.add_argument(
+        flag, type=_true_or_false, nargs="?", const=True, default=default, metavar="true|false", help=help
+    )
+
+
+def _true_or_false(text: str) -> bool:
+    if text.lower() not in (*TRUE, *FALSE):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in TRUE
+
+
+def with_switches(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """``words``, where a switch that stands alone says true: what follows it is no value of it."""
+    actions = parser._option_string_actions
+    alone = {flag for flag, action in actions.items() if action.nargs == "?" and action.const is True}
+    return [
+        f"{word}=true" if word in alone and after.lower() not in (*TRUE, *FALSE) else word
+        for word, after in zip(words, [*words[1:], ""], strict=False)
+    ]
+
+
 def unknown_option(word: str, names: Iterable[str]) -> SettingsError:
     """For a typed option that nobody knows. ``names``: of those that there are, with dashes or without."""
     typed = word.partition("=")[0]
@@ -49,8 +75,8 @@ def unknown_option(word: str, names: Iterable[str]) -> SettingsError:
 
 def add_consent(parser: argparse._ActionsContainer) -> None:
     """What a model from elsewhere must not allow itself: see ``Subject.consenting``."""
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
-    parser.add_argument("--allow_pickle", action="store_true", help="also read weights stored as pickle files")
+    add_switch(parser, "--trust_remote_code", "run Python code that comes with a model")
+    add_switch(parser, "--allow_pickle", "also read weights stored as pickle files")
 
 
 def require_new_file(path: Path, flag: str) -> None:

@@ -8,8 +8,12 @@ import sys
 
 import pytest
 
+from scu_trainer.cli.evaluation import eval as evaluate
+from scu_trainer.cli.evaluation import retain
 from scu_trainer.cli.main import ALLOCATOR, _let_segments_grow, guarded, main
-from scu_trainer.errors import UserError
+from scu_trainer.cli.publishing import export, merge, push
+from scu_trainer.cli.talking import chat, generate, serve
+from scu_trainer.errors import SettingsError, UserError
 
 
 def test_the_allocator_of_a_card_lets_its_segments_grow():
@@ -48,6 +52,30 @@ def test_variables_that_a_command_sets_are_gone_after_it(monkeypatch, error):
 def test_an_option_is_known_with_hyphens_too(capsys):
     assert main(["push", "nowhere", "--repo-id", "me/model", "--dry-run", "--max-shard-size=1GB"]) == 2
     assert "nowhere is not a folder here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [merge, push, export, retain, chat, generate, serve])
+def test_a_switch_is_typed_as_for_train_or_alone(command):
+    """And the name that follows one that stands alone is no value of it."""
+    needed = {export: ["--to", "onnx"], retain: ["--anchor", "x", "--budget_bits", "0.1"]}.get(command, [])
+    needed += {push: ["--repo_id", "me/model"], generate: ["--prompts", "x", "--output", "y"]}.get(command, [])
+
+    def typed(*words: str) -> tuple[bool, bool]:
+        found = command._parser().parse_args([*words, *needed])
+        assert found.run == "RUN"
+        return found.trust_remote_code, found.allow_pickle
+
+    assert typed("RUN", "--trust_remote_code", "true", "--allow-pickle=False") == (True, False)
+    assert typed("--trust-remote-code", "--allow_pickle", "RUN") == (True, True)
+    assert typed("--allow_pickle", "false", "RUN", "--trust_remote_code") == (True, False)
+    assert typed("--trust_remote_code", "RUN", "--trust_remote_code", "no") == (False, False), "the last one counts"
+    with pytest.raises(SettingsError, match="trust_remote_code: 'maybe' is neither true nor false"):
+        typed("RUN", "--trust_remote_code=maybe")
+
+
+def test_a_switch_of_eval_may_stand_before_the_model():
+    found = evaluate._read(evaluate._parser(), ["--trust_remote_code", "RUN", "--allow-pickle", "--json"])
+    assert found[0] == "RUN" and found[2].trust_remote_code and found[2].allow_pickle
 
 
 @pytest.mark.parametrize("endpoint", ["hf-mirror.com", "", "ftp://host", "http://[::1", "http://host:80a"])

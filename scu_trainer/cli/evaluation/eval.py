@@ -20,6 +20,7 @@ from scu_trainer.cli.evaluation.scoring import EvaluationRequest
 from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.fields import check_names, field_names, plain_words
 from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.parsing import with_switches
 from scu_trainer.cli.subjects import (
     BASE,
     MERGED,
@@ -99,7 +100,7 @@ def _read(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOpt
     check_names(argv, field_names(parser))
     data_names = [item.name for item in fields(DataSettings)]
     parser.set_defaults(**dict.fromkeys(data_names))  # None: not typed
-    values = vars(parser.parse_args(argv))
+    values = vars(parser.parse_args(with_switches(parser, argv)))
     options, asked = (
         kind(**{item.name: values[item.name] for item in fields(kind)}) for kind in (EvalOptions, HarnessOptions)
     )

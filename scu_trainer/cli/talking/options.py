@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Optional
 
-from scu_trainer.cli.parsing import add_consent
+from scu_trainer.cli.parsing import add_consent, add_switch
 from scu_trainer.cli.subjects import Subject, base_subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.settings.base import require
@@ -19,18 +19,12 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def _switch(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() == "true"
-
-
 def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add = parser.add_argument
     add("--max_new_tokens", type=int, default=max_new_tokens, metavar="N",
         help=f"most tokens of an answer; default: {max_new_tokens}")  # fmt: skip
-    add("--do_sample", type=_switch, nargs="?", const=True, help="sample tokens; default: as the "
-    "model's generation_config says, or if one of the next three is given")  # fmt: skip
+    about = "sample tokens; default: as the model's generation_config says, or if one of the next three is given"
+    add_switch(parser, "--do_sample", about, default=None)
     add("--temperature", type=float, help="sampling temperature; 0: greedy")
     add("--top_p", type=float, help="sample from the likeliest tokens that together have this probability")
     add("--top_k", type=int, help="sample from this many of the likeliest tokens")
@@ -41,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     )
     add("--seed", type=int, default=0, help="seed of the sampling; default: 0")
     add("--dtype", choices=DTYPES, default="auto", help="type of the weights; auto: as in the run")
-    add("--use_cpu", action="store_true", help="do not use the GPU")
+    add_switch(parser, "--use_cpu", "do not use the GPU")
     add_consent(parser)
 
 
