@@ -378,8 +378,12 @@ def test_adapters_on_a_model_that_torchao_has_packed(llama_dir, tmp_path):
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert ids_of(weights.before_training(job_of(), model)) == [] and weights_are_finite(model)
     assert check_merge(model, merge_adapter(model, torch.float32), IDS) < 1e-5
-    found = weights.before_training(job_of(tuning="full"), load_model(replace(settings, tuning="full")))
+    found = [*weights.before_training(job_of(tuning="full"), load_model(replace(settings, tuning="full")))]
     assert "quantized-trained" in ids_of(found)
+    fix = next(finding.fix for finding in found if finding.check == "quantized-trained")
+    assert "tuning: lora" in fix and "qlora" not in fix, "that is refused:"
+    with pytest.raises(ModelError, match="the model is stored quantized"):
+        load_model(replace(settings, tuning="qlora"))
 
 
 def test_beside_what_is_unpacked_for_want_of_fp8_the_rest_has_the_type_asked_for_too(llama_dir, tmp_path):

@@ -49,7 +49,7 @@ QUANTIZED_TRAINED = Check(
     "quantized-trained",
     "error",
     "the model is stored quantized and has no adapters: its weights cannot be trained",
-    "use tuning: lora or qlora, or give the full model",
+    "use tuning: lora, or give the full model",
 )
 HEAD_ONLY = Check(
     "adapters-on-head-only",
