@@ -30,6 +30,7 @@ from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
 
 MERGE_FILE, EXPORT_FILE, PRUNE_FILE = "merge.json", "scu_export.json", "prune.json"
+MADE_FILES = (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)
 """Beside weights that were made from those of a run: what they are."""
 
 BASE, MERGED = "base", "merged"
@@ -106,7 +107,7 @@ class Subject:
         tokenizer had no chat template."""
         from scu_trainer.data.records import AS_PLAIN_TEXT
 
-        made = [Path(self.source) / name for name in (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)]
+        made = [Path(self.source) / name for name in MADE_FILES]
         if self.run is None:
             return any(bool(read_json(file).get("answers_plain_text")) for file in made if file.is_file())
         formats = self.run.get("data", {}).get("formats", {})
@@ -155,7 +156,7 @@ def subject_of(name: str) -> Subject:
     if path == run_folder:
         _require_finished(path)
     check_source(str(path), typed="")
-    run = _description(run_folder)
+    run = description_of(run_folder)
     return Subject(name, replace(_settings_in(ModelSettings, run), model_name_or_path=str(path)), run)
 
 
@@ -178,7 +179,8 @@ def _require_finished(run: Path) -> None:
     raise ModelError(f"run {run} holds no finished model, {reason}{error}; {advice}")
 
 
-def _description(run: Path) -> dict[str, Any]:
+def description_of(run: Path) -> dict[str, Any]:
+    """Its training_config.json. Raises ModelError if that is another file, StorageError if it is torn."""
     content = read_json(run / CONFIG_FILE)
     if not isinstance(content, dict) or not {"configuration", "seed", "data"} <= {*content}:
         raise ModelError(f"{run / CONFIG_FILE} was not written by scu-trainer train; move it away and give --dataset")
@@ -238,7 +240,8 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
         # The template that the run was given is in its tokenizer by now; the file may be gone.
         own = {**asdict(subject.data), "chat_template": None}
         if "dataset" in typed:
-            own = {name: value for name, value in own.items() if name not in WHICH_DOCUMENTS}
+            others = ("eval_dataset",) if _is_dataset_of(subject, typed["dataset"]) else WHICH_DOCUMENTS
+            own = {name: value for name, value in own.items() if name not in others}
         return DataSettings(**{**own, **typed}), split_seed(subject.run)
     if not {"dataset", "eval_dataset"} & {*typed}:
         found = "belongs to no run"
@@ -249,6 +252,12 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
             "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"
         )
     return DataSettings(**{"dataset": typed.get("eval_dataset"), **typed}), seed
+
+
+def _is_dataset_of(subject: Subject, dataset: Any) -> bool:
+    trained = subject.data.dataset
+    is_name = isinstance(dataset, str) and isinstance(trained, str)
+    return is_same_dataset(dataset, trained) if is_name else dataset == trained
 
 
 def own_split(subject: Subject) -> dict[str, Any]:

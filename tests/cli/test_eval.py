@@ -21,6 +21,8 @@ from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as command
 from scu_trainer.cli.evaluation.report import verdict
 from scu_trainer.cli.evaluation.screen import as_text
+from scu_trainer.cli.main import main
+from scu_trainer.cli.origin import of_its_run, run_behind
 from scu_trainer.cli.subjects import subject_of
 from scu_trainer.data import prepare
 from scu_trainer.models.loading.load import load_tokenizer
@@ -201,6 +203,70 @@ def test_flags_override_the_data_settings_of_a_run(evaluate, work):
     report = evaluate(work.lora, "--validation_split_percentage", 50)
     assert report["documents"] == DOCUMENTS // 2
     assert report["notes"] == [f"{work.lora} was trained on another split: it may have learned some of these documents"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("lora", ["merge"]), ("full", ["export", "--to", "safetensors"]), ("full", ["prune"])]
+)
+def test_what_was_made_of_a_run_is_scored_on_what_that_held_out(evaluate, work, tmp_path, kind, words):
+    run, made = shutil.copytree(getattr(work, kind), tmp_path / "run"), tmp_path / "made"
+    assert main([*words, str(run), "--output", str(made)]) == 0
+    expected, found = evaluate(run), evaluate(made, "--dataset", work.documents)
+    for key in ("fingerprint", "split_seed", "documents", "mixed_precision", "notes"):
+        assert found[key] == expected[key], key
+    assert evaluate(made)["model"] == found["model"]
+    other = evaluate(made, "--dataset", work.documents, "--validation_split_percentage", 50)
+    assert other["notes"] == [f"{made} was trained on another split: it may have learned some of these documents"]
+    edit_json(run / "training_config.json", seed=6)
+    found = evaluate(made, "--dataset", work.documents)
+    assert found["notes"][-1] == (
+        f"{made} was made from {run}, and the run is no longer found there: it may have learned some of these documents"
+    )
+
+
+def test_a_folder_from_before_runs_were_noted_is_known_by_its_adapter(evaluate, work, broken_run, tmp_path):
+    merged = tmp_path / "run-merged"
+    assert main(["merge", str(broken_run)]) == 0
+    facts = read_json(merged / "merge.json")
+    write_json(merged / "merge.json", {name: value for name, value in facts.items() if name != "run"})
+    assert evaluate(merged, "--dataset", work.documents)["split_seed"] == 5
+    (broken_run / "adapter_model.safetensors").write_bytes(b"another")
+    assert f"made from {broken_run}, and the run is no" in evaluate(merged, "--dataset", work.documents)["notes"][-1]
+
+
+def test_what_was_pruned_of_merged_weights_has_their_run(evaluate, work, broken_run, tmp_path, capsys):
+    assert main(["merge", str(broken_run)]) == 0
+    capsys.readouterr()
+    assert main(["prune", str(tmp_path / "run-merged"), "--dataset", str(work.documents), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["run"]["folder"] == str(broken_run)
+    found = evaluate(broken_run, "--mixed_precision", "no", "--against", tmp_path / "run-merged-pruned")
+    assert facts["before"]["bits"] == pytest.approx(found["model"]["bpt"]["value"], rel=1e-5)
+    assert found["notes"] == []
+    shutil.rmtree(broken_run)
+    words = ["prune", str(tmp_path / "run-merged"), "--dataset", str(work.documents), "--output", str(tmp_path / "b")]
+    assert main(words) == 0
+    assert f"{tmp_path / 'run-merged'} was made from {broken_run}, and the run" in capsys.readouterr().err
+
+
+def test_data_beside_a_run_are_found_from_what_was_made_of_it(
+    work, broken_run, tmp_path, tmp_path_factory, monkeypatch
+):
+    made = tmp_path_factory.mktemp("elsewhere") / "made"
+    shutil.copy(work.documents, tmp_path / "data.jsonl")
+    described = read_json(broken_run / "training_config.json")
+    described["configuration"]["dataset"] = "data.jsonl"
+    write_json(broken_run / "training_config.json", described)
+    shutil.copytree(work.model, made)
+    write_json(made / "merge.json", {"adapter": str(broken_run), "run": run_behind(broken_run)})
+    monkeypatch.chdir(work.folder)
+    assert of_its_run(subject_of(str(made))).data.dataset == str(tmp_path / "data.jsonl")
+
+
+def test_the_data_of_a_run_typed_again_are_split_as_it_did(evaluate, work, monkeypatch):
+    monkeypatch.chdir(work.folder)
+    found = evaluate(work.lora, "--dataset", work.documents.name)
+    assert (found["documents"], found["notes"]) == (HELD_OUT, [])
 
 
 def test_fewer_of_the_documents_that_a_run_held_out_are_not_learned_either(evaluate, work, capsys):

@@ -20,6 +20,7 @@ from scu_trainer.cli.evaluation.scoring import EvaluationRequest
 from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.fields import check_names, field_names, plain_words
 from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.origin import of_its_run
 from scu_trainer.cli.parsing import with_switches
 from scu_trainer.cli.subjects import (
     BASE,
@@ -49,10 +50,10 @@ ALMOST = 0.75
 """Similarity from which a name counts as a misspelled keyword: "bsae" does, the Hub id "bert-base" does not."""
 
 DESCRIPTION = """\
-RUN_OR_MODEL is the folder of a run, of one of its checkpoints, of an adapter or of a model, or a Hub id. A run and its
-checkpoints are scored on the documents that the run held out; any other model needs --dataset (a split of it is scored,
-by the data settings below), --eval_dataset (all of it is scored) or --tasks (nothing else is asked). Flags override the
-data settings of a run."""
+RUN_OR_MODEL is the folder of a run, of one of its checkpoints, of an adapter or of a model, or a Hub id. A run, its
+checkpoints and what merge, export or prune made of them are scored on the documents that the run held out; any other
+model needs --dataset (a split of it is scored, by the data settings below), --eval_dataset (all of it is scored) or
+--tasks (nothing else is asked). Flags override the data settings of a run."""
 
 
 @guarded
@@ -63,6 +64,8 @@ def main(argv: list[str]) -> int:
         return 0
     name, as_json, options, asked, typed = _read(parser, argv)
     subjects = _subjects(name, options)
+    if typed or not asked.names or any(subject.run for subject in subjects):
+        subjects = [of_its_run(subject) for subject in subjects]
     with quiet_stdout():
         report = _evaluate(subjects, typed, options, asked)
     print(json.dumps(report, allow_nan=False) if as_json else as_text(report))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest, EvaluationResult
+from scu_trainer.cli.origin import is_merged_from, lost_run
 from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
 from scu_trainer.figures import counted, perplexity
 from scu_trainer.hardware.probe import installed_version
@@ -88,8 +89,6 @@ def models_report(
 def _say_rounding(rows: list[dict[str, Any]], model: Subject, other: Subject, result: EvaluationResult) -> None:
     """In the verdicts of ``rows``: a merged model has the update of its adapter, so whatever is between the two comes
     from rounding, and neither is better trained. ``result``: of ``other``."""
-    from scu_trainer.cli.publishing.merge import is_merged_from
-
     differing = [row["difference"] for row in rows if row.get("difference", {}).get("verdict") in ("lower", "higher")]
     if not differing:
         return
@@ -240,5 +239,6 @@ def _notes_on_training(subjects: list[Subject], request: EvaluationRequest) -> l
     suspects = [subject for subject in own if may_have_learned(subject, *split)]
     return [
         *(f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects),
+        *(f"{lost}: {MAY_HAVE_LEARNED}" for lost in map(lost_run, own) if lost is not None),
         *(f"{s.name}: its weights are scored, not their moving averages ({s.averages})" for s in own if s.averages),
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import logging
 import re
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
+from scu_trainer.cli.origin import adapter_hash, run_behind
 from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import MERGE_FILE, MERGED, Subject, positions_of, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
@@ -30,7 +30,6 @@ from scu_trainer.models.loading.sizes import weight_counts
 from scu_trainer.models.merge import merge_adapter
 from scu_trainer.run_files import (
     make_room,
-    read_json,
     readable,
     require_room,
     require_writable,
@@ -248,6 +247,7 @@ class Conversion:
         facts = {
             "format": 1,
             **about,
+            "run": run_behind(Path(subject.source)),
             "answers_plain_text": subject.answers_plain_text,
             "output": str(output),
             "dtype": str(dtype).removeprefix("torch."),
@@ -288,17 +288,6 @@ class _Merging(Conversion):
         facts, _ = facts_of(Path(self.subject.source), self.facts)
         license = self.options.license or base_license(facts.base)
         write_text(folder / CARD, card_of(facts, self.facts["output"], license))
-
-
-def adapter_hash(source: Path) -> str:
-    """SHA-256 of the weights of an adapter: merged weights belong to these and no others."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(source.glob("adapter_model*")))).hexdigest()
-
-
-def is_merged_from(folder: Path, adapter: Path) -> bool:
-    """Whether ``folder`` was merged from these weights; what is out of the tolerance is not written."""
-    file = folder / MERGE_FILE
-    return file.is_file() and read_json(file).get("adapter_sha256") == adapter_hash(adapter)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
+from scu_trainer.cli.origin import lost_run, of_its_run, run_behind
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import default_output, require_new, shown, write_new
 from scu_trainer.cli.subjects import PRUNE_FILE, Subject, held_out_settings, subject_of
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from scu_trainer.train.evaluation.scoring import DocumentScores
     from scu_trainer.train.job.components import TrainingComponents
     from scu_trainer.train.job.source import Source
+
+logger = logging.getLogger("scu_trainer")
 
 TASKS = (TEXT, "image-classification")
 WEIGHED_ROWS, ROWS_AT_ONCE = 256, 32
@@ -142,10 +146,13 @@ def prune(
     Raises a UserError."""
     from scu_trainer.train.job.source import Source
 
-    data, seed = held_out_settings(subject, of_data, seed)
+    learned = of_its_run(subject)
+    data, seed = held_out_settings(learned, of_data, seed)
     model = replace(subject.model, device_map=None, tuning="lora")  # the type of the files stays
     with run_log():
-        pruning = _Pruning(subject, amount, kinds, Source(model, data, subject.own(subject.task), seed), output)
+        if (lost := lost_run(learned)) is not None:
+            logger.warning("%s: it may have learned some of the documents that it is scored on", lost)
+        pruning = _Pruning(subject, amount, kinds, Source(model, data, learned.own(subject.task), seed), output)
         write_new(output, pruning.build)
     return pruning.facts
 
@@ -158,6 +165,7 @@ class _Pruning:
         self.facts: dict[str, Any] = {
             "format": 1,
             "source": subject.source,
+            "run": run_behind(Path(subject.source)),
             "answers_plain_text": subject.answers_plain_text,
             "output": str(output),
             "amount": amount,

@@ -11,8 +11,9 @@ from typing import Optional
 
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
+from scu_trainer.cli.origin import adapter_hash
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.publishing.merge import adapter_hash, add_merge_options, default_output, merge, merge_options
+from scu_trainer.cli.publishing.merge import add_merge_options, default_output, merge, merge_options
 from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.errors import HubError, ModelError, SettingsError
 from scu_trainer.figures import counted

@@ -12,8 +12,9 @@ from threading import Event
 from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.origin import is_merged_from
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.publishing.merge import MergeOptions, default_output, is_merged_from, merge
+from scu_trainer.cli.publishing.merge import MergeOptions, default_output, merge
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
 from scu_trainer.errors import RequirementError, SettingsError, StorageError, require_packages

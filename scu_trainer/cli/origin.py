@@ -1,0 +1,67 @@
+"""Which run weights were made from that merge, export or prune wrote: they are scored as that run is."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+from scu_trainer.cli.subjects import MADE_FILES, MERGE_FILE, Subject, description_of
+from scu_trainer.hub.facts import run_of
+from scu_trainer.report.files import CONFIG_FILE
+from scu_trainer.run_files import read_json
+
+
+def adapter_hash(source: Path) -> str:
+    """SHA-256 of the weights of an adapter: merged weights belong to these and no others."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(source.glob("adapter_model*")))).hexdigest()
+
+
+def is_merged_from(folder: Path, adapter: Path) -> bool:
+    """Whether ``folder`` was merged from these weights; what is out of the tolerance is not written."""
+    file = folder / MERGE_FILE
+    return file.is_file() and read_json(file).get("adapter_sha256") == adapter_hash(adapter)
+
+
+def run_behind(weights: Path) -> Optional[dict[str, Any]]:
+    """The run that ``weights`` are of, or were made from, as the file beside them holds it under "run": its folder, and
+    the SHA-256 of its description, which says what it held out. None where they are of no run."""
+    file = next((weights / name for name in MADE_FILES if (weights / name).is_file()), None)
+    made = {} if file is None else read_json(file)
+    if "run" in made:
+        return made["run"]
+    source = Path(made.get("adapter") or made.get("source") or weights)
+    if file is not None and not is_merged_from(weights, source):  # written before runs were noted
+        return {"folder": str(source), "sha256": None}
+    run = run_of(source)
+    return None if run is None else {"folder": str(run), "sha256": _hash_of(run)}
+
+
+def _hash_of(run: Path) -> Optional[str]:
+    file = run / CONFIG_FILE
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def of_its_run(subject: Subject) -> Subject:
+    """With the run that its weights were made from, where that is still there and the same."""
+    behind = None if subject.run or subject.word else run_behind(Path(subject.source))
+    if behind is None or _is_lost(behind):
+        return subject
+    run = behind["folder"]
+    there = replace(subject, model=replace(subject.model, model_name_or_path=run), run=description_of(Path(run)))
+    data = {name: getattr(there.data, name) for name in ("dataset", "eval_dataset")}  # paths that were found from there
+    return replace(subject, run={**there.run, "configuration": {**there.run["configuration"], **data}})
+
+
+def _is_lost(behind: dict[str, Any]) -> bool:
+    """Whether the run that ``run_behind`` gave is gone, or is another one by now."""
+    return behind["sha256"] is None or behind["sha256"] != _hash_of(Path(behind["folder"]))
+
+
+def lost_run(subject: Subject) -> Optional[str]:
+    """What to say where nobody knows what ``subject`` has learned, for want of the run that it was made from."""
+    behind = None if subject.run or subject.word else run_behind(Path(subject.source))
+    if behind is None or not _is_lost(behind):
+        return None
+    return f"{subject.name} was made from {behind['folder']}, and the run is no longer found there"
