@@ -34,6 +34,12 @@ def counted(count: int, item: str, items: Optional[str] = None) -> str:
     return f"{count:,} {item if count == 1 else items or f'{item}s'}"
 
 
+def shown(value: Any) -> str:
+    """A setting in a message: as it was typed, but what was computed, as 2.727272727272727, without its long tail."""
+    text = str(value)
+    return f"{value:g}" if isinstance(value, float) and len(text) > 12 else text
+
+
 def first_few(texts: Iterable[str], most: int = 3, between: str = ", ") -> str:
     """ "a, b, c and 2 more"."""
     named = list(texts)

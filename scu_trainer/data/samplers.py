@@ -26,6 +26,7 @@ from scu_trainer.control import noise
 from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.control.selection import without_quarantined
 from scu_trainer.errors import CheckpointError, DataError
+from scu_trainer.figures import shown
 from scu_trainer.settings import CurriculumSettings
 
 LARGEST_INT32 = 2**31 - 1
@@ -212,7 +213,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
 def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_again: int) -> list[str]:
     sentences = []
     if changes:
-        was_is = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in changes.items())
+        was_is = ", ".join(f"{name} {shown(was)} -> {shown(now)}" for name, (was, now) in changes.items())
         sentences.append(
             f"the checkpoint was written with other settings ({was_is}): epoch {epoch + 1} ends as it was planned, "
             "later ones follow the new settings; the run is no longer the one that was started"

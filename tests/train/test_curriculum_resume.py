@@ -132,6 +132,11 @@ def test_other_batches_finish_the_epoch_with_every_row_once(begun, tmp_path, cap
     assert later.state.global_step == later.state.max_steps
 
 
+def test_a_number_of_epochs_that_was_computed_is_said_in_short(begun, tmp_path, caplog):
+    resumed(begun, tmp_path, name="none", max_steps=20)
+    assert "epochs 4.0 -> 6.66667): epoch 3 ends" in caplog.text
+
+
 def test_another_curriculum_finishes_the_epoch_and_plans_the_next_its_own_way(begun, tmp_path, caplog):
     later = resumed(begun, tmp_path, name="none")
     assert sorted(begun[0].rows_of(2)[:4] + later.rows_of(2)) == sorted(begun[0].plans[2].batches.order.tolist())

@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import CheckpointError
+from scu_trainer.figures import shown
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.checkpoints.selection import content_of
 
@@ -250,5 +251,5 @@ def _of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]
 
 
 def _short(value: Any) -> str:
-    text = "not set" if value is None else str(value)
+    text = "not set" if value is None else shown(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -17,7 +17,7 @@ from typing import Any, Optional
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError
-from scu_trainer.figures import first_few
+from scu_trainer.figures import first_few, shown
 from scu_trainer.train.checkpoints.compatibility import changed_settings, changes, sound
 from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint
@@ -185,7 +185,8 @@ def _unasked(run: Path, request: Request) -> Start:
 
 
 def _differing(run: Path, changed: dict[str, tuple[Any, Any]], request: Request) -> str:
-    named = first_few((f"{name} {before}, now {now}" for name, (before, now) in changed.items()), between="; ")
+    differ = (f"{name} {shown(before)}, now {shown(now)}" for name, (before, now) in changed.items())
+    named = first_few(differ, between="; ")
     what = f"another configuration ({named})" if changed else "an unknown configuration"
     return f"{run} holds an unfinished run of {what}; {_way_back(run, request)}"
 
