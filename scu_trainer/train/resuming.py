@@ -18,7 +18,6 @@ from scu_trainer.train.checkpoints.findings import STATE, has_optimizer
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.loop import Loop, called
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
-from scu_trainer.train.step.distributed.sharded import check_fsdp, form_of_fsdp
 
 logger = logging.getLogger("scu_trainer")
 
@@ -38,7 +37,6 @@ def check_resume(checkpoint: Path, trainer: Any) -> None:
     """Raises CheckpointError where ``trainer``, an ``SCUTrainer``, could not read ``checkpoint``, or has another
     adapter."""
     check_checkpoint(checkpoint, trainer.args, trainer.resumes_weights_only)
-    check_fsdp(checkpoint, form_of_fsdp(trainer))
     if not trainer.checkpoints.facts:  # the commands compare their settings
         check_adapter(checkpoint, trainer.model, tells=trainer.is_world_process_zero())
 

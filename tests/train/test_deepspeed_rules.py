@@ -12,6 +12,7 @@ from typing import Optional
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from scu_trainer.errors import CheckpointError, ControlError, RequirementError, SettingsError
 from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
@@ -21,6 +22,8 @@ from scu_trainer.train.step.distributed import deepspeed_start
 from scu_trainer.train.step.distributed.deepspeed_rules import (
     check_checkpoint,
     check_deepspeed,
+    launched_under,
+    saved_under,
     uses_deepspeed,
     zero_stage,
 )
@@ -456,7 +459,9 @@ def saved(checkpoint: Path, stage: Optional[int], ranks: int) -> Path:
 def launched(stage: Optional[int], ranks: int, **sections) -> SimpleNamespace:
     config = {"zero_optimization": {"stage": stage}, **sections}
     plugin = None if stage is None else SimpleNamespace(zero_stage=stage, deepspeed_config=config)
-    return SimpleNamespace(deepspeed_plugin=plugin, world_size=ranks, fsdp=None)
+    gpus = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU)
+    none = {"fsdp": None, "fsdp_plugin_args": None}
+    return SimpleNamespace(deepspeed_plugin=plugin, world_size=ranks, distributed_state=gpus, **none)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +474,7 @@ def launched(stage: Optional[int], ranks: int, **sections) -> SimpleNamespace:
             (2, 1),
             "saved under ZeRO stage 1 or 2 with 2 processes, and this run is under ZeRO stage 1 or 2 with 1",
         ),
-        ((None, 2), (2, 2), "saved without DeepSpeed, and this run is under ZeRO stage 1 or 2 with 2 processes"),
+        ((None, 2), (2, 2), "saved without DeepSpeed and FSDP, and this run is under ZeRO stage 1 or 2 with 2 "),
         ((2, 2), (None, 2), "start it as before, resume with --weights_only (the optimizer starts over), or begin"),
     ],
     ids=["2 to 3", "3 to 2", "fewer ranks", "plain to 2", "2 to plain"],
@@ -484,6 +489,40 @@ def test_fsdp_is_not_offered_weights_alone_which_it_cannot_read_either(tmp_path,
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(CheckpointError, match="start it as before or begin another run from its weights"):
         check_checkpoint(saved(tmp_path, 2, 2), launched(None, 2), weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "form", "told"),
+    [
+        ("1", None, "FULL_STATE_DICT"),
+        ("2", None, "SHARDED_STATE_DICT"),
+        ("1", "SHARDED_STATE_DICT", "SHARDED_STATE_DICT"),
+        ("2", "FULL_STATE_DICT", "FULL_STATE_DICT"),
+    ],
+)
+def test_what_fsdp_cannot_read_is_refused_before_anything_is_computed(tmp_path, monkeypatch, version, form, told):
+    """By what accelerate launch gives to its processes."""
+    files = tmp_path / "whole", tmp_path / "in shards", tmp_path / "plain"
+    for folder, name in zip(files, ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/.metadata", "m"), strict=True):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    whole, in_shards, plain = files
+    assert launched_under(launched(None, 2)) == saved_under(plain) == "without DeepSpeed and FSDP"
+    for folder in (whole, in_shards):
+        with pytest.raises(CheckpointError, match="saved under FSDP, and this run is without FSDP"):
+            check_checkpoint(folder, launched(None, 2), weights_only=True)
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": version, "FSDP_STATE_DICT_TYPE": form}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    own, other = (whole, in_shards) if told == "FULL_STATE_DICT" else (in_shards, whole)
+    here = launched(None, 2)
+    assert launched_under(here) == saved_under(own) == f"under FSDP with fsdp_state_dict_type: {told}"
+    check_checkpoint(own, here, weights_only=False)
+    for folder, said in ((other, f"this run has {told}"), (plain, "saved without FSDP .* this run is under FSDP")):
+        with pytest.raises(CheckpointError, match=said):
+            check_checkpoint(folder, here, weights_only=False)
+    here.distributed_state.distributed_type = DistributedType.MULTI_CPU  # accelerate trains data parallel there
+    assert launched_under(here) == "without DeepSpeed and FSDP"
 
 
 def test_an_optimizer_state_that_this_launch_can_read_is_taken(tmp_path):

@@ -24,6 +24,7 @@ from tests import processes, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHED_S = 1_000.0
+FSDP = "under FSDP with fsdp_state_dict_type"
 
 
 def checkpoint(run: Path, step: int, ranks: int = 1) -> Path:
@@ -232,15 +233,24 @@ def test_what_resumes_another_run_is_what_auto_allows(tmp_path, settings, ranks,
     [
         ("under ZeRO stage 1 or 2 with 2 processes", "under ZeRO stage 1 or 2 with 1 process", 1, True),
         ("under ZeRO stage 1 or 2 with 2 processes", "under ZeRO stage 3 with 2 processes", 2, True),
-        ("under ZeRO stage 1 or 2 with 2 processes", "without DeepSpeed", 2, True),
-        ("without DeepSpeed", "under ZeRO stage 1 or 2 with 2 processes", 2, True),
-        ("without DeepSpeed", "without DeepSpeed", 1, False),
+        ("under ZeRO stage 1 or 2 with 2 processes", "without DeepSpeed and FSDP", 2, True),
+        ("without DeepSpeed and FSDP", "under ZeRO stage 1 or 2 with 2 processes", 2, True),
+        ("without DeepSpeed and FSDP", "without DeepSpeed and FSDP", 1, False),
+        (f"{FSDP}: FULL_STATE_DICT", "without DeepSpeed and FSDP", 2, True),
+        (f"{FSDP}: FULL_STATE_DICT", f"{FSDP}: SHARDED_STATE_DICT", 2, True),
+        (f"{FSDP}: FULL_STATE_DICT", f"{FSDP}: FULL_STATE_DICT", 2, False),
+        (f"{FSDP}: SHARDED_STATE_DICT", f"{FSDP}: FULL_STATE_DICT", 2, True),
+        ("without DeepSpeed and FSDP", f"{FSDP}: SHARDED_STATE_DICT", 2, True),
     ],
 )
 def test_a_checkpoint_that_only_its_own_launch_reads_is_not_offered_to_another(tmp_path, saved, launched, ranks, told):
     """Naming it, or auto, would end in the refusal of ``check_checkpoint``."""
+    own = "pytorch_model_fsdp_0/.metadata" if "SHARDED" in saved else "pytorch_model_fsdp.bin"
     run = run_at(tmp_path / "run", configuration={"scu": True}, world_size=2)
     folder = checkpoint(run, 4, ranks=2)
+    for path in [folder / own] if "under FSDP" in saved else ():
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
     for rank in range(2) if "ZeRO" in saved else ():
         (folder / "latest").write_text("global_step4")
         (folder / "global_step4").mkdir(exist_ok=True)

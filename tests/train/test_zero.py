@@ -120,7 +120,7 @@ def test_zero_2_resumes_bit_for_bit(tmp_path):
 def test_without_zero_its_checkpoint_is_refused(tmp_path):
     result(tmp_path, "zero", 2, "model")
     answer = train(tmp_path, "plain", 0, "model", str(tmp_path / "zero" / "checkpoint-4"))
-    assert answer.returncode != 0 and "and this run is without DeepSpeed: it cannot read" in answer.stderr
+    assert answer.returncode != 0 and "and this run is without DeepSpeed and FSDP: it cannot read" in answer.stderr
 
 
 def test_zero_3_is_refused(tmp_path):

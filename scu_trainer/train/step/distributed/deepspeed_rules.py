@@ -15,8 +15,11 @@ from scu_trainer.train.regularization.zero import refuse_stage
 from scu_trainer.train.step.distributed.deepspeed_config import BY_LAUNCHER, check_keys, check_schedule, fill, source_of
 from scu_trainer.train.step.distributed.deepspeed_start import share_process_group
 from scu_trainer.train.step.distributed.ranks_deepspeed import refuse_timers
+from scu_trainer.train.step.distributed.sharded import IN_SHARDS, WHOLE, check_fsdp, form_of_fsdp, saved_form
 
-WITHOUT = "without DeepSpeed"
+WITHOUT = "without DeepSpeed and FSDP"
+LATEST = "latest"
+"""The file in which DeepSpeed says where the rest is."""
 WANT_SHAPES = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw")
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
@@ -57,8 +60,10 @@ def check_deepspeed(
 
 
 def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only: bool) -> None:
-    """Raise CheckpointError for an optimizer state that this launch cannot read: DeepSpeed reads what as many ranks
+    """Raise CheckpointError for what this launch cannot read: FSDP reads files of its own, DeepSpeed what as many ranks
     have written in the same stage, and the stock Trainer would start over, which ``weights_only`` asks for."""
+    if not (uses_deepspeed(training) or (checkpoint / LATEST).is_file()):
+        return check_fsdp(checkpoint, form_of_fsdp(training))
     saved, here = saved_under(checkpoint), launched_under(training)
     if saved is None or here is None or saved == here or (weights_only and not uses_deepspeed(training)):
         return
@@ -74,11 +79,16 @@ def _under(stage: int, ranks: int) -> str:
     return f"under ZeRO stage {'3' if stage == 3 else '1 or 2'} with {ranks} process{'' if ranks == 1 else 'es'}"
 
 
+def _under_fsdp(form: Optional[str]) -> str:
+    """FSDP reads what it has written whole under either name for that."""
+    return f"under FSDP with fsdp_state_dict_type: {form if form == IN_SHARDS else WHOLE}" if form else WITHOUT
+
+
 def saved_under(checkpoint: Path) -> Optional[str]:
     """Which launch reads its optimizer state. None where only DeepSpeed can tell."""
-    latest = checkpoint / "latest"
+    latest = checkpoint / LATEST
     if not latest.is_file():
-        return WITHOUT if checkpoint.is_dir() else None
+        return _under_fsdp(saved_form(checkpoint)) if checkpoint.is_dir() else None
     folder = checkpoint / latest.read_text().strip()
     ranks = len(list(folder.glob("*zero_pp_rank_*_optim_states.pt")))
     return _under(3 if any(folder.glob("zero_pp_rank_*_model_states.pt")) else 2, ranks) if ranks else None
@@ -87,7 +97,7 @@ def saved_under(checkpoint: Path) -> Optional[str]:
 def launched_under(training: TrainingArguments) -> Optional[str]:
     """Which launch this is, in the words of ``saved_under``."""
     if not uses_deepspeed(training):
-        return WITHOUT
+        return _under_fsdp(form_of_fsdp(training))
     config, stage = training.deepspeed_plugin.deepspeed_config, zero_stage(training)
     converts = config.get("checkpoint", {}).get("load_universal") or config["zero_optimization"].get(
         "elastic_checkpoint"

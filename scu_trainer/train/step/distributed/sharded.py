@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Generic, Optional, TypeVar
 
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from scu_trainer.errors import CheckpointError
+from scu_trainer.models.loading.dispatch import asks_for_fsdp
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.models.quantize import numbers_in
 
@@ -53,9 +55,18 @@ def is_fsdp(trainer: Trainer) -> bool:
     return named or isinstance(trainer.model_wrapped, FSDPModule | FullyShardedDataParallel)
 
 
-def form_of_fsdp(trainer: Trainer) -> Optional[str]:
-    """``fsdp_state_dict_type`` of a trainer under FSDP."""
-    return trainer.accelerator.state.fsdp_plugin.state_dict_type.name if trainer.is_fsdp_enabled else None
+def form_of_fsdp(training: TrainingArguments) -> Optional[str]:
+    """``fsdp_state_dict_type`` of a launch under FSDP; None without it, and where it is asked for and accelerate
+    trains data parallel all the same: on a CPU, or with one process."""
+    if not asks_for_fsdp(training) or training.distributed_state.distributed_type.value in ("NO", "MULTI_CPU"):
+        return None
+    return FullyShardedDataParallelPlugin(**(training.fsdp_plugin_args or {})).state_dict_type.name
+
+
+def saved_form(checkpoint: Path) -> Optional[str]:
+    """``fsdp_state_dict_type`` that reads the files of FSDP in a checkpoint; None where there are none."""
+    own = [*checkpoint.glob(f"{FSDP_MODEL_NAME}*")]
+    return (IN_SHARDS if any(path.is_dir() for path in own) else WHOLE) if own else None
 
 
 def save_whole(trainer: Trainer) -> None:
@@ -70,16 +81,15 @@ def check_fsdp(checkpoint: Path, form: Optional[str]) -> None:
     files of its own. ``form``: the ``fsdp_state_dict_type`` of this launch; None without FSDP."""
     if not checkpoint.is_dir():
         return
-    own = [*checkpoint.glob(f"{FSDP_MODEL_NAME}*")]
-    if own and form is not None:
-        was = IN_SHARDS if any(path.is_dir() for path in own) else WHOLE
-        if (was == IN_SHARDS) == (form == IN_SHARDS):
+    own = saved_form(checkpoint)
+    if own and form:
+        if (own == IN_SHARDS) == (form == IN_SHARDS):
             return
         raise CheckpointError(
-            f"{checkpoint} was saved with fsdp_state_dict_type: {was}, and this run has {form}: it cannot read those "
-            f"files; set fsdp_state_dict_type: {was}"
+            f"{checkpoint} was saved with fsdp_state_dict_type: {own}, and this run has {form}: it cannot read those "
+            f"files; set fsdp_state_dict_type: {own}"
         )
-    if bool(own) == (form is not None):
+    if own == form:  # both without FSDP
         return
     was, now = ("under FSDP", "without") if own else ("without FSDP or with save_only_model", "under")
     is_whole = any(checkpoint.glob("*model*.safetensors"))
