@@ -83,10 +83,23 @@ def our_parser(*more: type) -> HfArgumentParser:
     actions = parser._option_string_actions
     for flag in READ_BY.keys() & actions.keys():
         actions[flag].type = READ_BY[flag]
+    for flag in TEXT_OR_LIST & actions.keys():
+        actions[flag].nargs, actions[flag].__class__ = "+", _TextOrList
     for flag, action in actions.items():
         if flag.startswith("--no_") and action.const is False:  # transformers repeats the help of what it turns off
             action.help, action.default = f"the same as {flag.replace('no_', '', 1)} false", argparse.SUPPRESS
     return parser
+
+
+class _TextOrList(argparse.Action):
+    """One value is itself: a text and a list of it differ for transformers."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+TEXT_OR_LIST = {"--optim_target_modules", "--report_to"}
+"""HfArgumentParser reads one value of what is a text or a list."""
 
 
 def _tokens_seen(text: str) -> str | bool:

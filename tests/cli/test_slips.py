@@ -245,3 +245,16 @@ def test_a_configuration_may_end_in_txt(tmp_path):
 def test_what_transformers_has_against_strategies_comes_with_what_to_type(typed, message):
     with pytest.raises(SettingsError, match=message):
         read_job(None, [*typed.split(), "--use_cpu", "true"])
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_text_or_a_list_of_them_is_what_was_given(in_file, tmp_path):
+    """One text is a pattern for transformers, several are names."""
+    file = tmp_path / "job.yaml"
+    file.write_text("optim_target_modules: [q_proj, v_proj]\nreport_to: [tensorboard, mlflow]\n")
+    flags = ["--optim_target_modules", "q_proj", "v_proj", "--report_to", "tensorboard", "mlflow"]
+    values = read_values(str(file) if in_file else None, [] if in_file else flags)
+    assert values["optim_target_modules"] == ["q_proj", "v_proj"]
+    assert values["report_to"] == ["tensorboard", "mlflow"]
+    one = read_values(str(file), ["--optim_target_modules", "all-linear", "--report_to", "none"])
+    assert (one["optim_target_modules"], one["report_to"]) == ("all-linear", "none")

@@ -459,6 +459,13 @@ MISTAKES = (
         lambda b: {"batch_size_lr_rule": "linear"},
         "setting-without-effect",
     ),
+    Mistake(
+        "layer-of-galore-misspelled",
+        "common",
+        "optim: galore_adamw with the name of a layer that is not there",
+        lambda b: {"optim": "galore_adamw", "optim_target_modules": "q_prj"},
+        "optim-target-missing",
+    ),
     # -- surroundings --------------------------------------------------------------------------------------------------
     Mistake(
         "no-mlflow",

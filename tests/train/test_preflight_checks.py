@@ -272,6 +272,21 @@ def test_a_frozen_model_and_quantized_weights_are_found():
     assert ids(weights.before_training(job, model)) == ["quantized-trained"]
 
 
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        ("q_prj", ["optim-target-missing"]),
+        ("q_proj", ["optim-target-missing"]),  # for transformers a pattern for whole names
+        (".*q_proj", []),
+        ("all-linear", []),
+        ("all_linear", []),
+    ],
+)
+def test_layers_of_galore_are_looked_for_in_the_model(targets, found):
+    job = job_of(tuning="full", learning_rate=1e-4, optim="galore_adamw", optim_target_modules=targets)
+    assert ids(weights.before_training(job, tiny.llama())) == found
+
+
 def test_adapters_on_the_right_layers_are_silent():
     job = job_of(learning_rate=2e-4)
     assert ids(weights.before_training(job, tiny.lora(tiny.llama()))) == []

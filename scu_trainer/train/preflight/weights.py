@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 from torch import nn
+from transformers.trainer_utils import check_target_module_exists
 
 from scu_trainer.hardware.optimizers import keeps_small_steps
 from scu_trainer.models.loading.adapters import active_config
@@ -26,6 +27,12 @@ NOTHING_TRAINED = Check(
     "error",
     "no weight of the model is trainable",
     "use tuning: lora or full, and check whether the code of the model freezes it",
+)
+NO_SUCH_LAYER = Check(
+    "optim-target-missing",
+    "error",
+    "optim_target_modules names no linear layer of the model, and GaLore and APOLLO work on no other",
+    "set optim_target_modules: all-linear, two names or more, or a pattern for whole names such as .*q_proj",
 )
 NOT_FINITE = Check(
     "weights-not-finite",
@@ -94,6 +101,7 @@ SMALL_MODEL = 30_000_000
 
 def before_training(job: Job, model: nn.Module) -> Iterator[Finding]:
     yield from _trained(job, model)
+    yield from _low_rank(job, model)
     yield from _finite(model)
     yield from _number_formats(job, model)
     yield from _adapters(job, model)
@@ -106,6 +114,17 @@ def _trained(job: Job, model: nn.Module) -> Iterator[Finding]:
         yield QUANTIZED_TRAINED.found("tuning: full on quantized weights", "tuning, model_name_or_path")
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         yield NOTHING_TRAINED.found("all weights are frozen", "tuning")
+
+
+def _low_rank(job: Job, model: nn.Module) -> Iterator[Finding]:
+    targets = job.training.optim_target_modules
+    if not optimizer_name(job).startswith(("galore", "apollo")) or targets in ("all-linear", "all_linear"):
+        return
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not any(check_target_module_exists(targets, name) for name in layers):
+        leaves = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"
+        what = f"optim_target_modules is {targets}, which fits no linear layer; their names end with: {leaves}"
+        yield NO_SUCH_LAYER.found(what, "optim_target_modules")
 
 
 def _finite(model: nn.Module) -> Iterator[Finding]:
