@@ -23,7 +23,7 @@ from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint
 from scu_trainer.train.run_directory.layout import free_name, names_in_use
 from scu_trainer.train.run_directory.run_lock import holds_nothing
-from scu_trainer.train.step.distributed.deepspeed_rules import saved_under
+from scu_trainer.train.step.distributed.deepspeed_rules import needed_launch
 
 AUTO = "auto"
 ASKED_FOR = "output_dir_asked_for"
@@ -205,10 +205,10 @@ def _way_back(run: Path, request: Request) -> str:
     return "resume_from_checkpoint: auto would resume it"
 
 
-def _launch_needed(run: Path, request: Request) -> str:
-    """Which launch alone reads the newest checkpoint of ``run``; empty where this one does, or nobody knows."""
-    saved = next(map(saved_under, checkpoints(run)), None)
-    return saved if saved and request.launched and saved != request.launched else ""
+def _launch_needed(run: Path, request: Request) -> Optional[str]:
+    """As ``needed_launch`` says of the newest checkpoint of ``run``."""
+    newest = next(iter(checkpoints(run)), None)
+    return None if newest is None else needed_launch(newest, request.launched, request.weights_only)
 
 
 def _asked_for(request: Request) -> Start:

@@ -64,8 +64,9 @@ def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only
     have written in the same stage, and the stock Trainer would start over, which ``weights_only`` asks for."""
     if not (uses_deepspeed(training) or (checkpoint / LATEST).is_file()):
         return check_fsdp(checkpoint, form_of_fsdp(training))
-    saved, here = saved_under(checkpoint), launched_under(training)
-    if saved is None or here is None or saved == here or (weights_only and not uses_deepspeed(training)):
+    here = launched_under(training)
+    saved = needed_launch(checkpoint, here, weights_only)
+    if saved is None:
         return
     needs_own_files = uses_deepspeed(training) or asks_for_fsdp(training)
     fresh = "" if needs_own_files else ", resume with --weights_only (the optimizer starts over),"
@@ -82,6 +83,14 @@ def _under(stage: int, ranks: int) -> str:
 def _under_fsdp(form: Optional[str]) -> str:
     """FSDP reads what it has written whole under either name for that."""
     return f"under FSDP with fsdp_state_dict_type: {form if form == IN_SHARDS else WHOLE}" if form else WITHOUT
+
+
+def needed_launch(checkpoint: Path, here: Optional[str], weights_only: bool) -> Optional[str]:
+    """Which launch alone reads the optimizer state of ``checkpoint``. None where ``here`` (of ``launched_under``) does,
+    or starts it over, or only DeepSpeed can tell."""
+    saved = saved_under(checkpoint)
+    starts_over = weights_only and here == WITHOUT and saved_form(checkpoint) is None
+    return None if starts_over or here in (None, saved) else saved
 
 
 def saved_under(checkpoint: Path) -> Optional[str]:
