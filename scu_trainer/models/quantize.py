@@ -192,7 +192,7 @@ def stored_bits(module: nn.Module) -> Optional[int]:
 
 
 def is_of_torchao(weight: torch.Tensor) -> bool:
-    """Whether torchao has packed it: it says that it is bfloat16, and most of torch's functions do not take it."""
+    """Whether torchao has packed it: it names the type of before, and most of torch's functions do not take it."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(weight) and not hasattr(weight, "to_local")  # which those of FSDP have
