@@ -47,7 +47,7 @@ def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None
     _tell_of_lost_generations(checkpoint, trainer.args, steps_per_epoch)
     _tell_of_fresh_average(checkpoint, trainer.callback_handler.callbacks)
     if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
-        _tell_of_fresh_optimizer(checkpoint)
+        _tell_of_fresh_optimizer(checkpoint, trainer.is_stock)
     if not has_optimizer(checkpoint):
         return
     _tell_of_left_out(checkpoint, trainer.loops)
@@ -80,12 +80,15 @@ def _tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
             )  # fmt: skip
 
 
-def _tell_of_fresh_optimizer(checkpoint: Path) -> None:
-    """The stock Trainer reads optimizer and schedule both or, without a word, neither."""
+def _tell_of_fresh_optimizer(checkpoint: Path, is_stock: bool) -> None:
+    """The stock Trainer reads optimizer and schedule both or, without a word, neither. With ``weights_only`` the
+    schedule is made to ``catch_up``."""
     missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
     if missing:
         names = " and no ".join(missing)
-        logger.warning("%s holds no %s: the optimizer and its schedule start over", checkpoint, names)
+        goes_on = "optimizer starts over, and its schedule continues from this step"
+        over = "optimizer and its schedule start over" if is_stock or has_optimizer(checkpoint) else goes_on
+        logger.warning("%s holds no %s: the %s", checkpoint, names, over)
 
 
 def _tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:

@@ -329,7 +329,7 @@ def test_later_ones_are_put_aside(copy):
 # -- weights only ------------------------------------------------------------------------------------------------------
 
 
-def test_without_optimizer_state_only_when_told(tmp_path):
+def test_without_optimizer_state_only_when_told(tmp_path, caplog):
     loops = {**LOOPS, "curriculum": CurriculumSettings(curriculum="token_budget")}
     common = {"lr_scheduler_type": "linear", "max_steps": 6, "learning_rate": 0.01, **loops}
     trained(llama(), tmp_path, save_only_model=True, save_steps=4, save_strategy="steps", **common)
@@ -360,6 +360,7 @@ def test_without_optimizer_state_only_when_told(tmp_path):
     )
     assert resumed.state.global_step == 6
     assert seen["rate"] == pytest.approx(0.01 * 2 / 6)  # of step 5 of 6
+    assert "no scheduler.pt: the optimizer starts over, and its schedule continues from this step" in caplog.text
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4").float()
     assert same(seen["weights"], weights_of(saved))
     assert seen["state"] == 0
