@@ -114,10 +114,11 @@ def test_auto_without_a_run_starts_one(tmp_path):
     assert start(tmp_path / "run") == Start(tmp_path / "run")
 
 
-def test_auto_starts_in_the_directory_of_a_run_that_saved_nothing_whole(tmp_path):
+def test_auto_starts_in_the_directory_of_a_run_that_saved_nothing_whole(tmp_path, caplog):
     run = run_at(tmp_path / "run")
     (run / "checkpoint-2").mkdir()
     begun = start(run)
+    assert caplog.text.count("checkpoint-2 is skipped") == 1
     assert (begun.output_dir, begun.checkpoint) == (run, None)
     assert "without a usable checkpoint" in begun.line
 

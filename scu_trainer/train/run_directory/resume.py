@@ -258,8 +258,10 @@ def _go_on(run: Path, request: Request) -> Start:
 def _saved_before(run: Path, request: Request) -> str:
     """Where the run that was started last has saved nothing, an earlier one may have."""
     for other in sorted(_runs_of(request.output_dir), key=_start_order, reverse=True):
+        if other == run or _is_finished(other):
+            continue
         newest, _ = newest_checkpoint(other, request.world_size, request.weights_only)
-        if other != run and newest is not None and not _is_finished(other):
+        if newest is not None:
             return f" ({other} is unfinished, too: --resume_from_checkpoint {newest} resumes that one)"
     return ""
 
