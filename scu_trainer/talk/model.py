@@ -15,8 +15,9 @@ from torch import nn
 from scu_trainer.data.records import plain_prompt
 from scu_trainer.data.text.chat import special_ids
 from scu_trainer.data.text.encode import prompt_ids
-from scu_trainer.errors import DataError
+from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.fit import positions_of
+from scu_trainer.models.loading.adapters import cannot_write
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings import ModelSettings
@@ -42,6 +43,8 @@ class Talker:
     answers_plain_text: bool = False
 
     def __post_init__(self) -> None:
+        if obstacle := cannot_write(self.model):
+            raise ModelError(f"{self.name}: {obstacle}")
         self.stops = self.stops or stop_tokens(self.model, self.tokenizer)
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AddedToken, AutoTokenizer, GenerationConfig
 
 from scu_trainer.cli.subjects import Subject
@@ -15,6 +16,7 @@ from scu_trainer.data.formats import Columns, understand
 from scu_trainer.data.records import Record
 from scu_trainer.data.text.encode import NOT_LEARNED, Encoder
 from scu_trainer.errors import DataError, ModelError, OutOfMemory, SettingsError
+from scu_trainer.models.loading.adapters import cannot_write
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.talk import answers as subject
 from scu_trainer.talk.answers import AnswerSettings, Batches, fitted, stream
@@ -22,6 +24,8 @@ from scu_trainer.talk.model import base_beside, loaded, stop_tokens
 from scu_trainer.talk.prompts import read_prompts
 from scu_trainer.train.evaluation.answers import answered
 from scu_trainer.train.evaluation.answers import stop_tokens as ends_of_reference
+from scu_trainer.train.evaluation.harness import Harness
+from scu_trainer.train.retention.sampled import sampled_text
 from tests import tiny
 from tests.faults import oom
 
@@ -53,6 +57,40 @@ def adapter(folder, tmp_path_factory):
 
 def prompts(talker, count: int = 7) -> list[list[int]]:
     return [talker.encoded([{"role": "user", "content": "word " * (1 + 3 * i % 8)}]) for i in range(count)]
+
+
+@pytest.fixture
+def prompted():
+    """A model with a learned prompt, and weights large enough for it to matter."""
+    model = get_peft_model(tiny.llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_a_model_with_a_learned_prompt_writes_what_it_learned_or_says_that_it_cannot(prompted, talker):
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        for _ in range(8):
+            scores = prompted(ids, attention_mask=torch.ones_like(ids)).logits
+            ids = torch.cat([ids, scores[:, -1:].argmax(-1)], dim=1)
+    ids = ids[0].tolist()
+    assert cannot_write(prompted) or answered(prompted, talker.tokenizer, ids[:3], [], 8) == ids[3:]
+
+
+def test_a_learned_prompt_with_a_peft_older_than_transformers_asks_for(prompted, talker, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.1")
+    assert cannot_write(tiny.lora(tiny.llama())) is None
+    with pytest.raises(ModelError, match=r'tiny: peft .* needs peft 99.1 or later: pip install "peft>=99.1"'):
+        replace(talker, model=prompted)
+    with pytest.raises(ModelError, match=r"retain: sampled lets the model write, but peft .*give a file of text"):
+        sampled_text(prompted, talker.tokenizer, tmp_path, documents=1, tokens=1, seed=0)
+    with pytest.raises(ModelError, match=r"task gsm8k lets the model write, but peft "):
+        next(Harness(["gsm8k"], 1, _generated={"gsm8k": 256}).ask(prompted, talker.tokenizer, "no"))
 
 
 def test_a_stream_is_the_answer_of_generate(talker):

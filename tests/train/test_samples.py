@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 from scu_trainer.models.asking import evaluating
@@ -175,6 +176,15 @@ def test_no_prompts_are_said(tokenizer, tmp_path):
     assert loop.opening_lines() == ["samples: no held-out row has a prompt of 512 tokens or less; none are taken"]
     train(tmp_path, loop)
     assert read_rows(tmp_path / "samples.json") == [] and loop.lines({}) == []
+
+
+def test_where_a_learned_prompt_would_come_again_at_every_word_none_are_made(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.1")
+    loop, prompt = sampler(tokenizer), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    trained(get_peft_model(llama(layers=1), prompt), tmp_path, callbacks=[loop], max_steps=1)
+    assert read_rows(tmp_path / "samples.json") == [] and loop.lines({}) == []
+    (line,) = loop.opening_lines()
+    assert line.startswith("samples: none are made, because peft ") and "99.1 or later: pip install" in line
 
 
 # -- two ranks; this file is also the program that both execute --------------------------------------------------------

@@ -6,8 +6,11 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
+
+from packaging.version import Version
 
 from scu_trainer.errors import ModelError, nearest
 from scu_trainer.models.loading.names import as_model_error, rows_of_adapter
@@ -31,6 +34,21 @@ SAVED_WHOLE = ("", "base_layer.", "modules_to_save.", ROWS_IN_WHOLE)
 def active_config(model: nn.Module) -> Optional[PeftConfig]:
     """Of the adapter that acts; None where the model has none."""
     return getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
+
+
+def cannot_write(model: nn.Module) -> Optional[str]:
+    """Why ``model`` would write other words than it learned; None where it does not. peft puts a learned prompt before
+    the text. One older than transformers asks for does not find the cache and puts it there again at every word."""
+    if not getattr(active_config(model), "is_prompt_learning", False):
+        return None
+    from transformers.integrations.peft import MIN_PEFT_VERSION as NEEDED
+
+    if Version(version("peft")) >= Version(NEEDED):
+        return None
+    return (
+        f"peft {version('peft')} would put the learned prompt before every new word, since transformers "
+        f'{version("transformers")} needs peft {NEEDED} or later: pip install "peft>={NEEDED}"'
+    )
 
 
 def takes_from_base(config: Any) -> bool:

@@ -22,6 +22,7 @@ from accelerate.utils import patch_environment
 from torch import nn
 
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError
+from scu_trainer.models.loading.adapters import cannot_write
 from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores, bootstrap_accuracy_difference
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -114,7 +115,9 @@ class Harness:
                         self._aggregations[found.task_name, metric] = called
 
     def ask(self, model: nn.Module, tokenizer: Any, precision: str) -> Iterator[TaskFigure]:
-        """Figures of ``model``. precision: no, bf16 or fp16 autocast."""
+        """Figures of ``model``. precision: no, bf16 or fp16 autocast. Raises ModelError for one that cannot write."""
+        if self._generated and (obstacle := cannot_write(model)):
+            raise ModelError(f"task {next(iter(self._generated))} lets the model write, but {obstacle}")
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from scu_trainer.data.store import built_once, digest_of
-from scu_trainer.errors import DataError
+from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.asking import evaluating
+from scu_trainer.models.loading.adapters import cannot_write
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.evaluation.answers import ONE_ANSWER
@@ -36,8 +37,10 @@ def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents
 
     It is written once for these and the weights of ``model``, by one process: others wait for it, and a run that goes
     on finds what it began with. The state of the random numbers is left as it was.
-    Raises DataError for a tokenizer that has no token to begin with.
+    Raises DataError for a tokenizer that has no token to begin with, ModelError for a model that cannot write.
     """
+    if obstacle := cannot_write(model):
+        raise ModelError(f"retain: {SAMPLED} lets the model write, but {obstacle}, or give a file of text instead")
     documents, tokens = min(documents, MOST_DOCUMENTS), min(tokens, MOST_TOKENS)
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:

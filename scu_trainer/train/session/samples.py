@@ -13,6 +13,7 @@ from torch import nn
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.figures import counted
 from scu_trainer.models.asking import evaluating
+from scu_trainer.models.loading.adapters import cannot_write
 from scu_trainer.train.evaluation.answers import Prompt, answered, prompts_of, stop_tokens
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.step.distributed.sharded import is_sharded, training_precision
@@ -45,9 +46,10 @@ class Samples(Loop):
     def opening_lines(self) -> list[str]:
         if not self.prompts:
             return [f"samples: no held-out row has a prompt of {LONGEST_PROMPT_TOKENS} tokens or less; none are taken"]
-        if is_sharded(self.trainer):
-            return ["samples: none are made, because no process has the whole weights"]
-        return []
+        return [f"samples: none are made, because {obstacle}"] if (obstacle := self._obstacle()) else []
+
+    def _obstacle(self) -> Optional[str]:
+        return "no process has the whole weights" if is_sharded(self.trainer) else cannot_write(self.trainer.model)
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._asked_at, self._answered = None, 0
@@ -74,7 +76,7 @@ class Samples(Loop):
 
     def _answer_all(self, step: int) -> None:
         """Every rank is there, for what a loop does around an evaluation; the first one answers."""
-        if not self.prompts or is_sharded(self.trainer):
+        if not self.prompts or self._obstacle():
             return
         self._asked_at = step
         try:
