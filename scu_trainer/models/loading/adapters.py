@@ -47,7 +47,8 @@ def cannot_write(model: nn.Module) -> Optional[str]:
         return None
     return (
         f"peft {version('peft')} would put the learned prompt before every new word, since transformers "
-        f'{version("transformers")} needs peft {NEEDED} or later: pip install "peft>={NEEDED}"'
+        f'{version("transformers")} needs peft {NEEDED} or later: pip install "peft>={NEEDED}", '
+        "or an older transformers while there is none"
     )
 
 
