@@ -443,7 +443,9 @@ def test_a_model_that_was_changed_is_asked_again(tmp_path):
     assert trainer.evaluate()["eval_loss"] == trainer_of(tmp_path, model=trainer.model).evaluate()["eval_loss"]
 
 
-def test_adapters_that_transformers_has_added(tmp_path):
+def test_adapters_that_transformers_has_added(tmp_path, monkeypatch):
+    # transformers may ask for a peft that is newer than the one in constraints.txt, which adds the same
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")
     model = tiny.llama()
     model.add_adapter(LoraConfig(target_modules=["q_proj"]))
     expected = trainer_of(tmp_path, model=model).evaluate()["eval_loss"]
