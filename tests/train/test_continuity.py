@@ -214,3 +214,11 @@ def test_another_seed_that_holds_out_the_same_rows_resumes():
 def test_where_no_share_is_held_out_no_seed_splits(held_out):
     settings = before(**{"validation_split_percentage": 10, **held_out})
     assert changes({**settings, "split_seed": 3}, {**settings, "split_seed": 5}) == []
+
+
+def test_a_data_seed_that_is_the_seed_of_before_changes_no_row():
+    """As the refusal of another seed says to type."""
+    before, now = {"seed": 42, "data_seed": None}, {"seed": 7, "data_seed": 42}
+    (told,) = changes({"configuration": before}, {"configuration": now, "data": {}})
+    assert told.name == "seed" and "rows come as before" in told.line
+    assert len(changes({"configuration": before}, {"configuration": {**now, "data_seed": 7}, "data": {}})) == 2

@@ -170,11 +170,12 @@ def _differ(before: Any, now: Any) -> bool:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
     """Both: descriptions as in training_config.json (configuration, world_size, data, weights, versions, git_commit).
     ``has_plan``: the curriculum's loop plans the rows of an epoch, and knows which of them were seen."""
-    has_data_seed = now["configuration"].get("data_seed") is not None
-    found = [
-        _setting(name, *values, has_data_seed, has_plan)
-        for name, values in changed_settings(before.get("configuration", {}), now["configuration"]).items()
-    ]
+    was, here = before.get("configuration", {}), now["configuration"]
+    changed = changed_settings(was, here)
+    keeps_order = _seed_of_rows(was) == _seed_of_rows(here)
+    if keeps_order:
+        changed.pop("data_seed", None)  # given now, it is the seed of before, as the refusal of another one asks for
+    found = [_setting(name, *values, keeps_order, has_plan) for name, values in changed.items()]
     found += _of_split(before, now)
     text = "ranks get other rows than in the previous run"
     found += _of_fact("world_size", before.get("world_size"), now.get("world_size"), text)
@@ -210,7 +211,12 @@ def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool
     return found
 
 
-def _setting(name: str, before: Any, now: Any, has_data_seed: bool, has_plan: bool) -> Change:
+def _seed_of_rows(configuration: Mapping[str, Any]) -> Any:
+    seed = configuration.get("data_seed")
+    return configuration.get("seed") if seed is None else seed
+
+
+def _setting(name: str, before: Any, now: Any, keeps_order: bool, has_plan: bool) -> Change:
     carried = "no effect, the optimizer and schedule state in the checkpoint have the previous value"
     if (change := Change(name, before, now, carried)).is_carried:
         return change
@@ -218,7 +224,7 @@ def _setting(name: str, before: Any, now: Any, has_data_seed: bool, has_plan: bo
         text = "weights and optimizer state would not fit"
     elif name in SCHEDULE:
         text = "the learning rate follows the new schedule from this step on, which may be a jump"
-    elif name == "seed" and has_data_seed:
+    elif name == "seed" and keeps_order:
         text = "rows come as before, by data_seed, unless they are grouped by length; other random numbers may differ"
     elif name in ORDER and has_plan:
         text = "this epoch ends with the rows that were planned for it, later ones follow the new setting"
