@@ -139,7 +139,8 @@ def load_model(
             f"{first_few(random, 1)} missing or of another shape; give the folder of a complete causal language model"
         )
     if settings.tuning != "qlora":
-        if isinstance(dtype, torch.dtype) and not getattr(model, "is_quantized", False):
+        is_unpacked = getattr(config, "quantization_config", None) and not getattr(model, "is_quantized", False)
+        if is_unpacked and isinstance(dtype, torch.dtype):
             give_type(model, dtype)
         return model
     release_mapped_files()  # what was packed is not read again
