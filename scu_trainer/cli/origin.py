@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.cli.subjects import MADE_FILES, MERGE_FILE, Subject, description_of
+from scu_trainer.cli.subjects import MERGE_FILE, Subject, description_of, made_by_us, split_seed
+from scu_trainer.errors import UserError
 from scu_trainer.hub.facts import run_of
-from scu_trainer.report.files import CONFIG_FILE
 from scu_trainer.run_files import read_json
 
 
@@ -26,21 +27,25 @@ def is_merged_from(folder: Path, adapter: Path) -> bool:
 
 def run_behind(weights: Path) -> Optional[dict[str, Any]]:
     """The run that ``weights`` are of, or were made from, as the file beside them holds it under "run": its folder, and
-    the SHA-256 of its description, which says what it held out. None where they are of no run."""
-    file = next((weights / name for name in MADE_FILES if (weights / name).is_file()), None)
-    made = {} if file is None else read_json(file)
+    a SHA-256 of what says which documents it held out. None where they are of no run."""
+    made = made_by_us(weights)
     if "run" in made:
         return made["run"]
     source = Path(made.get("adapter") or made.get("source") or weights)
-    if file is not None and not is_merged_from(weights, source):  # written before runs were noted
+    if made and not is_merged_from(weights, source):  # written before runs were noted
         return {"folder": str(source), "sha256": None}
     run = run_of(source)
     return None if run is None else {"folder": str(run), "sha256": _hash_of(run)}
 
 
 def _hash_of(run: Path) -> Optional[str]:
-    file = run / CONFIG_FILE
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    """Of the data of ``run`` and how they are split; a resume changes the rest of its description."""
+    try:
+        found = description_of(run)
+    except UserError:  # gone, or of another program
+        return None
+    split = [found["data"].get("fingerprint"), split_seed(found), found["seed"]]
+    return hashlib.sha256(json.dumps(split).encode()).hexdigest()
 
 
 def of_its_run(subject: Subject) -> Subject:

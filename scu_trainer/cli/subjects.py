@@ -107,9 +107,8 @@ class Subject:
         tokenizer had no chat template."""
         from scu_trainer.data.records import AS_PLAIN_TEXT
 
-        made = [Path(self.source) / name for name in MADE_FILES]
         if self.run is None:
-            return any(bool(read_json(file).get("answers_plain_text")) for file in made if file.is_file())
+            return bool(made_by_us(Path(self.source)).get("answers_plain_text"))
         formats = self.run.get("data", {}).get("formats", {})
         return any(AS_PLAIN_TEXT in name for name in formats)
 
@@ -134,6 +133,12 @@ class Subject:
         """Look for a path above the run; a bare name is an embedded or a Hub dataset, whatever folders there are."""
         is_path = isinstance(dataset, str) and (len(Path(dataset).parts) > 1 or Path(dataset).suffix != "")
         return found_above(dataset, Path(self.source)) if is_path else dataset
+
+
+def made_by_us(folder: Path) -> dict[str, Any]:
+    """What merge, export or prune wrote beside weights. Empty without: other programs have files of these names."""
+    found = (read_json(folder / name) for name in MADE_FILES if (folder / name).is_file())
+    return next((made for made in found if isinstance(made, dict) and made.get("format") == 1), {})
 
 
 def _task_in(config_file: Path) -> str:

@@ -234,6 +234,24 @@ def test_a_folder_from_before_runs_were_noted_is_known_by_its_adapter(evaluate, 
     assert f"made from {broken_run}, and the run is no" in evaluate(merged, "--dataset", work.documents)["notes"][-1]
 
 
+def test_a_run_that_was_resumed_is_still_the_one_that_weights_were_made_from(broken_run):
+    before = run_behind(broken_run)
+    described = read_json(broken_run / "training_config.json")
+    described["configuration"]["resume_from_checkpoint"] = str(broken_run / "checkpoint-2")
+    edit_json(broken_run / "training_config.json", **{**described, "start_number": 2, "changed_from": {}})
+    assert run_behind(broken_run) == before and before["sha256"] is not None
+    (broken_run / "training_config.json").write_text("{}")  # of another program
+    assert run_behind(broken_run)["sha256"] is None
+
+
+@pytest.mark.parametrize("content", [["a"], {"run": "abc"}, {"source": 3}])
+def test_a_file_of_another_program_with_one_of_our_names_says_nothing(work, tmp_path, content):
+    model = shutil.copytree(work.model, tmp_path / "model")
+    write_json(model / "merge.json", content)
+    subject = subject_of(str(model))
+    assert of_its_run(subject) == subject and not subject.answers_plain_text and run_behind(model) is None
+
+
 def test_what_was_pruned_of_merged_weights_has_their_run(evaluate, work, broken_run, tmp_path, capsys):
     assert main(["merge", str(broken_run)]) == 0
     capsys.readouterr()
@@ -258,7 +276,7 @@ def test_data_beside_a_run_are_found_from_what_was_made_of_it(
     described["configuration"]["dataset"] = "data.jsonl"
     write_json(broken_run / "training_config.json", described)
     shutil.copytree(work.model, made)
-    write_json(made / "merge.json", {"adapter": str(broken_run), "run": run_behind(broken_run)})
+    write_json(made / "merge.json", {"format": 1, "adapter": str(broken_run), "run": run_behind(broken_run)})
     monkeypatch.chdir(work.folder)
     assert of_its_run(subject_of(str(made))).data.dataset == str(tmp_path / "data.jsonl")
 
