@@ -102,6 +102,15 @@ TEXT_OR_LIST = {"--optim_target_modules", "--report_to"}
 """HfArgumentParser reads one value of what is a text or a list."""
 
 
+def _text_or_list(text: str) -> Any:
+    """A list as it comes from a file, or as JSON."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, list) else text
+
+
 def _tokens_seen(text: str) -> str | bool:
     from transformers.hf_argparser import string_to_bool
 
@@ -141,6 +150,7 @@ READ_BY = {
     **{f"--{name}": _read_by_transformers for name in OF_JSON},
     "--deepspeed": lambda text: shipped.deepspeed(_read_by_transformers(text)),
     **{f"--{name}": _json_object for name in KEYWORDS},
+    **dict.fromkeys(TEXT_OR_LIST, _text_or_list),
     "--include_num_input_tokens_seen": _tokens_seen,  # of its words transformers reads two alone
 }
 """What reads the value of a flag, where that is not by the type of its field."""

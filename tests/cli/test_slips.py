@@ -256,5 +256,7 @@ def test_a_text_or_a_list_of_them_is_what_was_given(in_file, tmp_path):
     values = read_values(str(file) if in_file else None, [] if in_file else flags)
     assert values["optim_target_modules"] == ["q_proj", "v_proj"]
     assert values["report_to"] == ["tensorboard", "mlflow"]
+    file.write_text("optim_target_modules: [q_proj]\nreport_to: [tensorboard]\n")
+    assert read_values(str(file), [])["optim_target_modules"] == ["q_proj"]
     one = read_values(str(file), ["--optim_target_modules", "all-linear", "--report_to", "none"])
     assert (one["optim_target_modules"], one["report_to"]) == ("all-linear", "none")

@@ -277,7 +277,10 @@ def test_a_frozen_model_and_quantized_weights_are_found():
     [
         ("q_prj", ["optim-target-missing"]),
         ("q_proj", ["optim-target-missing"]),  # for transformers a pattern for whole names
+        ("*.q_proj", ["optim-target-missing"]),  # no pattern
+        ('["_proj", "lm_head", "*.layers"]', ["optim-target-missing"]),
         (".*q_proj", []),
+        ('["q_proj"]', []),
         ("all-linear", []),
         ("all_linear", []),
     ],

@@ -58,6 +58,8 @@ def as_flags(entries: Mapping[str, Any]) -> list[str]:
             words += [f"--{name}", str(value).lower()]
         elif isinstance(value, dict) or is_mixture(name, value):
             words.append(f"--{name}={json.dumps(value)}")
+        elif isinstance(value, list) and name == "optim_target_modules":  # a list of one is no text for transformers
+            words.append(f"--{name}={json.dumps([*map(str, value)])}")
         elif isinstance(value, list):
             words += [f"--{name}", *map(str, value)] if value else []
         elif value is not None:

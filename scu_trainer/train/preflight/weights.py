@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
@@ -32,7 +33,7 @@ NO_SUCH_LAYER = Check(
     "optim-target-missing",
     "error",
     "optim_target_modules names no linear layer of the model, and GaLore and APOLLO work on no other",
-    "set optim_target_modules: all-linear, two names or more, or a pattern for whole names such as .*q_proj",
+    "set optim_target_modules: all-linear, a list such as '[\"q_proj\"]', or a pattern for whole names: .*q_proj",
 )
 NOT_FINITE = Check(
     "weights-not-finite",
@@ -121,10 +122,16 @@ def _low_rank(job: Job, model: nn.Module) -> Iterator[Finding]:
     if not optimizer_name(job).startswith(("galore", "apollo")) or targets in ("all-linear", "all_linear"):
         return
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not any(check_target_module_exists(targets, name) for name in layers):
-        leaves = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"
-        what = f"optim_target_modules is {targets}, which fits no linear layer; their names end with: {leaves}"
-        yield NO_SUCH_LAYER.found(what, "optim_target_modules")
+    why = "fits no linear layer"
+    try:
+        found = [name for name, _ in model.named_modules() if check_target_module_exists(targets, name)]
+        if {*found} & {*layers}:
+            return
+    except re.error as error:
+        why = f"holds what is no pattern ({error})"
+    leaves = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"
+    what = f"optim_target_modules is {targets}, which {why}; names of linear layers end with: {leaves}"
+    yield NO_SUCH_LAYER.found(what, "optim_target_modules")
 
 
 def _finite(model: nn.Module) -> Iterator[Finding]:
