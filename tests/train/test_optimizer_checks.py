@@ -75,6 +75,11 @@ def test_a_size_that_torchao_would_get_as_text_is_refused(tmp_path):
     [
         ("sgd", "momentum=abc", "optim_args has momentum=abc; it takes a number"),
         ("sgd", "momentum=nan", "it takes a number"),
+        ("sgd", "momentum=-0.9", "optim_args has momentum=-0.9; it takes a number, 0 or more"),
+        ("rmsprop", "eps=-1", "it takes a number, 0 or more"),
+        ("ademamix", "beta3=1", "it takes a number, at least 0 and below 1"),
+        ("galore_adamw", "scale=-inf", "it takes a number"),
+        ("galore_adamw", "weight_decay=0.5", "which optim: galore_adamw does not take"),  # the field has no effect
         ("sgd", "nesterov=on", "allowed: true, yes, 1, false, no, 0"),  # false for SGD, true for torchao
         ("sgd", "nesterov=true", "add momentum=0.9, without dampening"),
         ("sgd", "nesterov=True,momentum=0.9,dampening=0.1", "add momentum=0.9, without dampening"),

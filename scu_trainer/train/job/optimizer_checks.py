@@ -37,7 +37,14 @@ counts. It hands those of ``rmsprop_bnb`` over as text, with which bitsandbytes 
 NOT_TAKEN_HERE = ("block_size", "weight_decay")
 """Read by transformers, but as text, or for groups of weights that all have a decay of their own."""
 
-WHOLE = ("rank", "update_proj_gap", "t_alpha", "t_beta3")
+NUMBERS: tuple[tuple[tuple[str, ...], type, float, float, str], ...] = (
+    (("rank", "update_proj_gap", "t_alpha", "t_beta3"), int, 1, math.inf, "a whole number, 1 or more"),
+    (("momentum", "alpha", "eps", "lr_decay"), float, 0, math.inf, "a number, 0 or more"),
+    (("beta1", "beta2", "beta3"), float, 0, 1, "a number, at least 0 and below 1"),
+)
+"""Names, what reads them, the least of them, what they are below, and this in words. Others take any number."""
+ANY_NUMBER = (), float, -math.inf, math.inf, "a number"
+
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
 """Other words are true for some optimizers and false for others."""
 WORDS = {
@@ -73,7 +80,7 @@ def check_optimizer_arguments(training: TrainingArguments, given: Mapping[str, s
         "drop it (256 is used)",
     )
     require(
-        "weight_decay" not in given,
+        "weight_decay" not in given or optim.startswith(("galore", "apollo")),  # these have none at all
         f"optim_args names weight_decay, which has no effect there; set weight_decay: {given.get('weight_decay')}",
     )
     takes = tuple(name for name in takes if name not in NOT_TAKEN_HERE)
@@ -113,15 +120,15 @@ def _check_value(name: str, value: str) -> None:
         allowed = f"allowed: {', '.join(WORDS[name])}{nearest(value, WORDS[name])}"
         allowed += "; drop it for false" if WORDS[name] == TRUE else ""
     else:
-        known, allowed = _is_number(value, name in WHOLE), f"it takes a {'whole number' if name in WHOLE else 'number'}"
-        allowed += ", 1 or more" if name in WHOLE else ""
+        _, kind, least, below, allowed = next((one for one in NUMBERS if name in one[0]), ANY_NUMBER)
+        known, allowed = _is_number(value, kind, least, below), f"it takes {allowed}"
     require(known, f"optim_args has {name}={value}; {allowed}")
 
 
-def _is_number(text: str, whole: bool) -> bool:
+def _is_number(text: str, kind: type, least: float, below: float) -> bool:
     try:
-        return int(text) >= 1 if whole else math.isfinite(float(text))
-    except ValueError:
+        return math.isfinite(kind(text)) and least <= kind(text) < below
+    except (ValueError, OverflowError):
         return False
 
 
