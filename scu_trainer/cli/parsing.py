@@ -8,10 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn, Optional
 
+from scu_trainer.cli.names.meaning import FALSE, TRUE
 from scu_trainer.errors import SettingsError, nearest
-
-TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
-"""As transformers reads them, in any case. Importing its own function takes a second."""
 
 
 class Parser(argparse.ArgumentParser):

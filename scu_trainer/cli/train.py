@@ -10,8 +10,7 @@ from typing import Optional
 from scu_trainer.cli import configuration, fields
 from scu_trainer.cli.machine.check import check_recipe
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.names.meaning import FALSE, TRUE
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, add_switch
 from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.imports import without_collector
 from scu_trainer.models.asking import switches_kept
@@ -66,16 +65,9 @@ def mode_parser() -> argparse.ArgumentParser:
     parser = Parser(add_help=False)
     parser.add_argument("--config", type=recipe)
     parser.add_argument("-h", "--help", action="store_true")
-    for flag in MODES:
-        parser.add_argument(flag, nargs="?", const=True, default=False, type=_truth)
+    for flag, text in MODES.items():
+        add_switch(parser, flag, text)
     return parser
-
-
-def _truth(word: str) -> bool:
-    """For those who write true or false behind every switch."""
-    if word.lower() not in (*TRUE, *FALSE):
-        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false; leave it out")
-    return word.lower() in TRUE
 
 
 def _help(with_stock_fields: bool) -> str:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as evaluate
 from scu_trainer.cli.evaluation import retain
 from scu_trainer.cli.main import ALLOCATOR, _let_segments_grow, guarded, main
@@ -67,10 +68,18 @@ def test_a_switch_is_typed_as_for_train_or_alone(command):
 
     assert typed("RUN", "--trust_remote_code", "true", "--allow-pickle=False") == (True, False)
     assert typed("--trust-remote-code", "--allow_pickle", "RUN") == (True, True)
+    assert typed("--trust-remote-code", "on", "--allow_pickle", "off", "RUN") == (True, False)
     assert typed("--allow_pickle", "false", "RUN", "--trust_remote_code") == (True, False)
     assert typed("--trust_remote_code", "RUN", "--trust_remote_code", "no") == (False, False), "the last one counts"
     with pytest.raises(SettingsError, match="trust_remote_code: 'maybe' is neither true nor false"):
         typed("RUN", "--trust_remote_code=maybe")
+
+
+def test_a_mode_of_train_is_switched_off_by_each_word_for_it():
+    words = ["--preflight_only", "off", "--check_requirements", "--seed", "1", "--print_config"]
+    modes, rest = train.mode_parser().parse_known_args(words)
+    assert rest == ["--seed", "1"]
+    assert (modes.preflight_only, modes.check_requirements, modes.print_config) == (False, True, True)
 
 
 def test_a_switch_of_eval_may_stand_before_the_model():

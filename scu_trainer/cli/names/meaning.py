@@ -9,7 +9,8 @@ from typing import Any, Optional, Union
 
 from scu_trainer.errors import SettingsError
 
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
+TRUE = ("true", "yes", "on", "1", "t", "y")
+FALSE = ("false", "no", "off", "0", "f", "n", "none", "null", "")
 
 
 @dataclass(frozen=True)
