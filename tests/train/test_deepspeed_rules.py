@@ -489,6 +489,8 @@ def test_fsdp_is_not_offered_weights_alone_which_it_cannot_read_either(tmp_path,
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(CheckpointError, match="start it as before or begin another run from its weights"):
         check_checkpoint(saved(tmp_path, 2, 2), launched(None, 2), weights_only=False)
+    with pytest.raises(CheckpointError, match="saved without FSDP or with save_only_model, and this run is under FSDP"):
+        check_checkpoint(saved(tmp_path / "stage 0", 0, 2), launched(None, 2), weights_only=False)
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ def check_deepspeed(
 def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only: bool) -> None:
     """Raise CheckpointError for what this launch cannot read: FSDP reads files of its own, DeepSpeed what as many ranks
     have written in the same stage, and the stock Trainer would start over, which ``weights_only`` asks for."""
-    if not (uses_deepspeed(training) or (checkpoint / LATEST).is_file()):
-        return check_fsdp(checkpoint, form_of_fsdp(training))
     here = launched_under(training)
     saved = needed_launch(checkpoint, here, weights_only)
+    if not uses_deepspeed(training) and (saved is None or not (checkpoint / LATEST).is_file()):
+        return check_fsdp(checkpoint, form_of_fsdp(training))
     if saved is None:
         return
     needs_own_files = uses_deepspeed(training) or asks_for_fsdp(training)
