@@ -12,6 +12,7 @@ import datasets
 import numpy
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from scu_trainer.control.budget import SOLVED_AT
@@ -552,3 +553,23 @@ def test_sampled_text_is_decided_by_the_seed_and_leaves_the_random_numbers_alone
     tokenizer.bos_token = tokenizer.eos_token = None
     with pytest.raises(DataError, match="neither bos nor eos; give a file of text instead"):
         sampled_text(model, tokenizer, tmp_path / "c", seed=0, **how)
+
+
+def packed_by_torchao(model) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+
+
+@pytest.mark.parametrize("store", [cpu_offload, packed_by_torchao])
+def test_a_model_that_is_offloaded_or_packed_by_torchao_writes_too(tmp_path, store):
+    tokenizer, how = embedded_tokenizer(default_cache_dir(None)), {"documents": 1, "tokens": 4, "seed": 0}
+    folder = saved_llama(tmp_path / "model")
+    files = set()
+    for factor in (1, 1, 2):  # the same weights have the same text, others another
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(factor)
+        store(model)
+        files.add(sampled_text(model, tokenizer, tmp_path, **how))
+    assert len(files) == 2

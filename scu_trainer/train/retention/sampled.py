@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 
 from scu_trainer.data.store import built_once, digest_of
@@ -20,6 +21,7 @@ from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.adapters import cannot_write
 from scu_trainer.models.loading.offloaded import input_device
+from scu_trainer.models.quantize import is_of_torchao
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.evaluation.answers import ONE_ANSWER
 
@@ -60,8 +62,17 @@ def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents
 
 
 def _weights(model: nn.Module) -> list[list[Any]]:
-    """What tells these weights from others."""
-    return [[name, float(weight.detach().cpu().double().abs().sum())] for name, weight in model.named_parameters()]
+    """What tells these weights from others, also where a device_map has put them elsewhere."""
+    read = []
+    for path, module in model.named_modules():
+        with align_module_device(module):
+            read += [[f"{path}.{name}", _sum(weight)] for name, weight in module.named_parameters(recurse=False)]
+    return read
+
+
+def _sum(weight: nn.Parameter) -> float:
+    values = weight.detach()
+    return float((values.dequantize() if is_of_torchao(values) else values).cpu().double().abs().sum())
 
 
 def _texts(model: nn.Module, tokenizer: Any, begin: int, documents: int, tokens: int, seed: int) -> Iterator[str]:
