@@ -15,7 +15,15 @@ import torch
 from accelerate.utils import DistributedType
 
 from scu_trainer.errors import CheckpointError, ControlError, RequirementError, SettingsError
-from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings
+from scu_trainer.settings import (
+    CurriculumSettings,
+    DataSettings,
+    MemorySettings,
+    ModelSettings,
+    RegularizationSettings,
+    RetentionSettings,
+)
+from scu_trainer.train.job.checks import check_retention
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight import pitfalls
 from scu_trainer.train.step.distributed import deepspeed_start
@@ -290,6 +298,17 @@ def test_regularization_needs_whole_weights(tmp_path, stage, refused):
 def test_s_alone_is_no_reason_to_refuse(tmp_path):
     check(tmp_path, str(ROOT / "ds_configs" / "zero3.json"), regularization=RegularizationSettings())
     check(tmp_path, str(CONFIGS[0]), regularization=RegularizationSettings(law="original"))
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_retention_needs_whole_weights_which_is_found_before_a_model_writes(tmp_path, monkeypatch, fsdp):
+    training = launched(None if fsdp else 3, 2)
+    settings = RetentionSettings(retain="sampled"), None, OFF, CurriculumSettings()
+    if fsdp:
+        check_retention(training, *settings)
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(SettingsError, match="under ZeRO-3 and FSDP no process has them; use ZeRO stage 1 or 2"):
+        check_retention(training, *settings)
 
 
 def test_the_penalty_is_refused(tmp_path):

@@ -27,8 +27,10 @@ from scu_trainer.settings.mixture import is_same_dataset
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule
 from scu_trainer.train.loss.rows.model_loss import ligers_loss
+from scu_trainer.train.retention.choice import IN_PARTS
 from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed, zero_stage
 from scu_trainer.train.step.distributed.launchers import refuse_fields
+from scu_trainer.train.step.distributed.sharded import form_of_fsdp
 
 
 def check_evaluation(
@@ -219,6 +221,7 @@ def check_teacher(
 
 
 def check_retention(
+    training: TrainingArguments,
     retention: RetentionSettings,
     regularization: Optional[RegularizationSettings],
     memory: MemorySettings,
@@ -227,6 +230,7 @@ def check_retention(
     """Of what must not be forgotten, beside the loops that its actuators share with it."""
     if not retention.acts:
         return
+    require(zero_stage(training) != 3 and form_of_fsdp(training) is None, IN_PARTS)
     steers = regularization is not None and regularization.steers
     require(
         retention.retain_actuator != "lambda" or (regularization is not None and not steers),

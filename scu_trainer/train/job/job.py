@@ -176,7 +176,7 @@ class Job:
         check_safety(self.safety, training)
         if self.safety.spike_guard != "off":
             check_spike_guard(uses_deepspeed(training))
-        check_retention(self.retention, self.regularization, self.memory, self.curriculum)
+        check_retention(training, self.retention, self.regularization, self.memory, self.curriculum)
 
     @property
     def acting_curriculum(self) -> Optional[CurriculumSettings]:

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from scu_trainer.errors import DataError
 from scu_trainer.settings import RetentionSettings
 
+IN_PARTS = (
+    "retain measures and scales whole weights, and under ZeRO-3 and FSDP no process has them; use ZeRO stage 1 or 2, "
+    "or scu-trainer retain RUN after training"
+)
+
 LEAST_SHARE = 0.1
 """Of the rows of a training: what replay should be able to give."""
 

@@ -31,6 +31,7 @@ from scu_trainer.settings import RetentionSettings
 from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.loop import Loop, run_folder
+from scu_trainer.train.retention.choice import IN_PARTS
 from scu_trainer.train.retention.passages import Passages, extra_bits
 from scu_trainer.train.retention.replay import Replay
 from scu_trainer.train.retention.verdict import Judged, verdict, verdict_lines
@@ -89,10 +90,7 @@ class Retention(Loop):
     def attach(self, trainer: Trainer) -> None:
         super().attach(trainer)
         if is_sharded(trainer):
-            raise ControlError(
-                "retain measures and scales whole weights, and under ZeRO-3 and FSDP no process has them; use ZeRO "
-                "stage 1 or 2, or scu-trainer retain RUN after training"
-            )
+            raise ControlError(IN_PARTS)
         if not self.replays and (trainer.regularizer is None or not trainer.regularizer.steers):
             raise ControlError(
                 f"retain acts through lambda ({self.anchor.reason}), but the regularization loop is not steering; "
