@@ -12,7 +12,8 @@ from typing import Optional
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from scu_trainer.errors import CheckpointError, ControlError, RequirementError, SettingsError
 from scu_trainer.settings import (
@@ -49,7 +50,6 @@ OFF = MemorySettings(memory_control=False)
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(monkeypatch):
     """Both libraries keep what they were given in the environment and in modules."""
-    from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     monkeypatch.setattr(os, "environ", os.environ.copy())
@@ -544,6 +544,19 @@ def test_what_fsdp_cannot_read_is_refused_before_anything_is_computed(tmp_path, 
             check_checkpoint(folder, here, weights_only=False)
     here.distributed_state.distributed_type = DistributedType.MULTI_CPU  # accelerate trains data parallel there
     assert launched_under(here) == "without DeepSpeed and FSDP"
+
+
+def test_what_a_script_has_set_in_its_trainer_counts(tmp_path, monkeypatch):
+    """``trainer.accelerator.state.fsdp_plugin.set_state_dict_type``: its checkpoints are of that form."""
+    (tmp_path / "pytorch_model_fsdp.bin").touch()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)  # in shards, where nobody says otherwise
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
+    with pytest.raises(CheckpointError, match="this run has SHARDED_STATE_DICT"):
+        check_checkpoint(tmp_path, launched(None, 2), weights_only=False)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+    check_checkpoint(tmp_path, launched(None, 2), weights_only=False)
 
 
 def test_an_optimizer_state_that_this_launch_can_read_is_taken(tmp_path):

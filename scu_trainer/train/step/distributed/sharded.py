@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Generic, Optional, TypeVar
 
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import nn
@@ -56,11 +57,12 @@ def is_fsdp(trainer: Trainer) -> bool:
 
 
 def form_of_fsdp(training: TrainingArguments) -> Optional[str]:
-    """``fsdp_state_dict_type`` of a launch under FSDP; None without it, and where it is asked for and accelerate
-    trains data parallel all the same: on a CPU, or with one process."""
+    """``fsdp_state_dict_type`` of a launch under FSDP, or what a script has set in its trainer since; None without it,
+    and where it is asked for and accelerate trains data parallel all the same: on a CPU, or with one process."""
     if not asks_for_fsdp(training) or training.distributed_state.distributed_type.value in ("NO", "MULTI_CPU"):
         return None
-    return FullyShardedDataParallelPlugin(**(training.fsdp_plugin_args or {})).state_dict_type.name
+    made = AcceleratorState._shared_state.get("fsdp_plugin")
+    return (made or FullyShardedDataParallelPlugin(**(training.fsdp_plugin_args or {}))).state_dict_type.name
 
 
 def saved_form(checkpoint: Path) -> Optional[str]:
