@@ -261,6 +261,9 @@ def test_what_was_pruned_of_merged_weights_has_their_run(evaluate, work, broken_
     found = evaluate(broken_run, "--mixed_precision", "no", "--against", tmp_path / "run-merged-pruned")
     assert facts["before"]["bits"] == pytest.approx(found["model"]["bpt"]["value"], rel=1e-5)
     assert found["notes"] == []
+    assert main(["prune", str(tmp_path / "run-merged"), "--output", str(tmp_path / "a")]) == 0
+    assert f"train --config {broken_run / 'training_config.json'} --model" in capsys.readouterr().out
+    assert read_json(tmp_path / "a" / "prune.json")["before"] == facts["before"]
     shutil.rmtree(broken_run)
     words = ["prune", str(tmp_path / "run-merged"), "--dataset", str(work.documents), "--output", str(tmp_path / "b")]
     assert main(words) == 0

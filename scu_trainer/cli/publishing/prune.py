@@ -17,7 +17,6 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import default_output, require_new, shown, write_new
 from scu_trainer.cli.subjects import PRUNE_FILE, Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
-from scu_trainer.hub.facts import run_of
 from scu_trainer.models.export import write_model
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.models.loading.offloaded import input_device
@@ -96,16 +95,16 @@ def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
         )
     if subject.task not in TASKS:
         raise ModelError(f"{subject.name} is of task: {subject.task}; prune is for {' and '.join(TASKS)}")
-    if subject.run is None and dataset is None:
-        raise DataError(f"{subject.name} belongs to no run, so the data to score it on is unknown; add --dataset NAME")
+    if dataset is None and of_its_run(subject).run is None:
+        raise DataError(f"{subject.name} belongs to no run here, so its data are unknown; add --dataset NAME")
 
 
 def _job_flags(subject: Subject, dataset: Optional[str]) -> str:
     """With which ``train`` has the task and the data of the model."""
     flags = "" if dataset is None else f" --dataset {shlex.quote(dataset)}"
-    if subject.run is None:
+    if subject.run is None and dataset is not None:
         return flags if subject.task == TEXT else f" --task {subject.task}{flags}"
-    settings = shown(str(run_of(Path(subject.source)) / "training_config.json"))
+    settings = shown(str(Path(run_behind(Path(subject.source))["folder"]) / "training_config.json"))
     return f" --config {shlex.quote(settings)}{flags}"
 
 
