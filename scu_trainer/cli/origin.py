@@ -50,13 +50,18 @@ def _hash_of(run: Path) -> Optional[str]:
 
 def of_its_run(subject: Subject) -> Subject:
     """With the run that its weights were made from, where that is still there and the same."""
-    behind = None if subject.run or subject.word else run_behind(Path(subject.source))
+    behind = _behind(subject)
     if behind is None or _is_lost(behind):
         return subject
     run = behind["folder"]
     there = replace(subject, model=replace(subject.model, model_name_or_path=run), run=description_of(Path(run)))
     data = {name: getattr(there.data, name) for name in ("dataset", "eval_dataset")}  # paths that were found from there
     return replace(subject, run={**there.run, "configuration": {**there.run["configuration"], **data}})
+
+
+def _behind(subject: Subject) -> Optional[dict[str, Any]]:
+    """As ``run_behind``, of what is not known to be of a run."""
+    return None if subject.run or subject.word else run_behind(Path(subject.source))
 
 
 def _is_lost(behind: dict[str, Any]) -> bool:
@@ -66,7 +71,7 @@ def _is_lost(behind: dict[str, Any]) -> bool:
 
 def lost_run(subject: Subject) -> Optional[str]:
     """What to say where nobody knows what ``subject`` has learned, for want of the run that it was made from."""
-    behind = None if subject.run or subject.word else run_behind(Path(subject.source))
+    behind = _behind(subject)
     if behind is None or not _is_lost(behind):
         return None
     return f"{subject.name} was made from {behind['folder']}, and the run is no longer found there"

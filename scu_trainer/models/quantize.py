@@ -198,6 +198,11 @@ def is_of_torchao(weight: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(weight) and not hasattr(weight, "to_local")  # which those of FSDP have
 
 
+def without_torchao(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``weight``, also where torchao has packed them."""
+    return weight.dequantize() if is_of_torchao(weight) else weight
+
+
 # -- made ready --------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.adapters import cannot_write
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.models.quantize import is_of_torchao
+from scu_trainer.models.quantize import without_torchao
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.evaluation.answers import ONE_ANSWER
 
@@ -71,8 +71,7 @@ def _weights(model: nn.Module) -> list[list[Any]]:
 
 
 def _sum(weight: nn.Parameter) -> float:
-    values = weight.detach()
-    return float((values.dequantize() if is_of_torchao(values) else values).cpu().double().abs().sum())
+    return float(without_torchao(weight.detach()).cpu().double().abs().sum())
 
 
 def _texts(model: nn.Module, tokenizer: Any, begin: int, documents: int, tokens: int, seed: int) -> Iterator[str]:
