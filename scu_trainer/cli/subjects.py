@@ -145,7 +145,7 @@ def _task_in(config_file: Path) -> str:
     config = read_json(config_file) if config_file.is_file() else {}
     if config.get("model_type") in MODEL_TYPES:
         return MODEL_TYPES[config["model_type"]]
-    is_image = any(name.endswith("ForImageClassification") for name in config.get("architectures") or ())
+    is_image = "ForImageClassification" in str(config.get("architectures"))
     return "image-classification" if is_image else TEXT
 
 

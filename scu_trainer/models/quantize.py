@@ -233,6 +233,19 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def packed_of_another_shape(model: nn.Module) -> list[str]:
+    """Names of packed weights that do not have the shape of their layer: transformers compares those that it does not
+    pack alone."""
+    found = []
+    for name, module in quantized_modules(model):
+        state = getattr(module.weight, "quant_state", None)
+        is_known = state is not None or stored_bits(module) == 8
+        shape = tuple(module.weight.shape if state is None else state.shape)
+        if is_known and shape != (module.out_features, module.in_features):
+            found.append(f"{name}.weight")
+    return found
+
+
 def give_type(model: nn.Module, dtype: torch.dtype) -> None:
     """Where the device has no FP8, transformers unpacks what files hold in it to the type that was asked for, and the
     weights beside it stay bfloat16."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from transformers import AutoConfig
 
@@ -74,4 +76,13 @@ def test_code_of_its_own_is_believed():
 def test_a_folder_with_an_encoder_is_refused_before_its_weights_are_read(tmp_path):
     tiny.t5().config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"is an encoder-decoder model \(t5\).*cannot be trained.*Seq2SeqTrainer"):
+        causal_config(ModelSettings(model_name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("classes", [[5], "LlamaForCausalLM", {"a": 1}])
+def test_architectures_that_are_no_names_are_refused(tmp_path, classes):
+    tiny.llama().config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": classes}))
+    with pytest.raises(ModelError, match=r"as architectures; a list of names of classes is allowed"):
         causal_config(ModelSettings(model_name_or_path=str(tmp_path)))

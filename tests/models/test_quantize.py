@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -364,6 +365,15 @@ def test_weights_that_are_missing_are_found_in_quantized_loading_too(llama_dir, 
     (tmp_path / "config.json").write_text((llama_dir / "config.json").read_text())
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing or of another shape"):
         load_model(qlora(tmp_path))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_another_shape_are_found_in_quantized_loading_too(llama_dir, tmp_path, bits):
+    shutil.copytree(llama_dir, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.weight and 5 more missing or of another shape"):
+        load_model(qlora(tmp_path, load_in_8bit=bits == 8))
 
 
 # -- stored in the formats of others -----------------------------------------------------------------------------------

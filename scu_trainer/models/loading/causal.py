@@ -43,7 +43,7 @@ def _other_kind(config: PretrainedConfig) -> tuple[str, str] | None:
     """What it is, and what to do instead; None for a causal language model, and where nothing is declared."""
     from transformers.models.auto import modeling_auto as auto
 
-    kind, architectures = config.model_type, tuple(getattr(config, "architectures", None) or ())
+    kind, architectures = config.model_type, config.architectures or ()
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return None  # code of its own says so
     for ending, what in NOT_CAUSAL:

@@ -45,6 +45,7 @@ from scu_trainer.models.quantize import (
     compute_dtype_of,
     give_type,
     keep_as_loaded,
+    packed_of_another_shape,
     prepare_quantized,
     quantization_config,
     require_quantization,
@@ -177,7 +178,8 @@ def read_model(
     )
     model.offload_folder = folder  # there as long as the model is
     keep_as_loaded(model)  # also without packing: its files may hold 4 bits
-    return model, sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])})
+    mismatched = [*(entry[0] for entry in report["mismatched_keys"]), *packed_of_another_shape(model)]
+    return model, sorted({*report["missing_keys"], *mismatched})
 
 
 def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
@@ -244,12 +246,19 @@ def fields_of_classes(names: Sequence[str]) -> dict[str, Any]:
 
 
 def read_config(name: str, settings: ModelSettings) -> PretrainedConfig:
-    """Of the folder or Hub id ``name``."""
+    """Of the folder or Hub id ``name``. Raises ModelError for ``architectures`` that transformers takes unread."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(
+    config = AutoConfig.from_pretrained(
         name, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
     )
+    classes = config.architectures or []
+    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+        raise ModelError(
+            f"the configuration of {name!r} has {classes!r} as architectures; a list of names of classes is allowed, "
+            'such as ["LlamaForCausalLM"], or none'
+        )
+    return config
 
 
 def _bytes_per_weight(config: PretrainedConfig, dtype: Any, settings: ModelSettings) -> float:
