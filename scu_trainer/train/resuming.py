@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_utils import has_length
 
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.checkpoints.compatibility import tell_of_changes
-from scu_trainer.train.checkpoints.findings import STATE, has_optimizer
+from scu_trainer.train.checkpoints.findings import EPOCH_START, STATE, has_optimizer
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.loop import Loop, called
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
@@ -51,8 +52,9 @@ def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None
     if not has_optimizer(checkpoint):
         return
     _tell_of_left_out(checkpoint, trainer.loops)
+    are_rows_chosen = any(type(loop).loader is not Loop.loader for loop in trainer.loops)
+    _tell_of_other_order(checkpoint, trainer, are_rows_chosen, steps_per_epoch)
     if not trainer.checkpoints.facts:  # the commands say it themselves
-        are_rows_chosen = any(type(loop).loader is not Loop.loader for loop in trainer.loops)
         is_stream = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
         tell_of_changes(checkpoint, trainer.args, are_rows_chosen, is_stream)
 
@@ -131,6 +133,26 @@ def _tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int)
             "is a multiple of %d, which is how many steps one generation takes (set save_steps to such a number)",
             checkpoint,
             math.lcm(batches, accumulated) // accumulated,
+        )
+
+
+def _tell_of_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: bool, steps_per_epoch: int) -> None:
+    """Of samplers that draw the order of an epoch from the generators of the process."""
+    args, is_kept = trainer.args, not trainer.is_stock and (checkpoint / EPOCH_START).is_dir()
+    if is_kept or are_rows_chosen or args.ignore_data_skip or not has_length(trainer.train_dataset):
+        return
+    if args.train_sampling_strategy == "random" and not args.accelerator_config.use_seedable_sampler:
+        setting = "accelerator_config use_seedable_sampler: false"
+    elif args.train_sampling_strategy == "group_by_length":
+        setting = "train_sampling_strategy: group_by_length"
+    else:
+        return
+    if read_json(checkpoint / STATE)["global_step"] % steps_per_epoch:
+        logger.warning(
+            "%s: the rows of this epoch come in another order than before, so some are seen twice or not at all, "
+            "because the checkpoint does not hold the random numbers that it began with. Where a loop is on, such as "
+            "safety=SafetySettings(), checkpoints hold them",
+            setting,
         )
 
 

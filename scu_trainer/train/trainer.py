@@ -23,6 +23,7 @@ from typing import Any, Optional, Union
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from scu_trainer.data.random_states import States, put_back, states, states_kept
 from scu_trainer.errors import ControlError, NonFiniteLoss
 from scu_trainer.hardware import heap
 from scu_trainer.models.loading.hub_errors import as_hub_error
@@ -31,7 +32,7 @@ from scu_trainer.models.quantize import keep_as_loaded
 from scu_trainer.secrets import secret
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.checkpoints.findings import has_optimizer
+from scu_trainer.train.checkpoints.findings import EPOCH_START, has_optimizer
 from scu_trainer.train.checkpoints.optimizer_types import types_kept
 from scu_trainer.train.checkpoints.pushing import Pushes
 from scu_trainer.train.checkpoints.selection import selected_checkpoint
@@ -97,6 +98,7 @@ class SCUTrainer(Trainer):
     _steps_per_epoch: Optional[int] = None
     _flops_per_entry: Optional[int] = None
     _is_training = _rests = False
+    _epoch_began: Optional[States] = None
     step_is_taken_back = False
     """Whether a loop has vetoed the step that is going on."""
     rate_of_step: Optional[float] = None
@@ -333,6 +335,10 @@ class SCUTrainer(Trainer):
         skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
         for loop in self.loops:
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped) or {}
+        if not self.is_stock:
+            if skipped and not self.args.ignore_data_skip:  # the order first; the stock loop puts back all else later
+                self._load_rng_state(str(Path(kwargs["resume_from_checkpoint"], EPOCH_START)))
+            self._epoch_began = states()
         run = functools.partial(super()._run_epoch, **kwargs)
         return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
 
@@ -526,6 +532,15 @@ class SCUTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         for loop in self.loops:
             loop.save_state(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._epoch_began is not None:
+            folder = Path(output_dir, EPOCH_START)
+            folder.mkdir(exist_ok=True)
+            with states_kept():
+                put_back(self._epoch_began)
+                super()._save_rng_state(str(folder))
 
     def _load_rng_state(self, checkpoint: Optional[str]) -> None:
         with tensors_only(checkpoint):

@@ -55,7 +55,7 @@ def test_the_manifest_lists_every_file(run):
 
 def test_weights_may_be_read_by_those_who_may_read_the_other_files(run):
     for folder in subject.checkpoints(run):
-        assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+        assert len({path.stat().st_mode for path in folder.rglob("*") if path.is_file()}) == 1
 
 
 def test_stock_programs_read_it(run, tmp_path):

@@ -80,6 +80,27 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, model, law):
         assert all(row["integral"] != 0 for row in rows)
 
 
+SAMPLERS = {
+    "by length": {"train_sampling_strategy": "group_by_length"},
+    "without a seed": {"accelerator_config": {"use_seedable_sampler": False}},
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_an_order_that_the_process_draws_is_that_of_before(tmp_path, caplog, sampler):
+    """In the middle of the second epoch. With every loop off it is another one, as in the stock Trainer."""
+    runs = {}
+    for name, settings in (("ours", LAWS["model"]), ("stock", None)):
+        given = {"max_steps": 14, "save_strategy": "steps", "save_steps": 100, **sampler}
+        whole = trained(MODELS["lora"](), tmp_path / name / "whole", settings, **given)
+        trained(MODELS["lora"](), tmp_path / name / "parts", settings, callbacks=[StopAt(11)], **given)
+        caplog.clear()
+        resumed = trained(MODELS["lora"](), tmp_path / name / "parts", settings, resume=True, **given)
+        told = "the rows of this epoch come in another order than before" in caplog.text
+        runs[name] = same(weights_of(resumed.model), weights_of(whole.model)), told
+    assert runs == {"ours": (True, False), "stock": (False, True)}
+
+
 def test_rows_after_the_checkpoint_are_written_again(tmp_path):
     """The run went on after its checkpoint before it was killed: its later rows go."""
     settings = LAWS["model"]

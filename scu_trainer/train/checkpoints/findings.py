@@ -32,6 +32,11 @@ WEIGHTS_ONLY_HINT = (
     "--weights_only, in Python safety=SafetySettings(weights_only=True), uses its weights and starts the optimizer over"
 )
 
+EPOCH_START = "epoch_start"
+"""Folder of a checkpoint: the random numbers that its epoch began with. Samplers that draw from the generators of the
+process (group_by_length, or without use_seedable_sampler) find the order of before by them. Where no loop is on, there
+is none: the stock Trainer draws another order."""
+
 STATE = "trainer_state.json"
 WEIGHTS = re.compile(r"(adapter_|pytorch_)?model[^/]*\.(safetensors|bin)")
 ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
