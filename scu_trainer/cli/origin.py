@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.cli.subjects import MERGE_FILE, Subject, description_of, made_by_us, split_seed
-from scu_trainer.errors import UserError
+from scu_trainer.cli.subjects import BASE, MERGE_FILE, Subject, description_of, made_by_us, split_seed, subject_of
+from scu_trainer.errors import ModelError, UserError
 from scu_trainer.hub.facts import run_of
+from scu_trainer.models.loading.names import base_of, check_source, found_base, is_adapter
 from scu_trainer.run_files import read_json
+from scu_trainer.settings.tasks import TEXT
 
 
 def adapter_hash(source: Path) -> str:
@@ -75,3 +77,40 @@ def lost_run(subject: Subject) -> Optional[str]:
     if behind is None or not _is_lost(behind):
         return None
     return f"{subject.name} was made from {behind['folder']}, and the run is no longer found there"
+
+
+def base_subject(subject: Subject, flag: str = "--against") -> Subject:
+    """What ``subject`` was tuned from, or what it was made from was. Raises ModelError if that is unknown or gone;
+    ``flag`` would name another."""
+    made = made_by_us(Path(subject.source))
+    if is_adapter(Path(subject.source)):
+        name = base_of(Path(subject.source))
+    elif subject.run:
+        name = subject.run["configuration"].get("model_name_or_path")
+        if name is None and subject.task != TEXT:
+            raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
+        name = found_base(name, Path(subject.source)) if name else _embedded_base(subject)
+    elif "adapter" in made and not is_merged_from(Path(subject.source), Path(made["adapter"])):
+        raise ModelError(
+            f"{subject.name} was merged from an adapter that is no longer in {made['adapter']}, so its base is "
+            f"unknown; give it as a path or Hub id: {flag} PATH_OR_ID"
+        )
+    elif made:
+        return base_subject(subject_of(made.get("adapter") or made["source"]), flag)
+    else:
+        raise ModelError(
+            f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give it as a path or "
+            f"Hub id: {flag} PATH_OR_ID"
+        )
+    check_source(name)
+    return Subject(name, replace(subject.model, model_name_or_path=name), word=BASE)
+
+
+def _embedded_base(subject: Subject) -> str:
+    from scu_trainer.data import default_cache_dir
+    from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
+
+    cache_dir, steps = default_cache_dir(subject.data.cache_dir), subject.model.embedded_base_steps
+    if not is_cached(cache_dir, steps):
+        raise ModelError(f"the embedded base of {subject.name} is no longer in {cache_dir}; give the path of a copy")
+    return str(embedded_base(cache_dir, steps))

@@ -11,10 +11,8 @@ from scu_trainer.errors import DataError, ModelError
 from scu_trainer.hub.facts import run_of
 from scu_trainer.models.loading.load import config_of
 from scu_trainer.models.loading.names import (
-    base_of,
     check_source,
     downloaded_adapter,
-    found_base,
     is_adapter,
     near_folder,
     prompt_of_adapter,
@@ -197,24 +195,6 @@ def _settings_in(kind: type, run: dict[str, Any]) -> Any:
     return kind(**{name: value for name, value in run["configuration"].items() if name in names})
 
 
-def base_subject(subject: Subject, flag: str = "--against") -> Subject:
-    """What ``subject`` was tuned from. Raises ModelError if that is unknown or gone; ``flag`` would name another."""
-    if is_adapter(Path(subject.source)):
-        name = base_of(Path(subject.source))
-    elif subject.run:
-        name = _settings_in(ModelSettings, subject.run).model_name_or_path
-        if name is None and subject.task != TEXT:
-            raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
-        name = found_base(name, Path(subject.source)) if name else _embedded_base(subject)
-    else:
-        raise ModelError(
-            f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give it as a path or "
-            f"Hub id: {flag} PATH_OR_ID"
-        )
-    check_source(name)
-    return Subject(name, replace(subject.model, model_name_or_path=name), word=BASE)
-
-
 def merged_subject(subject: Subject, dtype: str) -> Subject:
     """``subject`` with its adapter merged into its base, in ``dtype``. Raises ModelError if there is nothing to merge
     or the model is no language model."""
@@ -223,16 +203,6 @@ def merged_subject(subject: Subject, dtype: str) -> Subject:
     if not is_adapter(Path(subject.source)):
         raise ModelError(f"{subject.name} is not an adapter, so there is nothing to merge; drop merged from --against")
     return replace(subject, name=f"{subject.name} ({MERGED})", word=MERGED, merge_dtype=dtype)
-
-
-def _embedded_base(subject: Subject) -> str:
-    from scu_trainer.data import default_cache_dir
-    from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
-
-    cache_dir, steps = default_cache_dir(subject.data.cache_dir), subject.model.embedded_base_steps
-    if not is_cached(cache_dir, steps):
-        raise ModelError(f"the embedded base of {subject.name} is no longer in {cache_dir}; give the path of a copy")
-    return str(embedded_base(cache_dir, steps))
 
 
 # -- documents it has not learned --------------------------------------------------------------------------------------

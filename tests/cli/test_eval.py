@@ -211,10 +211,11 @@ def test_flags_override_the_data_settings_of_a_run(evaluate, work):
 def test_what_was_made_of_a_run_is_scored_on_what_that_held_out(evaluate, work, tmp_path, kind, words):
     run, made = shutil.copytree(getattr(work, kind), tmp_path / "run"), tmp_path / "made"
     assert main([*words, str(run), "--output", str(made)]) == 0
-    expected, found = evaluate(run), evaluate(made, "--dataset", work.documents)
+    expected, found = evaluate(run, "--against", "base"), evaluate(made, "--dataset", work.documents)
     for key in ("fingerprint", "split_seed", "documents", "mixed_precision", "notes"):
         assert found[key] == expected[key], key
     assert evaluate(made)["model"] == found["model"]
+    assert evaluate(made, "--against", "base")["against"][0]["bpt"] == expected["against"][0]["bpt"]
     other = evaluate(made, "--dataset", work.documents, "--validation_split_percentage", 50)
     assert other["notes"] == [f"{made} was trained on another split: it may have learned some of these documents"]
     edit_json(run / "training_config.json", seed=6)
@@ -224,13 +225,14 @@ def test_what_was_made_of_a_run_is_scored_on_what_that_held_out(evaluate, work, 
     )
 
 
-def test_a_folder_from_before_runs_were_noted_is_known_by_its_adapter(evaluate, work, broken_run, tmp_path):
+def test_a_folder_from_before_runs_were_noted_is_known_by_its_adapter(evaluate, refused, work, broken_run, tmp_path):
     merged = tmp_path / "run-merged"
     assert main(["merge", str(broken_run)]) == 0
     facts = read_json(merged / "merge.json")
     write_json(merged / "merge.json", {name: value for name, value in facts.items() if name != "run"})
     assert evaluate(merged, "--dataset", work.documents)["split_seed"] == 5
     (broken_run / "adapter_model.safetensors").write_bytes(b"another")
+    assert f"from an adapter that is no longer in {broken_run}, so" in refused(merged, "--against", "base")
     assert f"made from {broken_run}, and the run is no" in evaluate(merged, "--dataset", work.documents)["notes"][-1]
 
 

@@ -20,13 +20,12 @@ from scu_trainer.cli.evaluation.scoring import EvaluationRequest
 from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.fields import check_names, field_names, plain_words
 from scu_trainer.cli.main import guarded, quiet_stdout
-from scu_trainer.cli.origin import of_its_run
+from scu_trainer.cli.origin import base_subject, of_its_run
 from scu_trainer.cli.parsing import with_switches
 from scu_trainer.cli.subjects import (
     BASE,
     MERGED,
     Subject,
-    base_subject,
     held_out_settings,
     merged_subject,
     positions_of,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.evaluation.eval import evaluation_request
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.origin import base_subject
 from scu_trainer.cli.parsing import Parser, add_consent
-from scu_trainer.cli.subjects import Subject, base_subject, subject_of
+from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.control.budget import SOLVED_AT, largest_share
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.figures import counted

@@ -6,8 +6,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Optional
 
+from scu_trainer.cli.origin import base_subject
 from scu_trainer.cli.parsing import add_consent, add_switch
-from scu_trainer.cli.subjects import Subject, base_subject, subject_of
+from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.settings.base import require
 from scu_trainer.settings.tasks import TEXT
