@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.cli.subjects import BASE, MERGE_FILE, Subject, description_of, made_by_us, split_seed, subject_of
+from scu_trainer.cli.subjects import BASE, Subject, description_of, split_seed, subject_of
 from scu_trainer.errors import ModelError, UserError
-from scu_trainer.hub.facts import run_of
+from scu_trainer.hub.facts import made_by_us, run_of
 from scu_trainer.models.loading.names import base_of, check_source, found_base, is_adapter
-from scu_trainer.run_files import read_json
 from scu_trainer.settings.tasks import TEXT
 
 
@@ -23,8 +22,7 @@ def adapter_hash(source: Path) -> str:
 
 def is_merged_from(folder: Path, adapter: Path) -> bool:
     """Whether ``folder`` was merged from these weights; what is out of the tolerance is not written."""
-    file = folder / MERGE_FILE
-    return file.is_file() and read_json(file).get("adapter_sha256") == adapter_hash(adapter)
+    return made_by_us(folder).get("adapter_sha256") == adapter_hash(adapter)
 
 
 def run_behind(weights: Path) -> Optional[dict[str, Any]]:

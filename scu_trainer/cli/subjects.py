@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
-from scu_trainer.hub.facts import run_of
+from scu_trainer.hub.facts import made_by_us, run_of
 from scu_trainer.models.loading.load import config_of
 from scu_trainer.models.loading.names import (
     check_source,
@@ -26,10 +26,6 @@ from scu_trainer.runs.store import Run
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
-
-MERGE_FILE, EXPORT_FILE, PRUNE_FILE = "merge.json", "scu_export.json", "prune.json"
-MADE_FILES = (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)
-"""Beside weights that were made from those of a run: what they are."""
 
 BASE, MERGED = "base", "merged"
 """Words for models made from another: what it was tuned from, and that with its adapter merged in."""
@@ -131,12 +127,6 @@ class Subject:
         """Look for a path above the run; a bare name is an embedded or a Hub dataset, whatever folders there are."""
         is_path = isinstance(dataset, str) and (len(Path(dataset).parts) > 1 or Path(dataset).suffix != "")
         return found_above(dataset, Path(self.source)) if is_path else dataset
-
-
-def made_by_us(folder: Path) -> dict[str, Any]:
-    """What merge, export or prune wrote beside weights. Empty without: other programs have files of these names."""
-    found = (read_json(folder / name) for name in MADE_FILES if (folder / name).is_file())
-    return next((made for made in found if isinstance(made, dict) and made.get("format") == 1), {})
 
 
 def _task_in(config_file: Path) -> str:

@@ -13,6 +13,10 @@ from scu_trainer.settings.tasks import TEXT
 
 IMAGES = "image-classification"
 
+MERGE_FILE, EXPORT_FILE, PRUNE_FILE = "merge.json", "scu_export.json", "prune.json"
+MADE_FILES = (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)
+"""Beside weights that were made from those of a run: what they are."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -97,13 +101,19 @@ def _last_samples(run: Optional[Path]) -> list[dict[str, str]]:
 def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts, Optional[Path]]:
     """Facts of a run, a checkpoint, an adapter, or a folder that ``scu-trainer merge`` wrote; of the last also that
     folder. ``merge``: what merge.json is going to hold. Raises HubError where the run of merged weights is gone."""
-    merged = path if (path / "merge.json").is_file() else None
+    made = made_by_us(path)
+    merged = path if "adapter" in made else None
     if merged is not None:
-        merge = read_json(path / "merge.json")
-        path = Path(merge["adapter"])
+        merge, path = made, Path(made["adapter"])
         if not path.is_dir():
             raise HubError(f"the adapter that {merged} was made of is no longer in {path}; merge it again")
     return read_facts(path, run_of(path), merge), merged
+
+
+def made_by_us(folder: Path) -> dict[str, Any]:
+    """What merge, export or prune wrote beside weights. Empty without: other programs have files of these names."""
+    found = (read_json(folder / name) for name in MADE_FILES if (folder / name).is_file())
+    return next((made for made in found if isinstance(made, dict) and made.get("format") == 1), {})
 
 
 def run_of(weights: Path) -> Optional[Path]:

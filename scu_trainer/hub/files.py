@@ -15,7 +15,7 @@ from typing import Optional, Union
 
 from scu_trainer.errors import HubError, ModelError
 from scu_trainer.hub.card import CARD, card_of, is_ours
-from scu_trainer.hub.facts import Facts
+from scu_trainer.hub.facts import MERGE_FILE, Facts
 from scu_trainer.hub.local_paths import without_local_paths
 from scu_trainer.models.published import ADAPTER, PROCESSOR, WEIGHTS, model_files, names_like
 from scu_trainer.run_files import read_json
@@ -23,7 +23,7 @@ from scu_trainer.secrets import redact
 
 RESULTS = (
     *("training_config.json", "scu_config.json", "scu_metrics.json", "scu_history.json"),
-    *("log_history.json", "memory_history.json", "curriculum.json", "merge.json"),
+    *("log_history.json", "memory_history.json", "curriculum.json", MERGE_FILE),
 )
 TEXTS = (".json", ".md", ".jinja", ".py")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
@@ -91,6 +91,8 @@ def upload_of(
     sources = {name: weights / name for name in names}
     results = facts.run if facts.step is None else None
     sources |= {name: folder / name for folder in (results, merged) if folder for name in names_like(folder, RESULTS)}
+    if merged is None:
+        sources.pop(MERGE_FILE, None)  # of another program
     items = [Item(name, _published(name, path, base_id)) for name, path in sources.items()]
     card, edited = _card(facts, weights / CARD, repo_id, license, base_id)
     items.append(Item(CARD, card))

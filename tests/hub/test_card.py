@@ -245,3 +245,10 @@ def test_which_names_are_local(tmp_path):
     (tmp_path / "data" / "docs").mkdir(parents=True)
     run = tmp_path / "runs" / "one"
     assert is_local("data/docs", run) and not is_local("data/docs") and not is_local("me/model", run)
+
+
+def test_a_merge_json_of_another_program_is_no_merge_and_is_not_sent(run, capsys):
+    write_json(run / "merge.json", {"format": "ties", "models": ["a", "b"]})
+    assert main(["push", str(run), "--repo_id", "me/x", "--dry_run", "--base_model", "me/base", "--json"]) == 0
+    sent = json.loads(capsys.readouterr().out)
+    assert "adapter_model.safetensors" in sent["files"] and "merge.json" in sent["left_out"]

@@ -28,8 +28,9 @@ from scu_trainer.cli.publishing.merge import (
     write_new,
 )
 from scu_trainer.cli.publishing.merge import screen as merged_screen
-from scu_trainer.cli.subjects import EXPORT_FILE, Subject, subject_of
+from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.errors import ModelError, SettingsError, nearest, require_packages
+from scu_trainer.hub.facts import EXPORT_FILE
 from scu_trainer.models.export import CLASSES, write_model
 from scu_trainer.models.exports import gguf
 from scu_trainer.models.loading.load import causal_config

@@ -18,11 +18,11 @@ from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.origin import adapter_hash, run_behind
 from scu_trainer.cli.parsing import Parser, add_consent
-from scu_trainer.cli.subjects import MERGE_FILE, MERGED, Subject, positions_of, split_seed, subject_of
+from scu_trainer.cli.subjects import MERGED, Subject, positions_of, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
 from scu_trainer.hardware.probe import probe
 from scu_trainer.hub.card import CARD, base_license, card_of
-from scu_trainer.hub.facts import facts_of
+from scu_trainer.hub.facts import MERGE_FILE, facts_of
 from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.export import CLASSES, export_dtype, needed_bytes, read_back, require_same_logits, write_model
 from scu_trainer.models.loading.names import is_adapter, near_folder

@@ -15,8 +15,9 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.origin import lost_run, of_its_run, run_behind
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import default_output, require_new, shown, write_new
-from scu_trainer.cli.subjects import PRUNE_FILE, Subject, held_out_settings, subject_of
+from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
+from scu_trainer.hub.facts import PRUNE_FILE
 from scu_trainer.models.export import write_model
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.models.loading.offloaded import input_device
