@@ -107,8 +107,7 @@ class Subject:
         return any(AS_PLAIN_TEXT in name for name in formats)
 
     def consenting(self, options: Any, **changes: Any) -> Subject:
-        """With the consent of ``options``, which a run from elsewhere must not bring along, and ``changes`` of other
-        model settings."""
+        """With the consent of ``options``, which no run brings along, and ``changes`` of other model settings."""
         consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
         return replace(self, model=replace(self.model, **consent, **changes))
 
@@ -138,7 +137,8 @@ def _task_in(config_file: Path) -> str:
 
 
 def subject_of(name: str) -> Subject:
-    """Raises ModelError if nothing can be loaded or the run is not finished, StorageError for torn run files."""
+    """Without consent to run its code or read its pickle files (``Subject.consenting``): anybody may have written its
+    run. Raises ModelError if nothing can be loaded or the run is not finished, StorageError for torn run files."""
     path = Path(name).expanduser().resolve()
     run_folder = path if (path / STATUS_FILE).is_file() else run_of(path)
     if run_folder is None:
@@ -150,7 +150,8 @@ def subject_of(name: str) -> Subject:
         _require_finished(path)
     check_source(str(path), typed="")
     run = description_of(run_folder)
-    return Subject(name, replace(_settings_in(ModelSettings, run), model_name_or_path=str(path)), run)
+    own = {"model_name_or_path": str(path), "trust_remote_code": False, "allow_pickle": False}
+    return Subject(name, replace(_settings_in(ModelSettings, run), **own), run)
 
 
 def _refuse_comparison(path: Path) -> None:

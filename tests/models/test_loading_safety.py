@@ -23,6 +23,7 @@ from scu_trainer.cli.evaluation import eval as evaluation
 from scu_trainer.cli.main import main
 from scu_trainer.cli.planning import plan
 from scu_trainer.cli.subjects import Subject
+from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.errors import CheckpointError, ModelError
 from scu_trainer.models.loading import safety as loading_safety
 from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning
@@ -315,6 +316,33 @@ def test_what_was_written_of_a_model_with_code_is_read_back_with_it(own_code, tm
     told = capsys.readouterr().err
     assert (code, "trust_remote_code: true (--trust_remote_code) if" in told) == ((0, False) if trusted else (2, True))
     assert (tmp_path / "out" / "modeling_mine.py").is_file() == trusted
+
+
+@pytest.fixture
+def run_of_own_code(own_code, tmp_path) -> Path:
+    """A run that says of itself that its code may be run."""
+    configuration = {"trust_remote_code": True, "dataset": "python_docs", "block_size": 32, "dataset_size": 8}
+    configuration |= {"cache_dir": str(tmp_path / "cache"), "validation_split_percentage": 50}
+    content = {"configuration": configuration, "data": {}, "seed": 0}
+    (own_code / "training_config.json").write_text(json.dumps(content))
+    return own_code
+
+
+def test_the_chat_of_the_board_runs_code_of_a_run_with_consent_alone(run_of_own_code, tmp_path):
+    asked = str(run_of_own_code), [{"role": "user", "content": "def"}]
+    with pytest.raises(ModelError, match="trust_remote_code: true"):
+        next(stream_answer(*asked))
+    assert not (tmp_path / "ran").exists()
+    next(stream_answer(*asked, trust_remote_code=True))
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_prune_runs_code_of_a_run_with_consent_alone(run_of_own_code, tmp_path, capsys, trusted):
+    consent = ["--trust_remote_code"] if trusted else []
+    assert main(["prune", str(run_of_own_code), "--output", str(tmp_path / "out"), *consent]) == (0 if trusted else 2)
+    assert (tmp_path / "ran").exists() == trusted
+    assert ("trust_remote_code: true (--trust_remote_code) if" in capsys.readouterr().err) == (not trusted)
 
 
 def test_code_in_another_repository_is_named_as_its_own(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Optional
 
 from scu_trainer import shipped
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.errors import SettingsError, require_packages
 from scu_trainer.listening import HOST, bound, check_address, in_address, is_every_address, is_loopback, own_names
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--allow_network", action="store_true",
                         help="let other machines reach --host: anyone with the printed address can start "
                         "programs here, and nothing is encrypted on the way")  # fmt: skip
+    add_consent(parser)
     return parser
 
 
@@ -58,7 +60,8 @@ def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] 
     port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), hands or Hands()
     remember(token)
     acts = Acts(options.configs, _starter(options.runs_dir, hands), hands)
-    board = Board(options.runs_dir, acts, stream_answer)
+    consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
+    board = Board(options.runs_dir, acts, functools.partial(stream_answer, **consent))
     app = Guard(board.application(), token, own_names(options.host, port), f"scu_board_{port}")
     print(f"runs of {options.runs_dir}: http://{in_address(options.host)}:{port}/?token={token}")
     if not options.runs_dir.exists():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.origin import lost_run, of_its_run, run_behind
-from scu_trainer.cli.parsing import Parser
+from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.publishing.merge import default_output, require_new, shown, write_new
 from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
@@ -63,6 +63,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--block_size", type=int, help="tokens in a row of that dataset")
     parser.add_argument("--seed", type=int, default=0, help="seed of that split (default: 0)")
+    add_consent(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     if not 0 < typed.amount < 1:
         raise SettingsError(f"amount is {typed.amount:g}; allowed: above 0 and below 1, such as 0.25")
-    subject = subject_of(typed.run)
+    subject = subject_of(typed.run).consenting(typed, device_map=None, tuning="lora")  # the type of the files stays
     _require_prunable(subject, typed.dataset)
     source = Path(subject.source)
     output = source.parent / f"{source.name}-pruned" if typed.output is None else Path(typed.output)
@@ -148,11 +149,10 @@ def prune(
 
     learned = of_its_run(subject)
     data, seed = held_out_settings(learned, of_data, seed)
-    model = replace(subject.model, device_map=None, tuning="lora")  # the type of the files stays
     with run_log():
         if (lost := lost_run(learned)) is not None:
             logger.warning("%s: it may have learned some of the documents that it is scored on", lost)
-        pruning = _Pruning(subject, amount, kinds, Source(model, data, learned.own(subject.task), seed), output)
+        pruning = _Pruning(subject, amount, kinds, Source(subject.model, data, learned.own(subject.task), seed), output)
         write_new(output, pruning.build)
     return pruning.facts
 

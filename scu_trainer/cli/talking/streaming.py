@@ -20,15 +20,16 @@ MAX_NEW_TOKENS = 256
 _loading = threading.Lock()
 
 
-def stream_answer(name: str, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
+def stream_answer(name: str, messages: Sequence[Mapping[str, str]], **consent: bool) -> Iterator[str]:
     """Pieces of text. ``name``: as for ``scu-trainer chat``. ``messages``: role and content, the newest last.
+    ``consent``: trust_remote_code, allow_pickle.
 
     Raises a UserError where it cannot be loaded or run. Closing the iterator ends the generation.
     """
     from scu_trainer.talk.answers import AnswerSettings, fitted, stream
 
     with _loading:
-        one = _loaded(name)
+        one = _loaded(name, **consent)
     settings = AnswerSettings(max_new_tokens=MAX_NEW_TOKENS)
     token_ids, dropped, settings = fitted(one, [dict(message) for message in messages], settings)
     if dropped:
@@ -36,12 +37,13 @@ def stream_answer(name: str, messages: Sequence[Mapping[str, str]]) -> Iterator[
     yield from stream(one, token_ids, settings)
 
 
-def _loaded(name: str) -> Talker:
+def _loaded(name: str, **consent: bool) -> Talker:
     status = Path(name) / STATUS_FILE
-    return _kept(name, status.stat().st_mtime_ns if status.is_file() else None)
+    return _kept(name, status.stat().st_mtime_ns if status.is_file() else None, **consent)
 
 
 @functools.lru_cache(maxsize=2)
-def _kept(name: str, changed_ns: Optional[int]) -> Talker:
+def _kept(name: str, changed_ns: Optional[int], **consent: bool) -> Talker:
     """Loaded again where its run has changed: one that goes on, or starts over in its folder, is another model."""
-    return talker(replace(subject_of(name), name=name.rstrip("/").rpartition("/")[2]))
+    found = subject_of(name)
+    return talker(replace(found, name=Path(name).name, model=replace(found.model, **consent)))
