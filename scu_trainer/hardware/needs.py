@@ -13,20 +13,22 @@ EXTRA_OF = {"bitsandbytes": "qlora", "torchao": "optimizers"}
 """Packages that come with one of our extras."""
 
 REPORTERS = {
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "comet_ml": "comet-ml",
-    "clearml": "clearml",
-    "neptune": "neptune",
-    "dvclive": "dvclive",
-    "swanlab": "swanlab",
-    "trackio": "trackio",
-    "codecarbon": "codecarbon",
-    "dagshub": "dagshub",
-    "flyte": "flytekit",
     "azure_ml": "azureml-core",
+    "clearml": "clearml",
+    "codecarbon": "codecarbon",
+    "comet_ml": "comet-ml",
+    "dagshub": "dagshub",
+    "dvclive": "dvclive",
+    "flyte": "flytekit",
+    "kubeflow": None,
+    "mlflow": "mlflow",
+    "neptune": "neptune",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
 }
-"""Value of ``report_to`` -> distribution; that of tensorboard is always there."""
+"""Value of ``report_to`` -> distribution, None where it needs none; that of tensorboard is always there."""
 
 FLASH = "flash_attention"
 
@@ -88,10 +90,15 @@ def _packages(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "flash-attn", f"attn_implementation: {FLASH}_2"
     if values.get("use_liger_kernel"):
         yield "liger-kernel", "use_liger_kernel: true"
-    reporters = values.get("report_to") or ()
-    for name in [reporters] if isinstance(reporters, str) else reporters:
-        if name in REPORTERS:
+    for name in reporters_of(values):
+        if REPORTERS.get(name) not in (None, "tensorboard"):
             yield REPORTERS[name], f"report_to: {name}"
+
+
+def reporters_of(values: Mapping[str, Any]) -> list[str]:
+    """The services of ``report_to``, also those that nobody knows; all means those that are installed."""
+    found = values.get("report_to") or ()
+    return [name for name in ([found] if isinstance(found, str) else found) if name not in ("none", "all")]
 
 
 def _cuda(values: Mapping[str, Any]) -> Iterator[str]:

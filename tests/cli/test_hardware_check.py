@@ -35,6 +35,7 @@ def answers(capsys, *words):
         (["--config", ROOT / "recipes" / "resnet.yaml"], 0, "needed by task:"),
         (["--config", ROOT / "recipes" / "resnet.yaml", "--preset", "gpu"], 2, "FIX device"),
         (["--report_to", "wandb"], 2, "FIX wandb"),
+        (["--report_to", "wnadb"], 2, "FIX report_to wnadb"),
         (["--fp16", "true"], 2, "FIX device"),
         (["--model_name_or_path", "./nowhere"], 2, "FIX model"),
         (["--model_name_or_path", "some/model"], 0, "ok model"),

@@ -11,7 +11,7 @@ from scu_trainer.cli import configuration
 from scu_trainer.cli.main import figures_table
 from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import ModelError
-from scu_trainer.hardware.needs import needs_of
+from scu_trainer.hardware.needs import REPORTERS, needs_of, reporters_of
 from scu_trainer.hardware.requirements import RequirementStatus, all_required_met, check
 from scu_trainer.models.asking import switches_kept
 from scu_trainer.models.loading.names import check_source
@@ -61,9 +61,12 @@ def findings_of(values: dict[str, Any]) -> list[RequirementStatus]:
     from scu_trainer.data import default_cache_dir
 
     output_dir = Path(values["output_dir"]).expanduser()
-    findings = check(output_dir, default_cache_dir(values["cache_dir"]), needs_of(values))
+    found = check(output_dir, default_cache_dir(values["cache_dir"]), needs_of(values))
+    known = f"one of {', '.join(REPORTERS)}"
+    unknown = [name for name in reporters_of(values) if name not in REPORTERS]
+    found += [RequirementStatus("report_to", False, name, "a known service", known) for name in unknown]
     name = values["model_name_or_path"]
-    return findings if name is None else [*findings, _model(name)]
+    return found if name is None else [*found, _model(name)]
 
 
 def _model(name: str) -> RequirementStatus:

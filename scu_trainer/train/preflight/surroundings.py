@@ -17,6 +17,7 @@ from transformers import EvalPrediction
 
 from scu_trainer.data.store import default_cache_dir
 from scu_trainer.errors import StorageError
+from scu_trainer.hardware.needs import REPORTERS, reporters_of
 from scu_trainer.hardware.probe import has_cuda, usable_cores
 from scu_trainer.run_files import nearest_existing, require_writable
 from scu_trainer.settings.mixture import dataset_names
@@ -86,24 +87,6 @@ INODES = Check(
     "remove small files there, or set output_dir to another disk",
 )
 
-PACKAGES = {
-    "azure_ml": ("azureml",),
-    "clearml": ("clearml",),
-    "codecarbon": ("codecarbon",),
-    "comet_ml": ("comet_ml",),
-    "dagshub": ("dagshub",),
-    "dvclive": ("dvclive",),
-    "flyte": ("flytekit",),
-    "mlflow": ("mlflow",),
-    "neptune": ("neptune",),
-    "swanlab": ("swanlab",),
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "trackio": ("trackio",),
-    "wandb": ("wandb",),
-}
-"""Python packages by value of ``report_to``; one of them is needed."""
-
-WITHOUT_PACKAGE = ("kubeflow",)
 WANDB_ONLINE = ("online", "shared", "run")
 """Values of ``mode`` of wandb for which it needs a key."""
 STOCK_FIGURES = ("loss", "runtime", "samples_per_second", "steps_per_second")
@@ -120,14 +103,13 @@ def before_loading(job: Job) -> Iterator[Finding]:
 
 
 def _services(job: Job) -> Iterator[Finding]:
-    for name in job.training.report_to or ():
-        if name in WITHOUT_PACKAGE or name == "none":
-            continue
-        if name not in PACKAGES:
-            yield REPORT_TO.found(f"report_to {name!r} is unknown; known: {', '.join(PACKAGES)}", "report_to")
-        elif not any(importlib.util.find_spec(package) for package in PACKAGES[name]):
-            what = f"report_to: {name} needs the package {PACKAGES[name][0]}, not installed"
-            yield REPORT_TO.found(what, "report_to")
+    for name in reporters_of({"report_to": job.training.report_to}):
+        package = REPORTERS.get(name)
+        module = package and package.removesuffix("-core").replace("-", "_")
+        if name not in REPORTERS:
+            yield REPORT_TO.found(f"report_to {name!r} is unknown; known: {', '.join(REPORTERS)}", "report_to")
+        elif module and importlib.util.find_spec(module) is None:
+            yield REPORT_TO.found(f"report_to: {name} needs the package {package}, not installed", "report_to")
         elif name == "wandb" and (problem := missing_wandb_login()) is not None:
             yield WANDB_LOGIN.found(f"report_to: wandb, and {problem}", "report_to")
     if job.training.push_to_hub and not (job.training.hub_token or get_token()):
