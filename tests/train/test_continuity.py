@@ -98,6 +98,24 @@ def test_with_a_data_seed_another_seed_leaves_the_rows_as_they_are():
     assert "another order" in change.consequence
 
 
+@pytest.mark.parametrize(
+    "other", [{"accelerator_config": {"use_seedable_sampler": False}}, {"train_sampling_strategy": "group_by_length"}]
+)
+def test_a_sampler_that_does_not_follow_data_seed_follows_seed(other):
+    (change,) = changes(before(seed=1, data_seed=5, **other), before(seed=2, data_seed=5, **other))
+    assert change.name == "seed" and "another order" in change.consequence
+
+
+def test_as_many_rows_in_a_step_are_the_same_rows():
+    was = before(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    for now, text in (((4, 1), "the same rows"), ((2, 4), "another order")):
+        now = before(per_device_train_batch_size=now[0], gradient_accumulation_steps=now[1])
+        assert {text in change.consequence for change in changes(was, now)} == {True}
+        for other in ({"dataloader_drop_last": True}, {"train_sampling_strategy": "group_by_length"}):
+            sides = [{**side, "configuration": side["configuration"] | other} for side in (was, now)]
+            assert {"another order" in change.consequence for change in changes(*sides)} == {True}
+
+
 def test_an_epoch_that_is_planned_loses_no_row_to_another_order():
     assert changes(before(seed=2), NOW)[0].consequence.endswith("so some are seen twice or not at all")
     assert changes(before(seed=2), NOW, has_plan=True)[0].consequence.startswith("this epoch ends with the rows that")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -65,6 +66,7 @@ ORDER = frozenset(
     "seed data_seed per_device_train_batch_size gradient_accumulation_steps train_sampling_strategy "
     "dataloader_drop_last".split()
 )
+ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 WORKERS = "dataloader_num_workers"
 SHARED_STREAM = "where they share a stream, its rows come in another order, so some are seen twice or not at all"
 DATA = frozenset(
@@ -113,8 +115,10 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
 def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:
     """What decides which rows a step gets and how the optimizer moves: the part of a description that a trainer
     without a command can give."""
-    names = sorted(ORDER | CARRIED | SCHEDULE | {"optim", WORKERS})
-    return {"configuration": {name: getattr(arguments, name) for name in names}, "world_size": arguments.world_size}
+    names = sorted(ORDER | CARRIED | SCHEDULE | {"optim", WORKERS, "accelerator_config"})
+    found = {name: getattr(arguments, name) for name in names}
+    found["accelerator_config"] = arguments.accelerator_config.to_dict()
+    return {"configuration": found, "world_size": arguments.world_size}
 
 
 def digest_of_weights(weights: Iterable[torch.Tensor]) -> Optional[str]:
@@ -175,7 +179,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = 
     keeps_order = _seed_of_rows(was) == _seed_of_rows(here)
     if keeps_order:
         changed.pop("data_seed", None)  # given now, it is the seed of before, as the refusal of another one asks for
-    found = [_setting(name, *values, keeps_order, has_plan) for name, values in changed.items()]
+    keeps = {"seed"} if keeps_order else set()
+    if _rows_of_a_step(before) == _rows_of_a_step(now) is not None:
+        keeps |= {*ROWS_OF_A_STEP}
+    found = [_setting(name, *values, keeps, has_plan) for name, values in changed.items()]
     found += _of_split(before, now)
     text = "ranks get other rows than in the previous run"
     found += _of_fact("world_size", before.get("world_size"), now.get("world_size"), text)
@@ -211,12 +218,27 @@ def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool
     return found
 
 
+def _is_shuffled_alone(configuration: Mapping[str, Any]) -> bool:
+    """Whether no sampler looks at lengths or at the batch."""
+    return configuration.get("train_sampling_strategy", "random") in ("random", "sequential")
+
+
 def _seed_of_rows(configuration: Mapping[str, Any]) -> Any:
-    seed = configuration.get("data_seed")
-    return configuration.get("seed") if seed is None else seed
+    """A sampler without a seed of its own draws from the generator of the process, whatever data_seed says."""
+    seed, data_seed, launched = map(configuration.get, ("seed", "data_seed", "accelerator_config"))
+    is_seeded = not isinstance(launched, dict) or launched.get("use_seedable_sampler", True)
+    return seed if data_seed is None or not is_seeded or not _is_shuffled_alone(configuration) else data_seed
 
 
-def _setting(name: str, before: Any, now: Any, keeps_order: bool, has_plan: bool) -> Change:
+def _rows_of_a_step(facts: Mapping[str, Any]) -> Optional[int]:
+    """Where the rows of a step follow from their number alone, that number, else None."""
+    configuration = facts.get("configuration", {})
+    factors = [facts.get("world_size"), *map(configuration.get, ROWS_OF_A_STEP)]
+    is_known = all(isinstance(factor, int) for factor in factors) and _is_shuffled_alone(configuration)
+    return None if configuration.get("dataloader_drop_last") or not is_known else math.prod(factors)
+
+
+def _setting(name: str, before: Any, now: Any, keeps: Collection[str], has_plan: bool) -> Change:
     carried = "no effect, the optimizer and schedule state in the checkpoint have the previous value"
     if (change := Change(name, before, now, carried)).is_carried:
         return change
@@ -224,10 +246,12 @@ def _setting(name: str, before: Any, now: Any, keeps_order: bool, has_plan: bool
         text = "weights and optimizer state would not fit"
     elif name in SCHEDULE:
         text = "the learning rate follows the new schedule from this step on, which may be a jump"
-    elif name == "seed" and keeps_order:
-        text = "rows come as before, by data_seed, unless they are grouped by length; other random numbers may differ"
+    elif name == "seed" and name in keeps:
+        text = "rows come as before, by data_seed; other random numbers may differ"
     elif name in ORDER and has_plan:
         text = "this epoch ends with the rows that were planned for it, later ones follow the new setting"
+    elif name in keeps:
+        text = "a step takes the same rows as before, in other batches"
     elif name in ORDER:
         text = "the rows of this epoch come in another order, so some are seen twice or not at all"
     elif name == "scu_target_s" and now is None:
