@@ -466,6 +466,7 @@ def saved(checkpoint: Path, stage: Optional[int], ranks: int) -> Path:
     """The names of DeepSpeed's files."""
     folder = checkpoint / "global_step4"
     folder.mkdir(parents=True)
+    (checkpoint / "model.safetensors").touch()
     if stage is not None:
         (checkpoint / "latest").write_text("global_step4")
     for rank in range(ranks if stage else 0):
@@ -502,6 +503,13 @@ def test_an_optimizer_state_that_this_launch_cannot_read_is_refused(tmp_path, be
     with pytest.raises(CheckpointError, match="cannot read that optimizer state") as raised:
         check_checkpoint(saved(tmp_path, *before), launched(*now), weights_only=False)
     assert told in str(raised.value)
+
+
+def test_weights_in_shards_are_not_offered_for_another_run(tmp_path):
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    (tmp_path / "pytorch_model_fsdp_0" / ".metadata").touch()
+    with pytest.raises(CheckpointError, match=r"cannot read that optimizer state; start it as before$"):
+        check_checkpoint(tmp_path, launched(2, 2), weights_only=False)
 
 
 def test_fsdp_is_not_offered_weights_alone_which_it_cannot_read_either(tmp_path, monkeypatch):

@@ -218,7 +218,7 @@ def test_a_run_that_was_started_over_and_finished_is_not_taken_up_again(tmp_path
         ({"learning_rate": 2.0}, 1, "resume_from_checkpoint: auto would resume it"),
         ({}, 2, "to resume it, start as many processes as before, or name its checkpoint in resume_from_checkpoint"),
         ({"tuning": "full"}, 2, "only its own settings would resume it"),
-        ({"seed": 2}, 1, "only its own settings would resume it"),
+        ({"seed": 2}, 1, "data_seed: 1 and resume_from_checkpoint: auto would resume it"),
     ],
     ids=["allowed", "processes", "another shape", "rows that were held out"],
 )
@@ -227,6 +227,9 @@ def test_what_resumes_another_run_is_what_auto_allows(tmp_path, settings, ranks,
     checkpoint(run_at(tmp_path / "run", configuration=own, world_size=1, split_seed=1), 4)
     begun = decide(Request(None, tmp_path / "run", ranks, configuration={**own, **settings}))
     assert f"; {told}; this one goes to" in begun.line
+    if "data_seed" in told:
+        auto = Request("auto", tmp_path / "run", ranks, configuration={**own, **settings, "data_seed": 1})
+        assert decide(auto).checkpoint == str(tmp_path / "run" / "checkpoint-4")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ ORDER = frozenset(
 )
 ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 WORKERS = "dataloader_num_workers"
+SPLIT = "the seed of the split"
 SHARED_STREAM = "where they share a stream, its rows come in another order, so some are seen twice or not at all"
 DATA = frozenset(
     "dataset dataset_size dataset_split dataset_config_name eval_dataset validation_split_percentage text_column "
@@ -277,7 +278,7 @@ def _of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]
     if None in (was, here) or was == here or not is_split:
         return []
     text = f"other rows would be held out, and most of them were trained on; set data_seed: {was} to resume"
-    return [Change("the seed of the split", was, here, text, is_refused=True)]
+    return [Change(SPLIT, was, here, text, is_refused=True)]
 
 
 def _short(value: Any) -> str:

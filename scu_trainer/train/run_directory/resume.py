@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.figures import first_few, shown
-from scu_trainer.train.checkpoints.compatibility import changed_settings, changes, sound
+from scu_trainer.train.checkpoints.compatibility import SPLIT, changed_settings, changes, sound
 from scu_trainer.train.checkpoints.format import checkpoints
 from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint
 from scu_trainer.train.run_directory.layout import free_name, names_in_use
@@ -196,13 +196,15 @@ def _way_back(run: Path, request: Request) -> str:
     before, settings = _description(run), request.configuration or {}
     seed = settings.get("seed") if settings.get("data_seed") is None else settings["data_seed"]
     now = {"configuration": settings, "split_seed": seed, "data": {}}
-    if any(change.is_refused for change in changes(before, now)):
+    refused = [change for change in changes(before, now) if change.is_refused]
+    if any(change.name != SPLIT for change in refused):
         return "only its own settings would resume it"
     if needed := _launch_needed(run, request):
         return f"to resume it, start it {needed}, as before"
     if before.get("world_size", request.world_size) != request.world_size:
         return "to resume it, start as many processes as before, or name its checkpoint in resume_from_checkpoint"
-    return "resume_from_checkpoint: auto would resume it"
+    own = f"data_seed: {refused[0].before} and " if refused else ""
+    return f"{own}resume_from_checkpoint: auto would resume it"
 
 
 def _launch_needed(run: Path, request: Request) -> Optional[str]:

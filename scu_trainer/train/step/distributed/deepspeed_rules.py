@@ -15,7 +15,14 @@ from scu_trainer.train.regularization.zero import refuse_stage
 from scu_trainer.train.step.distributed.deepspeed_config import BY_LAUNCHER, check_keys, check_schedule, fill, source_of
 from scu_trainer.train.step.distributed.deepspeed_start import share_process_group
 from scu_trainer.train.step.distributed.ranks_deepspeed import refuse_timers
-from scu_trainer.train.step.distributed.sharded import IN_SHARDS, WHOLE, check_fsdp, form_of_fsdp, saved_form
+from scu_trainer.train.step.distributed.sharded import (
+    IN_SHARDS,
+    WHOLE,
+    check_fsdp,
+    form_of_fsdp,
+    or_from_its_weights,
+    saved_form,
+)
 
 WITHOUT = "without DeepSpeed and FSDP"
 LATEST = "latest"
@@ -72,7 +79,7 @@ def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only
     fresh = "" if needs_own_files else ", resume with --weights_only (the optimizer starts over),"
     raise CheckpointError(
         f"{checkpoint} was saved {saved}, and this run is {here}: it cannot read that optimizer state; start it as "
-        f"before{fresh} or begin another run from its weights with model_name_or_path"
+        f"before{fresh}{or_from_its_weights(checkpoint)}"
     )
 
 

@@ -94,12 +94,16 @@ def check_fsdp(checkpoint: Path, form: Optional[str]) -> None:
     if own == form:  # both without FSDP
         return
     was, now = ("under FSDP", "without") if own else ("without FSDP or with save_only_model", "under")
-    is_whole = any(checkpoint.glob("*model*.safetensors"))
-    fresh = " or begin another run from its weights with model_name_or_path" if is_whole else ""
     raise CheckpointError(
         f"{checkpoint} was saved {was}, and this run is {now} FSDP: it cannot read those files; start it as "
-        f"before{fresh}"
+        f"before{or_from_its_weights(checkpoint)}"
     )
+
+
+def or_from_its_weights(checkpoint: Path) -> str:
+    """What else one can do with it; nothing where its weights are in shards, which no other launch reads."""
+    is_whole = any(checkpoint.glob("*model*.safetensors"))
+    return " or begin another run from its weights with model_name_or_path" if is_whole else ""
 
 
 def reshard(model: nn.Module) -> None:
