@@ -20,7 +20,7 @@ class SizerConfig:
     below the target in which nothing moves, and smallest relative change of the cap. ``patience_steps``: steps without
     pressure before the cap grows. ``max_growth``, ``max_shrink``: bounds of the PID factor in one step; the cost model
     may shrink the cap further. ``margin``: relative, on predictions. ``forget_oom_steps``: when a size that ran out of
-    memory may be tried again in the same room, if the cost model agrees.
+    memory may be tried again in the same room, if the cost model agrees, or learns nothing as the smallest size runs.
     """
 
     headroom_share: float = 0.08

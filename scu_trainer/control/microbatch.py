@@ -128,6 +128,8 @@ def _booked(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, level:
     """What the step showed, before any decision."""
     quiet = level in ("low", "moderate") and not _oom_is_fresh(state)
     state = _changed(state, pressure=level, calm_steps=state.calm_steps if quiet else 0)
+    if _has_run_since(law, state, seen):
+        state = replace(state, failed_tokens=None)
     if state.cap_tokens is None:
         return _with_proof(law, state, seen) if quiet else state
     return _changed(state, former_tokens=max(state.former_tokens or 0, seen.ceiling_tokens))
@@ -221,8 +223,10 @@ def _room_tokens(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, e
     if state.pressure != "low":
         return 0
     fit = _predicted_fit(law, state, seen)
-    blocked = _blocked_tokens(law, state, seen.room_bytes, fit)
     room = _proportional_fit(seen, error) if fit is None else fit
+    # Where the smallest size alone runs, the cost model learns nothing, and could never agree.
+    is_smallest = seen.largest_micro_batch_tokens <= seen.floor_tokens
+    blocked = _blocked_tokens(law, state, seen.room_bytes, room if is_smallest else fit)
     return int(min(former, room, math.inf if blocked is None else blocked))
 
 
@@ -263,6 +267,14 @@ def _proportional_fit(seen: MemoryMeasurement, error: float) -> float:
 
 def _oom_is_fresh(state: SizerState) -> bool:
     return state.failed_tokens is not None and state.steps_since_oom == 0
+
+
+def _has_run_since(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> bool:
+    """Whether the size that failed has run in no more room. A long row by itself says nothing of several together."""
+    if state.failed_tokens is None or _oom_is_fresh(state):
+        return False
+    is_as_large = seen.largest_micro_batch_tokens >= max(state.failed_tokens, seen.floor_tokens + 1)
+    return is_as_large and seen.room_bytes <= (1.0 + law.deadband) * state.failed_room_bytes
 
 
 def _with_failure(state: SizerState, tokens: int, room_bytes: int) -> SizerState:

@@ -60,6 +60,29 @@ def test_without_a_model_each_out_of_memory_halves_and_none_comes_twice():
     assert run.state.oom_count == 3
 
 
+class Together(Plant):
+    """More than one row at once fails from step SQUEEZED to ``last``, whatever the gauge says."""
+
+    last = SQUEEZED
+
+    def _step(self, step, *given):
+        self.fails = SQUEEZED <= step <= self.last
+        return super()._step(step, *given)
+
+    def _bytes_of(self, micro_batch):
+        return 10**9 if self.fails and len(micro_batch.rows) > 1 else super()._bytes_of(micro_batch)
+
+
+@pytest.mark.parametrize(("last", "tries"), [(SQUEEZED, 0), (400, 7)], ids=["once", "always"])
+def test_rows_that_ran_one_by_one_run_together_again(last, tries):
+    """Rows of one length: where one runs at a time, the cost model sees one size and says nothing."""
+    plant = Together(predicts=False)
+    plant.last = last
+    run = plant.run(400)
+    assert [tokens for step, tokens in run.ooms if step == SQUEEZED] == [6400, 3200, 1600, 800, 400, 200]
+    assert len(run.ooms) - 6 == tries and (run.caps[-1] == 6400) == (tries == 0)
+
+
 @pytest.mark.parametrize(
     ("rows", "limit_mb", "base_mb"),
     [*itertools.product([equal_rows], [30, 40, 44], [4, 12]), (lognormal_rows, 30, 12), (lognormal_rows, 40, 4)],
