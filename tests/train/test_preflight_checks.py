@@ -290,6 +290,14 @@ def test_layers_of_galore_are_looked_for_in_the_model(targets, found):
     assert ids(weights.before_training(job, tiny.llama())) == found
 
 
+@pytest.mark.parametrize("targets", ["all-linear", '["c_attn"]', '["lm_head"]'])
+def test_a_model_without_linear_layers_has_none_for_galore(targets):
+    """GPT-2 has Conv1D, and its head is tied to the embeddings: transformers would train all of it with plain AdamW."""
+    job = job_of(tuning="full", learning_rate=1e-4, optim="galore_adamw", optim_target_modules=targets)
+    (finding,) = weights.before_training(job, tiny.gpt2())
+    assert (finding.check, finding.fix) == ("optim-target-missing", "set another optim")
+
+
 def test_adapters_on_the_right_layers_are_silent():
     job = job_of(learning_rate=2e-4)
     assert ids(weights.before_training(job, tiny.lora(tiny.llama()))) == []

@@ -119,9 +119,13 @@ def _trained(job: Job, model: nn.Module) -> Iterator[Finding]:
 
 def _low_rank(job: Job, model: nn.Module) -> Iterator[Finding]:
     targets = job.training.optim_target_modules
-    if not optimizer_name(job).startswith(("galore", "apollo")) or targets in ("all-linear", "all_linear"):
+    if not optimizer_name(job).startswith(("galore", "apollo")):
         return
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    own = {name for name, _ in model.named_parameters()}  # a head tied to the embeddings has no weight of its own
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    layers = [name for name in linear if f"{name}.weight" in own]
+    if layers and targets in ("all-linear", "all_linear"):
+        return
     why = "fits no linear layer"
     try:
         found = [name for name, _ in model.named_modules() if check_target_module_exists(targets, name)]
@@ -131,7 +135,7 @@ def _low_rank(job: Job, model: nn.Module) -> Iterator[Finding]:
         why = f"holds what is no pattern ({error})"
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"
     what = f"optim_target_modules is {targets}, which {why}; names of linear layers end with: {leaves}"
-    yield NO_SUCH_LAYER.found(what, "optim_target_modules")
+    yield NO_SUCH_LAYER.found(what, "optim_target_modules", None if layers else "set another optim")
 
 
 def _finite(model: nn.Module) -> Iterator[Finding]:
