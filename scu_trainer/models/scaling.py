@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.loading.adapters import active_config, takes_from_base
+from scu_trainer.models.loading.adapters import active_configs, takes_from_base
 
 Moved = tuple[torch.Tensor, Callable[[float], torch.Tensor]]
 """A weight, and its value by the share of the update."""
@@ -72,7 +72,8 @@ def _of_adapter(model: nn.Module) -> Iterator[Moved]:
         part = next((part for part in REFUSED if f".{part}." in f".{name}."), None)
         if part is not None:
             raise ModelError(f"{name} is of {REFUSED[part]}; merge the adapter, and give the merged model with --base")
-    _require_scalable(active_config(model))
+    for config in active_configs(model):
+        _require_scalable(config)
     for module in model.modules():
         for side in ("lora_B", "lora_embedding_B", "vera_lambda_b"):
             for held in dict(getattr(module, side, {})).values():
@@ -85,7 +86,7 @@ def _of_adapter(model: nn.Module) -> Iterator[Moved]:
 
 
 def _require_scalable(config: Any) -> None:
-    """``config``: of the adapter, None where the model has none."""
+    """``config``: of an adapter."""
     if getattr(config, "bias", "none") != "none":
         raise ModelError(f"biases were trained (bias: {config.bias}), and adapters keep no biases of the base")
     kind, why = getattr(config, "peft_type", SCALED[0]), None

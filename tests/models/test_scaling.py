@@ -31,6 +31,23 @@ def logits(model):
         return model(input_ids=IDS).logits
 
 
+def mixed(*more):
+    """Adapters of several kinds at once."""
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]), adapter_name="0", mixed=True)
+    for name, config in enumerate(more, start=1):
+        model.add_adapter(str(name), config)
+    model.set_adapter([str(name) for name in range(len(more) + 1)])
+    return model
+
+
+def test_each_adapter_of_a_mixed_model_has_to_be_one_that_can_be_scaled():
+    model = moved(mixed(LoraConfig(target_modules=["v_proj"])))
+    with ScaledUpdate(model).at(0.0):
+        assert torch.allclose(logits(model), logits(llama().eval()), atol=1e-6)
+    with pytest.raises(ModelError, match="is of peft_type LOHA, whose update is not a product"):
+        ScaledUpdate(mixed(LoHaConfig(target_modules=["up_proj"])))
+
+
 @pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
 def test_an_adapter_ends_at_its_base_and_at_itself(changes):
     base = llama().eval()

@@ -31,9 +31,15 @@ SAVED_WHOLE = ("", "base_layer.", "modules_to_save.", ROWS_IN_WHOLE)
 """What stands before the last part in peft's names of a module's own weight, in the file of an adapter."""
 
 
+def active_configs(model: nn.Module) -> list[PeftConfig]:
+    """Of the adapters that act; several at once do in a PeftMixedModel, or where ``set_adapter`` was given a list."""
+    names, held = getattr(model, "active_adapters", ()), getattr(model, "peft_config", {})
+    return [held[name] for name in names if name in held] if held and not callable(names) else []
+
+
 def active_config(model: nn.Module) -> Optional[PeftConfig]:
-    """Of the adapter that acts; None where the model has none."""
-    return getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
+    """Of the first adapter that acts; None where the model has none."""
+    return next(iter(active_configs(model)), None)
 
 
 def cannot_write(model: nn.Module) -> Optional[str]:
