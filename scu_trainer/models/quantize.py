@@ -108,13 +108,19 @@ def skeleton_of(
         return (auto or AutoModelForCausalLM).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
+def stored_quantization(config: PretrainedConfig) -> dict[str, Any]:
+    """What the configuration says of it, with ``quant_method``; {} where the files hold whole weights."""
+    stored = getattr(config, "quantization_config", None) or {}
+    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    return {"quant_method": "an unknown method", **stored} if stored else {}
+
+
 def is_stored_quantized(settings: ModelSettings, config: PretrainedConfig) -> bool:
     """Whether the files hold the bits that ``settings`` ask for. Raises ModelError for any other quantization."""
-    stored = getattr(config, "quantization_config", None)
+    stored = stored_quantization(config)
     if not stored:
         return False
-    stored = stored if isinstance(stored, dict) else stored.to_dict()
-    method = stored.get("quant_method", "an unknown method")
+    method = stored["quant_method"]
     asked, other = (8, 4) if settings.load_in_8bit else (4, 8)
     if method == BITSANDBYTES and stored.get(f"load_in_{asked}bit"):
         return True

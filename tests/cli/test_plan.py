@@ -184,7 +184,10 @@ def test_mistakes_end_with_2(words, message, capsys):
 REFUSED = {
     "encoder-decoder": (T5Config(d_model=16, num_layers=1, num_heads=2), "cannot load the model"),
     "router": (MixtralConfig(**{**LLAMA, "num_local_experts": 4}), "cannot be predicted, because its code"),
-    "gptq": (LlamaConfig(**LLAMA, quantization_config={"quant_method": "gptq"}), "are stored quantized"),
+    "gptq": (
+        LlamaConfig(**LLAMA, quantization_config={"quant_method": "gptq"}),
+        "stored quantized (gptq), and a plan reads no weights; scu-trainer train --tuning lora says before",
+    ),
 }
 
 

@@ -190,7 +190,7 @@ def _configuration(job: Job) -> Any:
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.loading.causal import require_causal
     from scu_trainer.models.loading.load import check_weights, config_of, load_tokenizer
-    from scu_trainer.models.quantize import is_stored_quantized
+    from scu_trainer.models.quantize import BITSANDBYTES, is_stored_quantized, stored_quantization
 
     model = job.model
     if model.model_name_or_path is None:
@@ -203,10 +203,19 @@ def _configuration(job: Job) -> Any:
             logger.warning("%s holds no weights: a plan needs none, but train needs them, and a tokenizer", name)
         else:
             load_tokenizer(model)
-    if model.tuning != "qlora" and getattr(config, "quantization_config", None):
-        raise ModelError(f"the weights of {name} are stored quantized; plan with --tuning qlora, or for the full model")
     if model.tuning == "qlora":
         is_stored_quantized(model, config)
+    elif stored := stored_quantization(config):
+        method, way = (
+            stored["quant_method"],
+            "scu-trainer train --tuning lora says before its first step what one takes",
+        )
+        if method == BITSANDBYTES:
+            way = "plan with --tuning qlora"
+        raise ModelError(
+            f"the weights of {name} are stored quantized ({method}), and a plan reads no weights; {way}, or plan for "
+            "the full model"
+        )
     return config
 
 
