@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.errors import StorageError
 from scu_trainer.figures import in_percent, interval
-from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT, misfit
+from scu_trainer.report.comparison.report import read_record
 from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.report.comparison.text import has_accuracy, settled
 from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number
-from scu_trainer.run_files import read_json
 
 MOST_TARGETS = 3
 
@@ -47,27 +45,9 @@ class Comparison:
         return any(run["status"] in ("running", "missing") for run in self.content["runs"])
 
 
-def is_comparison(folder: Path) -> bool:
-    return (folder / COMPARISON_FILE).is_file()
-
-
 def read_comparison(folder: Path) -> Comparison:
-    """Raises StorageError for a file of another format."""
-    path = folder / COMPARISON_FILE
-    content = read_json(path)
-    parts = {"arms": list, "runs": list, "table": list, "seeds": list}
-    if not isinstance(content, dict) or any(not isinstance(content.get(name), kind) for name, kind in parts.items()):
-        raise StorageError(
-            f"{path} holds no comparison (arms, runs, table, seeds); write it again with scu-trainer compare"
-        )
-    if content.get("format") != FORMAT:
-        raise StorageError(
-            f"{path} is of format {content.get('format')!r}, this version reads {FORMAT}; write it again with "
-            "scu-trainer compare"
-        )
-    wrong = misfit(content)
-    if wrong is not None:
-        raise StorageError(f"{path} was changed: {wrong}; write it again with scu-trainer compare")
+    """Raises StorageError for a file that this version cannot read."""
+    content = read_record(folder)
     found = {}
     for run in content["runs"]:
         place = _folder_of(folder, run)

@@ -10,12 +10,12 @@ from typing import Any, Optional
 
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import arms_of, check_words, plan_of, reference_of, shared_out
-from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code, known_runs, read_record
+from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code, known_runs
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError
-from scu_trainer.report.comparison.report import COMPARISON_FILE
+from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison, read_record
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same
 from scu_trainer.runs.studies.comparison_state import found_states
@@ -93,9 +93,9 @@ def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[s
 def _show(folder: str, argv: Sequence[str], console: Any) -> int:
     if len(argv) > (1 if f"--table={folder}" in argv else 2):
         raise SettingsError("--table prints an existing comparison and takes no other option")
-    record = read_record(Path(folder))
-    if record is None:
+    if not is_comparison(Path(folder)):
         raise SettingsError(f"{folder} holds no {COMPARISON_FILE}; give the output_dir of a comparison")
+    record = read_record(Path(folder))
     screens.print_record(console, record)
     return exit_code(record)
 

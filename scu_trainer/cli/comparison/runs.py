@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.errors import Stopped, StorageError
-from scu_trainer.report.comparison.report import COMPARISON_FILE, FORMAT, misfit
+from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison, read_record
 from scu_trainer.report.comparison.report import record as record_of
 from scu_trainer.report.comparison.text import document
 from scu_trainer.run_files import read_json, require_writable, write_json, write_text
@@ -129,22 +129,7 @@ def _described(key: Key, state: ArmState) -> dict[str, Any]:
 
 
 def known_runs(folder: Path) -> list[dict[str, Any]]:
-    record = read_record(folder)
-    return [] if record is None else record["runs"]
-
-
-def read_record(folder: Path) -> Optional[dict[str, Any]]:
-    """Content of comparison.json; None where there is none. Raises StorageError."""
-    path = folder / COMPARISON_FILE
-    if not path.is_file():
-        return None
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise StorageError(f"{path} is not a comparison of this version; move it away")
-    wrong = misfit(found)
-    if wrong is not None:
-        raise StorageError(f"{path} was changed: {wrong}; move it away, and write it again with scu-trainer compare")
-    return found
+    return read_record(folder)["runs"] if is_comparison(folder) else []
 
 
 def exit_code(record: Mapping[str, Any], fine: Optional[str] = None) -> int:

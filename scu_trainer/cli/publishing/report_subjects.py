@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.report.ablation import Comparison, is_comparison, read_comparison
-from scu_trainer.report.comparison.report import COMPARISON_FILE
+from scu_trainer.report.ablation import Comparison, read_comparison
+from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison
 from scu_trainer.report.files import BEGUN, STATUS_FILE, RunFiles, has_begun, is_run, read_run
 from scu_trainer.runs.process import Machine
 from scu_trainer.runs.state import report

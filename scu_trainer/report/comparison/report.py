@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Optional
 
+from scu_trainer.errors import StorageError
 from scu_trainer.report.comparison import statistics
 from scu_trainer.run_files import read_json, read_rows
 
@@ -51,6 +52,23 @@ def misfit(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE) -> Optio
     inside = {key: key if shape is SHAPE else f"{name}.{key}" for key in shape}
     missing = next((f"{inside[key]} is missing" for key in shape if key not in {*value, *ADDED}), None)
     return missing or next(filter(None, (misfit(value.get(key), shape[key], inside[key]) for key in shape)), None)
+
+
+def is_comparison(folder: Path) -> bool:
+    return (folder / COMPARISON_FILE).is_file()
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Content of comparison.json. Raises StorageError for one that this version cannot read."""
+    path = folder / COMPARISON_FILE
+    content = read_json(path)
+    again = "move it away, and write it again with scu-trainer compare"
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise StorageError(f"{path} is not a comparison of this version (format {found}, not {FORMAT}); {again}")
+    if (wrong := misfit(content)) is not None:
+        raise StorageError(f"{path} was changed: {wrong}; {again}")
+    return content
 
 
 def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
