@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -43,6 +45,7 @@ from scu_trainer.models.quantize import (
     stored_bits,
     stored_bytes,
 )
+from scu_trainer.models.vision import models as vision
 from scu_trainer.settings import ModelSettings
 from scu_trainer.train.loops.guard.first_nonfinite import weights_are_finite
 from scu_trainer.train.preflight import weights
@@ -230,7 +233,9 @@ def test_an_evaluation_of_a_model_stored_in_4_bits_leaves_the_gradients_of_plain
 
 def test_a_model_of_any_kind_that_is_stored_in_4_bits_is_not_repacked(llama_dir, tmp_path):
     load_model(qlora(llama_dir)).base_model.save_pretrained(tmp_path)
-    model, _ = read_model(AutoModel, str(tmp_path), ModelSettings(tuning="lora"), torch.float32)
+    model, _ = read_model(
+        AutoModel, str(tmp_path), AutoConfig.from_pretrained(tmp_path), ModelSettings(tuning="lora"), torch.float32
+    )
     assert {module.support_avx512bf16_for_cpu for _, module in quantized_modules(model)} == {False}
 
 
@@ -396,19 +401,33 @@ def test_adapters_on_a_model_that_torchao_has_packed(llama_dir, tmp_path):
         load_model(replace(settings, tuning="qlora"))
 
 
-def test_beside_what_is_unpacked_for_want_of_fp8_the_rest_has_the_type_asked_for_too(llama_dir, tmp_path):
-    eighths = {name: weight.bfloat16() for name, weight in load_file(llama_dir / "model.safetensors").items()}
-    for name in [name for name in eighths if "_proj" in name]:
+def in_eighths(source: Path, folder: Path, is_packed: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """The weights of ``source`` in FP8, beside others in bfloat16."""
+    eighths = {name: weight.bfloat16() for name, weight in load_file(source / "model.safetensors").items()}
+    for name in [name for name in eighths if is_packed(name)]:
         eighths[name] = eighths[name].to(torch.float8_e4m3fn)
         eighths[f"{name}_scale_inv"] = torch.full((1, 1), 0.5)
-    save_file(eighths, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(eighths, folder / "model.safetensors", metadata={"format": "pt"})
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = json.loads((llama_dir / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text())
     config = {**config, "dtype": "bfloat16", "quantization_config": stored}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return eighths
+
+
+def test_beside_what_is_unpacked_for_want_of_fp8_the_rest_has_the_type_asked_for_too(llama_dir, tmp_path):
+    eighths = in_eighths(llama_dir, tmp_path, lambda name: "_proj" in name)
     model = load_model(ModelSettings(str(tmp_path), tuning="full"))
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     assert torch.equal(
         model.model.layers[1].mlp.up_proj.weight, eighths["model.layers.1.mlp.up_proj.weight"].float() / 2
     )
     assert model(input_ids=IDS, labels=IDS).loss.isfinite()
+
+
+def test_a_model_of_images_has_the_type_asked_for_too(tmp_path):
+    tiny.vit().save_pretrained(tmp_path)
+    in_eighths(tmp_path, tmp_path, lambda name: name.endswith("attention.query.weight"))
+    settings = ModelSettings(str(tmp_path), tuning="full")
+    model, _ = vision._loaded(settings, [str(number) for number in range(tiny.vit().config.num_labels)])
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}

@@ -50,6 +50,7 @@ from scu_trainer.models.quantize import (
     quantization_config,
     require_quantization,
     skeleton_of,
+    stored_quantization,
 )
 from scu_trainer.settings import MemorySettings, ModelSettings
 
@@ -133,16 +134,15 @@ def load_model(
         if placement is None:
             require_room_for(config, name, _bytes_per_weight(config, dtype, settings), settings.trust_remote_code)
         own = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": settings.attn_implementation}
-        model, random = read_model(AutoModelForCausalLM, name, settings, dtype, device, packing, placement, **own)
+        model, random = read_model(
+            AutoModelForCausalLM, name, config, settings, dtype, device, packing, placement, **own
+        )
     if random:
         raise ModelError(
             f"the weights of {name!r} are not those of the causal language model in its config.json: "
             f"{first_few(random, 1)} missing or of another shape; give the folder of a complete causal language model"
         )
     if settings.tuning != "qlora":
-        is_unpacked = getattr(config, "quantization_config", None) and not getattr(model, "is_quantized", False)
-        if is_unpacked and isinstance(dtype, torch.dtype):
-            give_type(model, dtype)
         return model
     release_mapped_files()  # what was packed is not read again
     return prepare_quantized(model)
@@ -151,6 +151,7 @@ def load_model(
 def read_model(
     kind: Any,
     name: str,
+    config: PretrainedConfig,
     settings: ModelSettings,
     dtype: Union[str, torch.dtype],
     device: Optional[torch.device] = None,
@@ -177,6 +178,9 @@ def read_model(
         **more,
     )
     model.offload_folder = folder  # there as long as the model is
+    is_unpacked = stored_quantization(config) and not getattr(model, "is_quantized", False)
+    if settings.tuning != "qlora" and is_unpacked and not isinstance(dtype, str):
+        give_type(model, dtype)
     keep_as_loaded(model)  # also without packing: its files may hold 4 bits
     mismatched = [*(entry[0] for entry in report["mismatched_keys"]), *packed_of_another_shape(model)]
     return model, sorted({*report["missing_keys"], *mismatched})

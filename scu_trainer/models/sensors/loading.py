@@ -233,7 +233,7 @@ def _loaded(
     with as_model_error(name, "model"):
         require_safe_weights(name, settings)
         kind, dtype = TridentForSensorClassification, _dtype(settings)
-        model, lacking = read_model(kind, name, settings, dtype, device, packing, placement, **heads.fields())
+        model, lacking = read_model(kind, name, config, settings, dtype, device, packing, placement, **heads.fields())
     new = (f"{HEAD}.", *([] if config.report_words else [f"{REPORT}."]))
     inside = [key for key in lacking if not key.startswith(new)]
     if inside:

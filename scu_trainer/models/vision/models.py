@@ -121,13 +121,15 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
 
     path = Path(located(settings.model_name_or_path))
     name = base_of(path)
-    before = classes_of(load_config(settings))
+    config = load_config(settings)
+    before = classes_of(config)
     with as_model_error(name, "image classifier", settings.model_revision):
         announce_code(name, settings)
         require_safe_weights(name, settings)
         model, random = read_model(
             AutoModelForImageClassification,
             name,
+            config,
             settings,
             loading_dtype(settings),
             trust_remote_code=settings.trust_remote_code,
