@@ -415,6 +415,16 @@ def test_pairs_are_never_cut_apart_in_an_evaluation(tmp_path, name):
         trainer.evaluate()
 
 
+def test_an_evaluation_in_parts_gives_the_loss_of_the_whole(tmp_path):
+    """TRL's prediction_step gives the loss no count, unlike the stock one: what it returns is a mean."""
+    held_out = Dataset.from_dict({key: values[:6] for key, values in ROWS["SFT"].items()})
+    expected = made("SFT", tmp_path, False, eval_dataset=held_out).evaluate()
+    trainer = made("SFT", tmp_path, eval_dataset=held_out, memory=MemorySettings())
+    fails(trainer.model.model, 1)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+    assert trainer.prediction.halving.out_of_memory == 1
+
+
 def test_pairs_of_several_ranks_are_not_cut_apart_in_an_evaluation(tmp_path, monkeypatch):
     """No rank can ask its loss alone: the others would have to exchange figures with it."""
     trainer = made("DPO", tmp_path, eval_dataset=Dataset.from_dict(ROWS["DPO"]), memory=MemorySettings())

@@ -8,8 +8,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import BertForQuestionAnswering, BertForSequenceClassification
+from transformers import BertForQuestionAnswering, BertForSequenceClassification, Trainer
 
+from scu_trainer import with_loops
 from scu_trainer.data import Collator
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.settings import MemorySettings
@@ -115,6 +116,31 @@ def test_a_plain_mean_over_parts_would_be_wrong(tmp_path):
     rows = [trainer.evaluate(Examples([row]))["eval_loss"] for row in SUBJECTS["causal"][1]().rows[:8]]
     whole = trainer.evaluate(Examples(SUBJECTS["causal"][1]().rows[:8]))["eval_loss"]
     assert abs(float(np.mean(rows)) - whole) > 1e-3
+
+
+class MeanOfRows(Trainer):
+    """A score of its own: the mean of what a token of each row costs, asked for with the logits only."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if prediction_loss_only:
+            return found
+        prepared = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            logits, targets = model(**prepared).logits[:, :-1].transpose(1, 2), prepared["labels"][:, 1:]
+            tokens = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        return (tokens.sum(1) / targets.ne(-100).sum(1).clamp(min=1)).mean(), *found[1:]
+
+
+def test_a_prediction_step_of_ones_own_is_put_together_as_it_says_itself(tmp_path):
+    def scores(kind: type[Trainer], memory=None) -> list[float]:
+        rows, given = mostly_prompts(), {} if memory is None else {"memory": memory, "memory_gauge": FakeGauge(2**40)}
+        trainer = kind(tiny.llama(), arguments(tmp_path, **BATCH), eval_dataset=rows, data_collator=tiny.pad, **given)
+        too_many = contextlib.nullcontext() if memory is None else fail_above_tokens(trainer.model, 40)
+        with too_many:
+            return [trainer.evaluate()["eval_loss"], trainer.predict(rows).metrics["test_loss"]]
+
+    assert scores(with_loops(MeanOfRows), MemorySettings()) == pytest.approx(scores(MeanOfRows), rel=1e-6)
 
 
 def test_the_size_that_fitted_is_kept(tmp_path):

@@ -48,7 +48,7 @@ class Prediction:
         self.trainer = trainer
         self.halving = Halving()
         self.items: Optional[tuple[Any]] = None
-        self._reduction: Optional[Reduction] = None
+        self._reductions: dict[bool, Reduction] = {}
 
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
         """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
@@ -65,10 +65,11 @@ class Prediction:
             if is_whole:
                 return self._whole(batch, inputs, predict)
             attempt = partial(self._part_result, batch, predict)
-            parts = self.halving.run(batch.rows, attempt, partial(self._obstacle, batch, count))
+            ask = partial(self._asked, predict, batch, count, loss_only)
+            parts = self.halving.run(batch.rows, attempt, partial(self._obstacle, batch, ask))
             if len(parts) == 1:
                 return parts[0][1]
-            join = partial(self._joined, batch, parts, count, loss_only)
+            join = partial(self._joined, batch, parts, ask, loss_only)
             return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
 
     def _predicted(self, predict: Callable[[Any], Result], inputs: Any) -> Result:
@@ -129,7 +130,7 @@ class Prediction:
         can_be_read_again = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
         return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
 
-    def _obstacle(self, batch: Batch, count: Any) -> Optional[str]:
+    def _obstacle(self, batch: Batch, ask: Callable[[], Reduction]) -> Optional[str]:
         """Why parts of ``batch`` would give other figures: to the loss a sample is several rows, such as a pair, or
         each part would be an exchange with the other ranks, as would be to ask."""
         trainer = self.trainer
@@ -143,7 +144,7 @@ class Prediction:
         has_labels = all(batch.inputs.get(name) is not None for name in trainer.label_names)
         if not has_labels and defined_between(trainer, "prediction_step") is None:  # no loss is computed
             return None
-        found = second_try(partial(self._asked, batch, count), "asking how the loss adds up", FEWER_LOGITS)
+        found = second_try(ask, "asking how the loss adds up", FEWER_LOGITS)
         return None if found.may_be_cut else found.mixes
 
     def _part_result(self, batch: Batch, predict: Callable[[Any], tuple], part: range) -> tuple:
@@ -153,20 +154,19 @@ class Prediction:
         # Memory is short: parts are kept and joined on the host.
         return loss, send_to_device(logits, "cpu"), send_to_device(labels, "cpu")
 
-    def _joined(self, batch: Batch, parts: list[tuple[range, tuple]], count: Any, loss_only: bool) -> tuple:
+    def _joined(self, batch: Batch, parts: list[tuple[range, tuple]], ask: Callable, loss_only: bool) -> tuple:
         losses = [result[0] for _, result in parts]
-        loss = None if losses[0] is None else self._loss(batch, parts, losses, count)
+        loss = None if losses[0] is None else self._loss(batch, parts, losses, ask, loss_only)
         if loss_only:
             return loss, None, None
         logits, labels = (_concatenated([result[i] for _, result in parts]) for i in (1, 2))
         return loss, logits, labels
 
-    def _loss(self, batch: Batch, parts, losses: list[torch.Tensor], count: Any) -> torch.Tensor:
-        reduction = self._asked(batch, count)
+    def _loss(self, batch: Batch, parts, losses: list[torch.Tensor], ask: Callable, loss_only: bool) -> torch.Tensor:
+        reduction = ask()
         if reduction.is_exact and reduction.left_out_by:
             layout = layout_for(self.trainer.model, batch.inputs)
-            self._reduction = replace(reduction, mixes=reduction.leaves_out(layout))
-            self._say_mean()
+            self._keep(replace(reduction, mixes=reduction.leaves_out(layout)), loss_only)
         if reduction.kind in ("num_items", "sum"):
             return torch.stack(losses).sum()
         items = [sum(reduction.row_items(_part(batch, part), len(part))) for part, _ in parts]
@@ -174,20 +174,39 @@ class Prediction:
         total = sum(items)
         return sum(share / total * loss for share, loss in shares) if total else losses[0]
 
-    def _asked(self, batch: Batch, count: Any) -> Reduction:
-        if self._reduction is None:
+    def _asked(self, predict: Callable[[Any], tuple], batch: Batch, count: Any, loss_only: bool) -> Reduction:
+        if loss_only not in self._reductions:
             trainer = self.trainer
+            is_own = defined_between(trainer, "prediction_step") is not None
+            loss_of = partial(self._own_loss, predict, {True, False}) if is_own else partial(training_loss, trainer)
             low_precision = trainer.accelerator.mixed_precision != "no"
             rows = [layout_for(trainer.model, batch.inputs)]
             how = {"training": False, "low_precision": low_precision, "most_rows": 2, "owner": trainer}
-            asked = analyze(partial(training_loss, trainer), trainer.model, rows, count, 0, **how)
-            self._reduction = asked or Reduction("rows", mixes="its rows give no finite loss")
-            self._say_mean()
-        return self._reduction
+            asked = analyze(loss_of, trainer.model, rows, count, 0, **how)
+            self._keep(asked or Reduction("rows", mixes="its rows do not tell how it adds up"), loss_only)
+        return self._reductions[loss_only]
 
-    def _say_mean(self) -> None:
-        if not self._reduction.is_exact and self._reduction.may_be_cut:
-            logger.warning("eval_loss is a mean over parts of a batch: %s", self._reduction.mixes)
+    def _own_loss(self, predict: Callable[[Any], tuple], ways: set[bool], inputs: Any, items: Any) -> torch.Tensor:
+        """Of a ``prediction_step`` of somebody's own, which may compute another loss than training, or give it no
+        count. Where it is that of training, with the gradient, which tells more. ``ways``: whether this has a count;
+        those that gave something else leave it, so that all questions are answered alike."""
+        with replaced(self, "items", (items,)):
+            loss = predict(type(inputs)(inputs))[0]
+        for has_count in sorted(ways, reverse=True):
+            try:
+                trained = training_loss(self.trainer, type(inputs)(inputs), items if has_count else None)
+                if torch.allclose(trained, loss, rtol=1e-6, atol=0.0):
+                    return trained
+            except Exception as error:  # training would not ask it so
+                if is_out_of_memory(error):
+                    raise
+            ways.remove(has_count)
+        return loss
+
+    def _keep(self, reduction: Reduction, loss_only: bool) -> None:
+        self._reductions[loss_only] = reduction
+        if not reduction.is_exact and reduction.may_be_cut:
+            logger.warning("eval_loss is a mean over parts of a batch: %s", reduction.mixes)
 
 
 def _part(batch: Batch, part: range) -> Any:
