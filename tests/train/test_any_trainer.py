@@ -274,6 +274,62 @@ def test_an_evaluation_that_generates_again_gives_the_same_texts_and_rewards(tmp
     assert (ours.asked, ours.seen) == (theirs.asked, theirs.seen)
 
 
+class Episodes:
+    """An environment that counts beyond ``reset``, and rewards by its count."""
+
+    def __init__(self) -> None:
+        self.begun = self.looked = 0
+
+    def reset(self, **_) -> None:
+        self.begun += 1
+
+    def look(self, where: str) -> str:
+        """Look somewhere.
+
+        Args:
+            where: the place
+        """
+        self.looked += 1
+        return str(self.looked)
+
+    def get_reward(self) -> float:
+        return float(self.begun)
+
+
+@pytest.mark.parametrize("kind", ["tools", "environment_factory"])
+def test_what_is_called_while_texts_are_generated_does_not_count_what_ran_out_of_memory(tmp_path, kind, monkeypatch):
+    call = {"type": "function", "function": {"name": "look", "arguments": {"where": "x"}}}
+    parsed = {"role": "assistant", "content": "", "tool_calls": [call]}  # a model that calls its tool after each text
+    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", lambda *_, **__: copy.deepcopy(parsed))
+    words = tokenizer()
+    words.response_schema = {"type": "object"}
+    words.chat_template = (
+        "{% for turn in messages %}{{ turn['content'] }}{{ turn['tool_calls'] | default('') }}</s>{% endfor %}"
+    )
+    rows = Dataset.from_dict({"prompt": [turns[:1] for turns in TURNS]})
+
+    def run(looped: bool, **given: Any) -> tuple[Trainer, list[tuple[int, int]]]:
+        own = {**DRAWN, "max_completion_length": 12, "max_tool_calling_iterations": 1}
+        args = GRPOConfig(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, bf16=False,
+            use_cpu=True, report_to="none", disable_tqdm=True, **own,
+        )  # fmt: skip
+        alone = Episodes()
+        called = {"tools": [alone.look]} if kind == "tools" else {kind: Episodes}
+        trainer = (with_loops(GRPOTrainer) if looped else GRPOTrainer)(
+            model=tiny.llama(), args=args, train_dataset=rows, processing_class=words,
+            reward_funcs=lambda completions, **_: [len(str(text)) for text in completions], **called, **given,
+        )  # fmt: skip
+        trainer.train()
+        counting = [alone] if kind == "tools" else trainer._environment_pool[None]
+        return trainer, [(one.begun, one.looked) for one in counting]
+
+    (expected, theirs), fault = run(False), FailsOnce()
+    found, ours = run(True, memory=MemorySettings(), callbacks=[fault])
+    assert fault.failed == 1 and ours == theirs and any(looked for _, looked in theirs)
+    assert tiny.same(tiny.weights_of(found.model), tiny.weights_of(expected.model))
+
+
 class CountsInItsClass:
     asked = 0
 

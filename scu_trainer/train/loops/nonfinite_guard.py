@@ -98,8 +98,7 @@ class NonFiniteGuard(Loop):
         if self.divergence is not None:
             self.divergence.start()
         self.buffers = ChangingBuffers(self.trainer.model)
-        modules, owner = counting(self.trainer)
-        self._keeping = [one for one in modules if one is not self.trainer.state], owner
+        self._keeping = counting(self.trainer)
         if self.trainer.is_deepspeed_enabled:
             # Its engine steps inside backward: it must look by itself, which it does of its own accord under fp16 only.
             self.trainer.model_wrapped.optimizer.check_grad_overflow = True
@@ -113,8 +112,10 @@ class NonFiniteGuard(Loop):
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._losses.clear()
+        modules, owner = self._keeping()
+        keeping = [one for one in modules if one is not self.trainer.state]
         self._sum_before, self._buffers_before, self._attributes_before = second_try(
-            lambda: (self.trainer._tr_loss.clone(), self.buffers.copies(), plain_attributes(*self._keeping)),
+            lambda: (self.trainer._tr_loss.clone(), self.buffers.copies(), plain_attributes(keeping, owner)),
             "a copy of the buffers that a non-finite step would change (BatchNorm's statistics)",
         )
         if self._tracks_rows:

@@ -30,7 +30,7 @@ from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnap
 class AttemptSite:
     """Where micro-batches run: what a snapshot has to hold, and how to begin the window's gradients again.
 
-    ``counting``: modules and trainer whose attributes may count what runs, such as the tokens that TRL logs.
+    ``counting``: gives modules and trainer whose attributes may count what runs, such as the tokens that TRL logs.
     ``kept``: gradients from before this window (a stream's short last window leaves its own to the next epoch).
     """
 
@@ -38,14 +38,14 @@ class AttemptSite:
     buffers: ChangingBuffers
     parameters: Sequence[nn.Parameter]
     drop_gradients: Callable[[], None]
-    counting: tuple[Sequence[nn.Module], Any] = ((), None)
+    counting: Callable[[], tuple[Sequence[nn.Module], Any]] = lambda: ((), None)
 
     def __post_init__(self) -> None:
         self.devices = list({self.device, *(p.device for p in self.parameters)})
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def snapshot(self) -> WindowSnapshot:
-        take = functools.partial(WindowSnapshot, self.devices, self.buffers, self.parameters, self.counting)
+        take = functools.partial(WindowSnapshot, self.devices, self.buffers, self.parameters, self.counting())
         return second_try(take, "a copy of the model's buffers, which are restored if memory runs out,")
 
     def keep_gradients(self) -> None:

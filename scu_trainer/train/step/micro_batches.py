@@ -102,7 +102,7 @@ class MicroBatchStep:
             self.ranks.drop_gradients,
             counts,
         )
-        self._counters = CallCounters([*counts[0], self.trainer])
+        self._counters = CallCounters([*counts()[0], self.trainer])
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         self._wants_few_sizes = wants_few_sizes(self.trainer)
         self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, self._wants_few_sizes)

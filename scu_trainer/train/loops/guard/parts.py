@@ -81,7 +81,7 @@ def unchanged(trainer: Trainer) -> Iterator[None]:
     """Random state, changing buffers, what a loss counts and the log afterwards are those of before."""
     model = trainer.model
     devices = list({trainer.args.device, *(p.device for p in model.parameters())})
-    snapshot = WindowSnapshot(devices, ChangingBuffers(model), (), counting(trainer))
+    snapshot = WindowSnapshot(devices, ChangingBuffers(model), (), counting(trainer)())
     try:
         with unlogged(trainer):
             yield

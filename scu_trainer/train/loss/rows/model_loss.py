@@ -123,17 +123,21 @@ def counting_owner(trainer: Trainer) -> Optional[Trainer]:
     return trainer if is_own else None
 
 
-def counting(trainer: Trainer) -> tuple[list[Any], Optional[Trainer]]:
-    """What may count, in attributes, what runs: (modules of somebody's own, what gives rewards in TRL's trainers, and
-    the state, in which these count the tokens that they generate; the trainer)."""
+def counting(trainer: Trainer) -> Callable[[], tuple[list[Any], Optional[Trainer]]]:
+    """Gives what may count, in attributes, what runs: (modules of somebody's own, what gives rewards in TRL's trainers,
+    and the state, in which these count the tokens that they generate; the trainer). Environments come on the way."""
     own = [module for module in trainer.model.modules() if not comes_from(type(module), *PUBLIC)]
-    return [*own, *rewarding(trainer), trainer.state], counting_owner(trainer)
+    owner = counting_owner(trainer)
+    return lambda: ([*own, *rewarding(trainer), trainer.state], owner)
 
 
 def rewarding(trainer: Trainer) -> list[Any]:
-    """Functions and objects that are asked for rewards, but no models: a step that runs again asks them again."""
-    functions = [one for one in getattr(trainer, "reward_funcs", None) or () if not isinstance(one, torch.nn.Module)]
+    """Functions and objects that are asked for rewards, tools and environments that a model calls while it generates,
+    but no models: a step that runs again asks them again."""
+    asked = [*(getattr(trainer, "reward_funcs", None) or ()), *(getattr(trainer, "tools", None) or ())]
+    functions = [one for one in asked if not isinstance(one, torch.nn.Module)]
     owners = [one.__self__ if isinstance(one, MethodType) else one for one in functions]
+    owners += [one for pool in getattr(trainer, "_environment_pool", {}).values() for one in pool]
     # Not the class of a classmethod: its attributes cannot be put back by way of its dict.
     return [one for one in owners if hasattr(one, "__dict__") and not isinstance(one, type)]
 
