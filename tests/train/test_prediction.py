@@ -364,6 +364,22 @@ def test_images_of_other_rows_are_not_cut_away_from_them(tmp_path):
     assert parts == [4]
 
 
+class Decayed(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 0.01 * sum((p**2).sum() for p in model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_losses_of_parts_that_are_added_up_are_not_called_a_mean(tmp_path, caplog):
+    trainer = with_loops(Decayed)(
+        tiny.llama(), arguments(tmp_path, **BATCH), memory=MemorySettings(), data_collator=tiny.pad
+    )
+    with fail_above_tokens(trainer.model, 40):
+        trainer.evaluate(mostly_prompts())
+    assert "eval_loss is the sum over parts of a batch: the loss of several rows does not follow" in caplog.text
+
+
 def test_a_mean_that_leaves_a_row_out_is_said_of_an_evaluation_in_parts(tmp_path, caplog):
     def answered(i: int, start: int) -> dict[str, torch.Tensor]:
         return {"input_ids": Rows().tokens[i], "start_positions": torch.tensor(start), "end_positions": torch.tensor(3)}

@@ -206,7 +206,8 @@ class Prediction:
     def _keep(self, reduction: Reduction, loss_only: bool) -> None:
         self._reductions[loss_only] = reduction
         if not reduction.is_exact and reduction.may_be_cut:
-            logger.warning("eval_loss is a mean over parts of a batch: %s", reduction.mixes)
+            how = "a mean" if reduction.is_mean else "the sum"
+            logger.warning("eval_loss is %s over parts of a batch: %s", how, reduction.mixes)
 
 
 def _part(batch: Batch, part: range) -> Any:
