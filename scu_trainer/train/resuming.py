@@ -18,6 +18,7 @@ from scu_trainer.train.checkpoints.compatibility import tell_of_changes
 from scu_trainer.train.checkpoints.findings import EPOCH_START, STATE, has_optimizer
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.loop import Loop, called
+from scu_trainer.train.loss.rows.model_loss import comes_from
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
 
 logger = logging.getLogger("scu_trainer")
@@ -66,6 +67,20 @@ def tell_of_no_step(trainer: Any) -> None:
     if state.global_step < state.max_steps and ended is not None:
         why = f"where {called(ended)} had ended it; to train on, resume without that loop"
     logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
+
+
+def tell_of_other_loader(loader: Any) -> None:
+    """Of a run that resumes within an epoch: accelerate skips what was trained by making a plain DataLoader from the
+    dataset and batch sampler of ``loader``, whatever that does beyond."""
+    owner = next((kind for kind in type(loader).__mro__ if "__iter__" in vars(kind)), type(loader))
+    if not comes_from(owner, "torch", "accelerate", "scu_trainer"):
+        logger.warning(
+            "the run resumes within an epoch, for which accelerate replaces %s by a plain DataLoader that skips what "
+            "was trained: until this epoch ends its batches are not those that %s gives, and if they are fewer the run "
+            "may end before its last step. To continue exactly, resume from a checkpoint at the end of an epoch "
+            "(save_strategy: epoch)",
+            *[type(loader).__name__] * 2,
+        )
 
 
 def _tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:

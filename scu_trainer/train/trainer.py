@@ -53,7 +53,13 @@ from scu_trainer.train.loop_checks import (
 from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
 from scu_trainer.train.loss.wrap import adopt, countable, weighed
-from scu_trainer.train.resuming import catch_up, check_resume, tell_of_no_step, tell_of_resume
+from scu_trainer.train.resuming import (
+    catch_up,
+    check_resume,
+    tell_of_no_step,
+    tell_of_other_loader,
+    tell_of_resume,
+)
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.engine import StockEngine
 from scu_trainer.train.step.recovery.loader_workers import shield
@@ -335,8 +341,11 @@ class SCUTrainer(Trainer):
         skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
         for loop in self.loops:
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped) or {}
+        skips = is_resumed and kwargs["steps_trained_in_current_epoch"] > 0 and not self.args.ignore_data_skip
+        if skips and self.is_world_process_zero():
+            tell_of_other_loader(kwargs["train_dataloader"])
         if not self.is_stock:
-            if skipped and not self.args.ignore_data_skip:  # the order first; the stock loop puts back all else later
+            if skips:  # the order first; the stock loop puts back all else later
                 self._load_rng_state(str(Path(kwargs["resume_from_checkpoint"], EPOCH_START)))
             self._epoch_began = states()
         run = functools.partial(super()._run_epoch, **kwargs)

@@ -1038,6 +1038,45 @@ def test_a_sampler_of_ones_own_and_a_curriculum_exclude_each_other(tmp_path, kin
         run(kind, tmp_path, curriculum=CurriculumSettings("none"))
 
 
+class Repeated:
+    """A loader as TRL's IWOPDTrainer has one: around another, and with more batches than that."""
+
+    def __init__(self, loader) -> None:
+        self.loader = loader
+
+    def __iter__(self):
+        return (batch for batch in self.loader for _ in range(2))
+
+    def __len__(self) -> int:
+        return 2 * len(self.loader)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+class Repeats(Trainer):
+    def get_train_dataloader(self):
+        return Repeated(super().get_train_dataloader())
+
+
+@pytest.mark.parametrize("memory", [None, MemorySettings()])
+def test_a_resume_within_an_epoch_of_a_loader_of_ones_own_says_that_its_batches_are_others(tmp_path, memory, caplog):
+    def run(resume=None) -> Trainer:
+        given = tiny.arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
+        trainer = with_loops(Repeats)(
+            tiny.llama(), given, train_dataset=tiny.Rows(8), data_collator=tiny.pad, memory=memory
+        )
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / f"checkpoint-{resume}"))
+        return trainer
+
+    whole = tiny.weights_of(run().model)
+    for step, is_exact in ((4, True), (2, False)):  # an epoch has 4 steps
+        caplog.clear()
+        rest = run(step)
+        assert tiny.same(tiny.weights_of(rest.model), whole) is is_exact
+        assert ("accelerate replaces Repeated by a plain DataLoader" in caplog.text) is not is_exact
+
+
 @pytest.mark.parametrize("change", ["_get_train_sampler", "dataloader_drop_last"])
 def test_what_is_changed_on_a_made_trainer_meets_the_same_rules(tmp_path, change):
     given = {"train_dataset": tiny.Rows(), "curriculum": CurriculumSettings("token_budget")}
