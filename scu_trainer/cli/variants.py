@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="show what each path does and needs, and stop")
     parser.add_argument("--limit", help="memory of the device that may be used, such as 4GB or 39GiB")
     parser.add_argument("--tuning", choices=("lora", "full"), default="lora", help="with --limit: what is trained")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each path")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each path; default: 8")
     parser.add_argument(
         "--config", type=recipe, help="your own job; default: a Llama of 30 million weights on docstrings"
     )
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     if options.list:
         titles = ("variant", "what it saves or is for", "here")
         rows = [[variant.name, variant.saves, missing(variant, has_gpu) or "can run"] for variant in chosen]
-        console.print(figures_table(titles, rows, left=titles))
+        console.print(figures_table(titles, rows, left=titles, overflow="fold"))  # a name is to be typed
         return 0
     require_files()
     if options.steps < 2:

@@ -108,6 +108,13 @@ def test_what_a_person_can_fix(no_training, capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
+def test_the_names_in_the_list_are_whole_on_a_narrow_screen(no_training, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert variants.main(["--list", "full_paged_8bit_adam"]) == 0
+    lines = [line[1:].split("│")[0].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert "".join(lines) == "full_paged_8bit_adam"
+
+
 def test_the_list_says_what_is_missing(no_training, capsys):
     no_training({})
     assert variants.main(["--list", "lora_fp16", "lora"]) == 0
