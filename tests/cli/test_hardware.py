@@ -38,6 +38,7 @@ def test_the_monitor_ends_by_itself_with_a_line_per_reading(monkeypatch, capsys)
         [],
         ["profile", "x"],
         ["monitor", "--cvs", "x"],
+        ["optimize", "--dry_run", "--runs", "rnus"],
     ],
 )
 def test_wrong_words_end_with_2(capsys, arguments):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.errors import StorageError
+from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.figures import counted
 from scu_trainer.hardware.watching.leftovers import (
     SCRATCH,
@@ -38,11 +38,13 @@ CACHE_KINDS = (
 
 def optimize(options: argparse.Namespace) -> int:
     """List, ask, remove, and say what that freed, by our count and by the file system's."""
+    if options.runs != "runs" and not Path(options.runs).expanduser().is_dir():
+        raise SettingsError(f"--runs {options.runs} is not a folder; give the one that holds the runs")
     found = list(find(options))
     free = [item for item in found if item.used_by is None]
     _say_what_stays([item for item in found if item.used_by is not None])
     if not free:
-        print("0 bytes: scu-trainer has nothing to free")
+        print("0 bytes: nothing can be freed now" if found else "0 bytes: scu-trainer has nothing to free")
         return 0
     for item in free:
         print(f"free   {readable(item.size_bytes):>10}  {item.kind}: {item.path}")
