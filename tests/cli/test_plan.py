@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 
 import pytest
 import torch
@@ -284,6 +285,14 @@ def test_the_screen_keeps_to_80_columns_and_names_what_to_type(small, limit, cap
         assert shown.count("--tuning ") == 1, "no flag stands there twice"
     elif report["recommended"] == {}:
         assert "Nothing has to be changed." in shown
+
+
+def test_what_is_to_be_typed_is_one_line(small, tmp_path, capsys):
+    file = tmp_path / "a job whose name is as long as to be cut where a screen of 80 columns ends.yaml"
+    file.write_text("tuning: full\nper_device_train_batch_size: 64\nmemory_control: false\n")
+    plan.main(["--config", str(file), *words_of(small, "--gpu", "3090", "--limit", "0.635")])
+    command = [line for line in capsys.readouterr().out.splitlines() if line.startswith("scu-trainer train ")]
+    assert len(command) == 1 and shlex.split(command[0])[3] == str(file) and "--token_cap" in command[0]
 
 
 def test_typed_flags_give_way_to_recommended_ones():

@@ -58,14 +58,14 @@ def _micro_batch(step: Step) -> dict[str, int]:
 def screen(report: dict[str, Any], words: Sequence[str]) -> str:
     """``words``: what was typed for the job."""
     parts = [_head(report), _parts(report["predicted"]), *(f"  not counted: {text}" for text in report["not_counted"])]
-    return rendered(*parts, "", _choices(report), _advice(report, words))
+    return rendered(*parts, "", _choices(report), *_advice(report, words))
 
 
 def rendered(*parts: Any) -> str:
-    """What rich makes of each, as text of 80 columns."""
+    """What rich makes of each, as text of 80 columns; a command stays one line, which can be copied."""
     console = plain_console(file=io.StringIO(), width=COLUMNS, color_system=None)
     for part in parts:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, str) and part.startswith("scu-trainer "))
     return console.file.getvalue().rstrip("\n")
 
 
@@ -116,19 +116,19 @@ def _choices(report: dict[str, Any]) -> Table:
     return figures_table(titles, rows, left=["settings", "changes"], framed=False, overflow="fold")
 
 
-def _advice(report: dict[str, Any], words: Sequence[str]) -> str:
+def _advice(report: dict[str, Any], words: Sequence[str]) -> list[str]:
     settings = report["recommended"]
     if settings is None:
-        return "\nNone of these fits. Take a smaller model, device_map, or a machine with more memory."
+        return ["\nNone of these fits. Take a smaller model, device_map, or a machine with more memory."]
     if not settings:
-        return "\nNothing has to be changed." + _cut(report)
+        return ["\nNothing has to be changed.", *_cut(report)]
     flags = [word for name, value in settings.items() for word in (f"--{name}", plain(value))]
     command = shlex.join(["scu-trainer", "train", *without(words, settings), *flags])
-    return f"\nThe fastest that fits and changes the result least:\n{command}{_cut(report)}"
+    return ["\nThe fastest that fits and changes the result least:", command, *_cut(report)]
 
 
-def _cut(report: dict[str, Any]) -> str:
+def _cut(report: dict[str, Any]) -> list[str]:
     best = next(choice for choice in report["choices"] if choice["fits"])
     if best["rows_per_chunk"] >= report["predicted"]["rows_per_chunk"]:
-        return ""
-    return f"\nMemory control makes micro-batches of about {in_words(best)}; the optimizer sees the same rows per step."
+        return []
+    return [f"Memory control makes micro-batches of about {in_words(best)}; the optimizer sees the same rows per step."]
