@@ -329,6 +329,12 @@ def test_accuracy_finds_the_runs_of_several_seeds(tmp_path, capsys):
     assert "1 run: median error 10.0%" in capsys.readouterr().out
 
 
+def test_accuracy_of_one_run_names_it(tmp_path, capsys):
+    written(tmp_path, "mine", {"predicted_peak_bytes": 110, "measured_peak_bytes": 100})
+    assert plan.main(["--accuracy", str(tmp_path / "mine"), "--json"]) == 0
+    assert [one["run"] for one in json.loads(capsys.readouterr().out)["compared"]] == ["mine"]
+
+
 def test_accuracy_of_no_runs(tmp_path, capsys):
     assert plan.main(["--accuracy", str(tmp_path)]) == 0
     assert "no run in" in capsys.readouterr().out

@@ -58,7 +58,9 @@ def compared(metrics: list[Path], folder: Path) -> Iterator[Compared]:
         estimate = read_json(path).get("memory_estimate") or {}
         predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
         if predicted and measured:
-            yield Compared(str(path.parent.relative_to(folder)), predicted, measured)
+            place = path.parent.relative_to(folder)
+            name = folder.resolve().name if place == Path() else str(place)  # ``folder`` may be the run itself
+            yield Compared(name, predicted, measured)
 
 
 def _table(found: list[Compared]) -> str:
