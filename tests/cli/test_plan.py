@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 
+import psutil
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, MixtralConfig, T5Config
@@ -147,6 +148,16 @@ def test_a_state_of_unknown_size_is_said_to_be_left_out(small, capsys):
     words = words_of(small, "--optim", "galore_adamw", "--optim_target_modules", "all-linear")
     assert planned(capsys, *words)["not_counted"] == ["the state of optim: galore_adamw, which depends on its rank"]
     assert planned(capsys, *words_of(small))["not_counted"] == []
+
+
+def test_on_a_cpu_memory_limit_gb_is_for_the_whole_process(small, capsys):
+    held_bytes = psutil.Process().memory_info().rss
+    words = words_of(small, "--use_cpu", "true", "--memory_limit_gb")
+    report = planned(capsys, *words, held_bytes / 2**30 + 1)
+    assert report["limit_bytes"] <= 1.01 * 2**30 and report["fits"]
+    assert not planned(capsys, *words, 0.99 * held_bytes / 2**30)["fits"]
+    assert planned(capsys, *words_of(small, "--gpu", "3090", "--memory_limit_gb", 2))["limit_bytes"] == 2 * 2**30
+    assert planned(capsys, *words_of(small, "--gpu", "3090", "--memory_limit_gb", 99))["limit_bytes"] < 24 * 2**30
 
 
 def test_a_limit_that_nothing_fits(small, capsys):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.cli.names.translation import as_flags, without
-from scu_trainer.cli.planning.plan import is_accepted, limit_of, means, planned_choice, source_of
+from scu_trainer.cli.planning.plan import is_accepted, limited, means, planned_choice, source_of
 from scu_trainer.errors import OutOfMemory, RequirementError
 from scu_trainer.hardware.recommend import ROUNDING, choices
 from scu_trainer.hardware.target import here
@@ -73,7 +73,7 @@ def _ways(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tup
 def _planned(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tuple[dict[str, Any], str]]:
     from scu_trainer.train.memory_estimate.plan import choice_of
 
-    target = here(job.training.use_cpu).limited(limit_of(None, job))
+    target = limited(here(job.training.use_cpu), None, job)
     source, asked, before = source_of(job, target), choice_of(job), None
     for choice in choices(asked, means(source, job, target), target.device):
         settings = choice.settings(asked)

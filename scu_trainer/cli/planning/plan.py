@@ -31,6 +31,7 @@ from scu_trainer.hardware.recommend import Means, SettingChoice, choices
 from scu_trainer.hardware.target import Target, here, named
 from scu_trainer.imports import without_collector
 from scu_trainer.models.loading.names import base_of, with_adapter_as_model
+from scu_trainer.run_files import readable
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.shipped import recipe
 from scu_trainer.train.run_directory.logs import run_log
@@ -102,7 +103,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     target = _target(options, flags)
     job = _job(options.config, flags, target)
     _warn_of_missing_data(job)
-    target = target.limited(limit_of(options.limit, job))
+    target = limited(target, options.limit, job)
     source = source_of(job, target)
     facts = None if target.is_here else target.facts
     tried = considered(source, job, target, lambda settings: is_accepted(options.config, flags, settings, facts))
@@ -163,11 +164,20 @@ def _warn_of_missing_data(job: Job) -> None:
             logger.warning("%s; a plan needs no data, but train needs them", error)
 
 
-def limit_of(text: Optional[str], job: Job) -> Optional[int]:
-    if text is not None:
-        return parse_bytes(text, "limit")
+def limited(target: Target, text: Optional[str], job: Job) -> Target:
+    """``target`` with the limit that was typed, or the tighter of its own and ``memory_limit_gb``. On a CPU that one
+    is for the whole process, a prediction for what training adds to it."""
     limit_gb = job.memory.memory_limit_gb
-    return None if limit_gb is None else round(limit_gb * 2**30)
+    if text is not None or limit_gb is None:
+        return target.limited(None if text is None else parse_bytes(text, "limit"))
+    import psutil
+
+    held_bytes = psutil.Process().memory_info().rss if target.device == "cpu" else 0
+    left_bytes = max(0, round(limit_gb * 2**30) - held_bytes)
+    if left_bytes >= target.limit_bytes:
+        return target
+    less = f", less the {readable(held_bytes)} that a process holds without a model" if held_bytes else ""
+    return replace(target.limited(left_bytes), name=f"{target.name} (memory_limit_gb{less})")
 
 
 def source_of(job: Job, target: Target) -> Source:
