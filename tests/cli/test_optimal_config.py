@@ -44,6 +44,12 @@ def planned(capsys, *words) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def test_a_path_is_written_as_it_was_typed(here, capsys):
+    os.rename("model", "größer")
+    assert cli.main(["plan", "--model_name_or_path", "größer", "--gpu", "RTX 3050 4GB", "--output", "mine.yaml"]) == 0
+    assert "model_name_or_path: größer  # as asked\n" in (here / "mine.yaml").read_text(encoding="utf-8")
+
+
 def test_what_fits_is_written_with_reasons_and_read_back(here, capsys):
     asked = planned(capsys)["predicted"]["peak_bytes"]
     report = planned(capsys, "--limit", f"{1.1 * asked / 2**20:.0f}MiB", "--output", "mine.yaml")

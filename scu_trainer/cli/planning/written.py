@@ -64,6 +64,6 @@ def _text(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], pre
 
 
 def _entry(name: str, value: Any, reason: str) -> str:
-    text = yaml.safe_dump({name: value}, sort_keys=False, width=1000)
+    text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=1000)
     first, end, rest = text.partition("\n")
     return f"{first}  # {reason}{end}{rest}"
