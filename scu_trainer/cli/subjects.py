@@ -22,7 +22,7 @@ from scu_trainer.report.files import CONFIG_FILE, STATUS_FILE
 from scu_trainer.run_files import found_above, read_json
 from scu_trainer.runs.process import Machine
 from scu_trainer.runs.state import report
-from scu_trainer.runs.store import Run
+from scu_trainer.runs.store import ROOT, Run
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
@@ -144,6 +144,7 @@ def subject_of(name: str) -> Subject:
     if run_folder is None:
         _refuse_comparison(path)
         check_source(name, typed="")
+        refuse_name_of_run(name)
         source = path if path.is_dir() else downloaded_adapter(name) or name
         return Subject(name, ModelSettings(model_name_or_path=str(source)))
     if path == run_folder:
@@ -158,6 +159,13 @@ def _refuse_comparison(path: Path) -> None:
     runs = sorted(folder.name for folder in (path / "runs").glob("*") if folder.is_dir())
     if (path / COMPARISON_FILE).is_file() and runs:
         raise ModelError(f"{path} is a comparison of runs; give one of its {len(runs)}, such as {path}/runs/{runs[0]}")
+
+
+def refuse_name_of_run(name: str) -> None:
+    """Raise ModelError for what ``runs list`` calls a run, which would be looked up on the Hub."""
+    run = ROOT / name
+    if not Path(name).exists() and (run / STATUS_FILE).is_file():
+        raise ModelError(f"{name} is not a folder here, but {run} is a run; give {run}")
 
 
 def _require_finished(run: Path) -> None:

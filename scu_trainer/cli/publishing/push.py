@@ -14,7 +14,7 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.origin import adapter_hash
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import add_merge_options, default_output, merge, merge_options
-from scu_trainer.cli.subjects import Subject, subject_of
+from scu_trainer.cli.subjects import Subject, refuse_name_of_run, subject_of
 from scu_trainer.errors import HubError, ModelError, SettingsError
 from scu_trainer.figures import counted
 from scu_trainer.hub.card import CARD, base_license
@@ -78,6 +78,7 @@ def main(argv: list[str]) -> int:
 def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
     """What is sent. Raises a UserError for a run that is not finished, and for what nobody could load."""
     path = Path(typed.run).expanduser().resolve()
+    refuse_name_of_run(typed.run)
     if not path.is_dir():
         raise ModelError(
             f"{typed.run} is not a folder here{near_folder(typed.run)}; give the folder of a run, of a checkpoint or "
