@@ -81,14 +81,26 @@ def our_parser(*more: type) -> HfArgumentParser:
         kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
     )
     actions = parser._option_string_actions
+    say_defaults(parser)
     for flag in READ_BY.keys() & actions.keys():
         actions[flag].type = READ_BY[flag]
     for flag in TEXT_OR_LIST & actions.keys():
         actions[flag].nargs, actions[flag].__class__ = "+", _TextOrList
-    for flag, action in actions.items():
-        if flag.startswith("--no_") and action.const is False:  # transformers repeats the help of what it turns off
-            action.help, action.default = f"the same as {flag.replace('no_', '', 1)} false", argparse.SUPPRESS
     return parser
+
+
+def say_defaults(parser: HfArgumentParser) -> None:
+    """In its help. Of a default that is None the text itself says what happens; transformers repeats the text of a
+    switch for the flag that turns it off."""
+
+    class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+        def _get_help_string(self, action):
+            return action.help if action.default is None else super()._get_help_string(action)
+
+    parser.formatter_class = Formatter
+    for flag, action in parser._option_string_actions.items():
+        if flag.startswith("--no_") and action.const is False:
+            action.help, action.default = f"the same as {flag.replace('no_', '', 1)} false", argparse.SUPPRESS
 
 
 class _TextOrList(argparse.Action):

@@ -438,9 +438,20 @@ def test_help_needs_no_torch():
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for flag in ("RUN_OR_MODEL", "--against", "--json", "--batch_tokens", "--batch-tokens", "--eval_dataset"):
         assert flag in answer.stdout
+    assert "the same as --packing false" in answer.stdout
+    assert "(default: False)" in answer.stdout and "None" not in answer.stdout
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["mine"], ["{full}", "--against", "mine"]])
+def test_the_name_of_a_run_is_not_looked_up_on_the_hub(refused, work, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "run.json").write_text("{}")
+    said = refused(*(word.format(full=work.full) for word in words))
+    assert said == "mine is not a folder here, but runs/mine is a run; give runs/mine"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from scu_trainer.cli.evaluation.options import BATCH_SIZE, BATCH_TOKENS, EvalOpt
 from scu_trainer.cli.evaluation.report import held_out_report, models_report, notes_of, tasks_report
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest
 from scu_trainer.cli.evaluation.screen import as_text
-from scu_trainer.cli.fields import check_names, field_names, plain_words
+from scu_trainer.cli.fields import check_names, field_names, plain_words, say_defaults
 from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.origin import base_subject, of_its_run
 from scu_trainer.cli.parsing import with_switches
@@ -94,6 +94,7 @@ def _parser() -> HfArgumentParser:
     )
     parser.add_argument("model", metavar="RUN_OR_MODEL")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    say_defaults(parser)
     return parser
 
 

@@ -69,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", help="memory that training may use, such as 6GB; default: what is free")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write the job with those settings, to be read by --config"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write the job with those settings, to be read by --config; hardware config: optimal_config.yaml",
     )
     parser.add_argument(
         "--accuracy",
