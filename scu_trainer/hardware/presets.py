@@ -70,9 +70,12 @@ def find(text: str) -> Preset:
         return fitting[0]
     names = [preset.name for preset in presets()]
     if fitting:
-        several = ", ".join(preset.name for preset in fitting)
-        raise SettingsError(f"machine {text!r} may be each of {several}; name one of them")
-    raise SettingsError(f"no machine is called {text!r}; known: {', '.join(names)}{nearest(text, names)}")
+        several = " or ".join(preset.name for preset in fitting)
+        raise SettingsError(f"machine {text!r} can be {several}; name one of them")
+    raise SettingsError(
+        f"no machine is called {text!r}; known: {', '.join(names)}{nearest(text, names)}; for another card name the "
+        "one most like it, and give what is free on yours as --limit"
+    )
 
 
 def parse_bytes(text: Union[str, float], name: str = "size") -> int:

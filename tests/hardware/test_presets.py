@@ -81,8 +81,8 @@ def test_a_machine_is_found_by_what_people_write(text, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("A100", "machine 'A100' may be each of A100 40GB, A100 80GB; name one of them"),
-        ("80GB", "may be each of A100 80GB, H100 80GB"),
+        ("A100", "machine 'A100' can be A100 40GB or A100 80GB; name one of them"),
+        ("80GB", "can be A100 80GB or H100 80GB"),
         ("RTX 3080 Ti", "did you mean 'RTX 3080 10GB'"),
         ("RTX 3050 8GB", "did you mean 'RTX 3050 4GB'"),
         ("NVIDIA GeForce RTX 3050 6GB Laptop GPU", "no machine is called"),
@@ -90,6 +90,7 @@ def test_a_machine_is_found_by_what_people_write(text, name):
         ("NVIDIA GH200 480GB", "no machine is called"),
         ("", "no machine is called ''"),
         ("rtx", "no machine is called 'rtx'"),
+        ("V100 16GB", "for another card name the one most like it, and give what is free on yours as --limit"),
     ],
 )
 def test_what_names_no_machine_or_several_is_refused(text, message):
