@@ -19,7 +19,7 @@ from scu_trainer.runs.process import MARK, Identity, Machine, Platform, family, 
 from scu_trainer.runs.progress import START_LINE, last_error, newest_checkpoint, tail
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.state import Report, report
-from scu_trainer.runs.store import ENDED, FOLDER, Options, Run, RunRecord, check_name
+from scu_trainer.runs.store import ENDED, Options, Run, RunRecord, check_name
 from scu_trainer.runs.supervisor import settle
 from scu_trainer.secrets import SECRET_PARTS, redact
 
@@ -198,8 +198,8 @@ def _own_record(run: Run, done: str) -> RunRecord:
     record = run.record()
     if record is None:
         raise SettingsError(
-            f"{run.name} was not started by runs start (no {FOLDER} in {run.path}), so it cannot be {done} from here; "
-            "its own terminal or kill -TERM stops it, and its own command resumes it"
+            f"{run.name} was not started by runs start, so it cannot be {done} from here; Ctrl-C in its terminal or "
+            "kill -TERM stops it, and the command that started it resumes it"
         )
     return record
 

@@ -188,9 +188,9 @@ def test_the_edited_card_of_the_adapter_does_not_stay_here_unsaid(merged, run, c
 def test_the_licence_in_the_header_of_a_card_is_kept(merged, capsys):
     text = (merged / CARD).read_text()
     (merged / CARD).write_text(text.replace("---\n", "---\nlicense: apache-2.0\n", 1))
-    assert dry_run(merged) == 0 and "licence: apache-2.0" in capsys.readouterr().out
+    assert dry_run(merged) == 0 and "license: apache-2.0" in capsys.readouterr().out
     assert main(["push", str(merged), "--repo_id", "me/x", "--dry_run", "--license", "mit"]) == 0
-    assert "licence: mit" in capsys.readouterr().out
+    assert "license: mit" in capsys.readouterr().out
 
 
 def test_scores_of_another_training_in_the_same_folder_are_not_claimed(merged, run, capsys):

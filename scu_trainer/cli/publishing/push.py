@@ -45,7 +45,7 @@ def _parser() -> Parser:
     parser.add_argument("--commit_message", help="(default: what is sent, and from which step)")
     parser.add_argument("--token", help="better use `hf auth login` or HF_TOKEN: others can see a command line")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    add_merge_options(parser.add_argument_group("with --merged, and the licence"))
+    add_merge_options(parser.add_argument_group("with --merged, and the license"))
     return parser
 
 
@@ -150,7 +150,7 @@ def screen(upload: Upload, typed: argparse.Namespace, license: Optional[str]) ->
     total = f"{counted(len(upload.items), 'file')}, {readable(upload.size_bytes)}"
     lines += [f"  {total:<{WIDTH}} {upload.size_bytes:>15,} bytes", ""]
     lines += _stay_lines(upload)
-    lines.append(f"licence: {license or 'not stated; --license names one'}")
+    lines.append(f"license: {license or 'not stated; --license names one'}")
     if upload.edited:
         lines.append("card: README.md was edited, and is sent as it is")
     return "\n".join([*lines, "nothing was sent and the Hub was not contacted; drop --dry_run to send it"])

@@ -110,7 +110,7 @@ def find_target(text: str) -> Target:
             ) from error
     if folder.exists() or not text.isdigit():
         found = "holds no run.json" if folder.exists() else "is not there"
-        raise SettingsError(f"{text} {found}; give the directory of a run (its output_dir), or a number of a process")
+        raise SettingsError(f"{text} {found}; give the directory of a run (its output_dir), or the number of a process")
     try:
         return Target(text, None, psutil.Process(int(text)))
     except psutil.NoSuchProcess:

@@ -116,7 +116,7 @@ class Runner(Asked):
         if self.asked == passed_on:
             return passed_on
         if passed_on == 0 and running:
-            self.hands.say("stopping: runs finish their step and write a checkpoint; press again to end now")
+            self.hands.say("stopping: runs finish their step and write a checkpoint; a second signal ends them now")
         for _, process in running.values():
             process.terminate() if self.asked < 3 else process.kill()
         return self.asked

@@ -84,7 +84,9 @@ class StopRequest:
         if self.name is None:
             self.name, self._first_s = signal.Signals(number).name, now_s
             self._start_deadline(number)
-            self._say(f"{self.name}: the run finishes this step, writes a checkpoint and ends; press again to end now")
+            self._say(
+                f"{self.name}: the run finishes this step, writes a checkpoint and ends; a second one ends it now"
+            )
         elif number != HANGUP and not (self._is_launched and now_s - self._first_s < LAUNCHERS_ECHO_S):
             raise KeyboardInterrupt(f"second signal, {signal.Signals(number).name}")
 
