@@ -11,6 +11,7 @@ import yaml
 
 from scu_trainer.cli import configuration
 from scu_trainer.cli import main as cli
+from scu_trainer.cli.looking.facts import Strange
 from scu_trainer.cli.names.known import stock_fields
 from scu_trainer.data import embedded_tokenizer, prepare
 from scu_trainer.settings import DataSettings
@@ -169,3 +170,7 @@ def test_the_page_stands_alone(look, tmp_path, width, scheme):
         assert not found.errors and not found.foreign and found.overflow_px <= 0
         assert found.page.locator("mark").first.inner_text() == "After 0 comes 1.<|im_end|><|eos|>"
         assert found.page.locator("nav a").count() == 6
+
+
+def test_large_numbers_of_tokens_are_shown_as_counts():
+    assert Strange(0, "tokens", 71.0, 1110.0, 5.0).values == "71, median 1,110"

@@ -36,6 +36,11 @@ class Strange(NamedTuple):
     median: float
     deviations: float
 
+    @property
+    def values(self) -> str:
+        first, second = (f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in (self.value, self.median))
+        return f"{first}, median {second}"
+
 
 @dataclass(frozen=True)
 class Facts:

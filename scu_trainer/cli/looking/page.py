@@ -62,7 +62,7 @@ def _named(facts: Facts, numbers: Sequence[int], what) -> Table:
 def _strange(facts: Facts) -> list[Text | Table]:
     if not facts.strange:
         return [Text(f"No document is unlike the others by {STRANGE:g} robust standard deviations.")]
-    by_number = {one.number: f"{one.measure}: {one.value:.3g}, median {one.median:.3g}" for one in facts.strange}
+    by_number = {one.number: f"{one.measure}: {one.values}" for one in facts.strange}
     return [_named(facts, list(by_number), by_number.get)]
 
 

@@ -69,8 +69,7 @@ def _print_strange(console: Console, facts: Facts) -> None:
         return
     table = _table(f"the strangest (by {STRANGE:g} robust standard deviations or more)", "row", "what is strange", "")
     for one in facts.strange:
-        values = f"{one.value:.3g}, median {one.median:.3g}"
-        table.add_row(facts.documents[one.number].name, one.measure, values, excerpt(facts.texts[one.number]))
+        table.add_row(facts.documents[one.number].name, one.measure, one.values, excerpt(facts.texts[one.number]))
     console.print("", table, sep="\n")
 
 
