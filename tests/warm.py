@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def make_what_is_kept() -> None:
     """What the first model that is loaded and the first command line that is read make, and the next ones find."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from transformers import TrainingArguments
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -14,3 +17,7 @@ def make_what_is_kept() -> None:
     get_checkpoint_conversion_mapping("llama")
     known_names(), stock_fields()
     our_parser(TrainingArguments)
+
+    # The name of the method that calls. torchrun asks for it at every look at its rendezvous, by inspect.stack, which
+    # reads sources and walks over all modules that are loaded: most of its time in a process that has imported all.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
