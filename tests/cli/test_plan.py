@@ -30,6 +30,12 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Of one layer, for what depends on the number of choices."""
+    return saved(tmp_path_factory.mktemp("single"), LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}))
+
+
+@pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """8 billion weights in 40 layers, of which there is only the configuration."""
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -106,10 +112,10 @@ def test_what_is_recommended_is_accepted_and_fits(small, capsys, limit, tuning):
         (["--gpu", "3090", "--tuning", "lora", "--init_lora_weights", "olora"], {"tuning", "load_in_8bit"}),
     ],
 )
-def test_what_train_refuses_is_not_proposed(small, capsys, words, names):
+def test_what_train_refuses_is_not_proposed(single, capsys, words, names):
     # In RAM a limit that the libraries alone leave, but not with the margin: no measurement decides what fits.
     limit = "0.6" if "--gpu" in words else f"{1.05 * OVERHEAD['cpu'].fixed_bytes / 2**30:.4f}"
-    report = planned(capsys, *words_of(small, *words, "--limit", limit))
+    report = planned(capsys, *words_of(single, *words, "--limit", limit))
     assert report["recommended"] is None and len(report["choices"]) > 1, "all of them were looked at"
     assert not any(names & set(choice["settings"]) for choice in report["choices"])
 
@@ -286,11 +292,12 @@ def test_pictures_are_decoded_beside_a_gpu(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("limit", ["20GB", "0.64"])
-def test_the_screen_keeps_to_80_columns_and_names_what_to_type(small, limit, capsys):
+def test_the_screen_keeps_to_80_columns_and_names_what_to_type(small, limit, capsys, monkeypatch):
+    reports, screen = [], plan.plan_screen.screen
+    monkeypatch.setattr(plan.plan_screen, "screen", lambda *given: reports.append(given[0]) or screen(*given))
     words = words_of(small, "--gpu", "3090", "--tuning", "full", "--per_device_train_batch_size", 64)
     plan.main([*words, "--limit", limit])
-    shown = capsys.readouterr().out
-    report = planned(capsys, *words, "--limit", limit)
+    shown, (report,) = capsys.readouterr().out, reports
     assert max(map(len, shown.splitlines())) <= 80 or "scu-trainer train" in max(shown.splitlines(), key=len)
     if report["recommended"]:
         assert shown.count("--tuning ") == 1, "no flag stands there twice"
