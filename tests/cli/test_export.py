@@ -108,12 +108,6 @@ def test_onnx_runtime_gives_the_logits_of_the_run(folder, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
 
 
-def test_a_type_that_onnx_runtime_does_not_compute_in_is_refused(folder, tmp_path, capsys):
-    told = refused(capsys, folder / "lora", "--to", "onnx", "--dtype", "bfloat16", "--output", tmp_path / "out")
-    assert "ONNX Runtime cannot run what was written" in told and "Try --dtype float32" in told
-    assert names(tmp_path) == set()
-
-
 def test_memory_that_runs_out_is_not_taken_for_a_type_that_onnx_runtime_lacks(tmp_path, monkeypatch):
     from transformers.exporters import ExportedModel
 
@@ -173,6 +167,12 @@ def shallow(folder, tmp_path_factory):
     model.save_pretrained(place)
     AutoTokenizer.from_pretrained(folder / "full").save_pretrained(place)
     return place
+
+
+def test_a_type_that_onnx_runtime_does_not_compute_in_is_refused(shallow, tmp_path, capsys):
+    told = refused(capsys, shallow, "--to", "onnx", "--dtype", "bfloat16", "--output", tmp_path / "out")
+    assert "ONNX Runtime cannot run what was written" in told and "Try --dtype float32" in told
+    assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize("format", ["gguf", "onnx", "safetensors"])
