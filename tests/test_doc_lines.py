@@ -36,6 +36,8 @@ CHANGES = [
     ("a placeholder", r"\bRUN\b", "runs/mine"),
     ("a placeholder", r"\bFILE\b", "text.jsonl"),
     ("a second run of the same kind", r"runs/animals", "runs/scu_lora"),
+    ("a copy of it, which other lines are about", r"^(export|eval|serve|merge) runs/scu_lora\b", r"\1 runs/mine"),
+    ("two that are drawn for another line", r"^report runs/scu_lora runs/scu_lora-2", "report runs/mine runs/other"),
     ("one background run is enough", r"^runs (monitor|stop) scu_lora", r"runs \1 digits"),
     ("it looks every 5 s", r"^(runs monitor .*)$", r"\1 --refresh 0.5"),
     ("others may have the port", r"^((?:serve|board)\b.*?)(?: --port \d+)?( --configs .*)?$", r"\1 --port 0\2"),
