@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from scu_trainer.data import embedded_tokenizer, prepare
+from scu_trainer.data import default_cache_dir, embedded_tokenizer, prepare
 from scu_trainer.data.text.encode import Encoder
 from scu_trainer.settings import DataSettings
 
 
 @pytest.fixture(scope="session")
-def embedded_cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("embedded_cache")
+def embedded_cache() -> Path:
+    """That of all tests of this process: what another one has extracted is there."""
+    return default_cache_dir(None)
 
 
 @pytest.fixture(scope="session")

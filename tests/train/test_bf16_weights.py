@@ -169,7 +169,7 @@ def test_a_run_keeps_its_weights_in_16_bits(tmp_path, capsys):
 @pytest.mark.parametrize("task", ["image-classification", "word-generation"])
 def test_new_models_are_made_in_the_type(tmp_path, task):
     words = ["--task", task, "--max_steps", "1", "--dataset_size", "60", "--output_dir", str(tmp_path / "run"), *FULL]
-    words += ["--cache_dir", str(tmp_path / "cache"), "--predict_memory", "false"]
+    words += ["--predict_memory", "false"]
     assert train.main(words) == 0
     saved = load_file(tmp_path / "run" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()} == {torch.bfloat16}
