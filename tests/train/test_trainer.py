@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -57,6 +58,18 @@ EQUIVALENT = {
 }
 
 
+@pytest.fixture(scope="module")
+def stock_of(tmp_path_factory):
+    """case -> the stock trainer after its training."""
+
+    @functools.cache
+    def of(case: str):
+        make, changes = EQUIVALENT[case]
+        return stock(make(), tmp_path_factory.mktemp("stock"), **changes)
+
+    return of
+
+
 @pytest.mark.parametrize("case", EQUIVALENT)
 @pytest.mark.parametrize(
     "settings",
@@ -69,10 +82,9 @@ EQUIVALENT = {
     ],
     ids=["none", "measured", "measured, original", "lambda 0", "penalty 0"],
 )
-def test_without_lambda_it_is_the_stock_trainer_bit_for_bit(tmp_path, case, settings):
+def test_without_lambda_it_is_the_stock_trainer_bit_for_bit(tmp_path, stock_of, case, settings):
     make, changes = EQUIVALENT[case]
-    expected = stock(make(), tmp_path / "stock", **changes)
-    found = trained(make(), tmp_path / "scu", settings, **changes)
+    found, expected = trained(make(), tmp_path / "scu", settings, **changes), stock_of(case)
     assert same(weights_of(found.model), weights_of(expected.model))
     assert not same(weights_of(found.model), weights_of(make())), "nothing was trained"
     timing = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
