@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ def act_as_child(act: Callable[[], int], log: Path, *, truncate: bool = False) -
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup ignore it
         code = act()
     except BaseException:
         traceback.print_exc()

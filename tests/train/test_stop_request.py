@@ -26,6 +26,14 @@ class Clock:
         return self.now_s
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_terminal():
+    """Tests that run under nohup ignore SIGHUP, and a run leaves it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def said() -> list[str]:
     return []
