@@ -135,6 +135,13 @@ def test_convolutions_from_scratch_start_by_their_fan_out():
     assert stem.std().item() == pytest.approx((2 / (stem.shape[0] * 9)) ** 0.5, rel=0.1)
 
 
+@pytest.mark.parametrize("declared", [[], 0, [224, -1]])
+def test_a_configuration_without_a_size_that_can_be_is_refused(tmp_path, declared):
+    ViTConfig(image_size=declared).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"image_size is .* in the configuration of .*correct it there"):
+        view_of(ModelSettings(model_name_or_path=str(tmp_path)), ImageSettings(), lambda: 32)
+
+
 def test_sizes_of_architectures_are_those_of_their_papers():
     view = view_of(FULL, ImageSettings(), lambda: 224)
     names = [str(number) for number in range(1000)]

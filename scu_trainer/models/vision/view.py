@@ -47,13 +47,26 @@ def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[
         )
     stored = _stored_processor(settings)
     if stored is None:
-        declared = getattr(config, "image_size", None)
-        declared = max(declared) if isinstance(declared, (list, tuple)) else declared
+        declared = _declared_size(config, settings.model_name_or_path)
         size = own.image_size or declared or usual_size(natural_size())
         line = f"{settings.model_name_or_path} has no {PROCESSOR_FILE}: images of {size} x {size} pixels"
         return View(_plain_processor(size, channels), channels, (size, size), line, True)
     processor, size = _of_one_size(stored, own.image_size, channels)
     return View(processor, channels, size, f"images of {size[1]} x {size[0]} pixels, made by the model's own processor")
+
+
+def _declared_size(config: PretrainedConfig, name: str) -> int | None:
+    """The longer side of what the model was made for, in pixels. Raises ModelError where it is none."""
+    declared = getattr(config, "image_size", None)
+    if declared is None:
+        return None
+    sides = declared if isinstance(declared, (list, tuple)) else [declared]
+    if min(sides, default=0) < 1:
+        raise ModelError(
+            f"image_size is {declared!r} in the configuration of {name}; correct it there to the pixels of a side "
+            "that the model was made for"
+        )
+    return max(sides)
 
 
 def usual_size(side: int) -> int:
