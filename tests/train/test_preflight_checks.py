@@ -94,6 +94,7 @@ def test_every_check_is_tried():
         (["--optim", "galore_adamw_layerwise", "--optim_target_modules", "all-linear"], "during backward"),
         (["--batch_mode", "logical", "--max_batch_size", "64"], "64 exceeds per_device_train_batch_size 8"),
         (["--use_liger_kernel", "true"], "use_liger_kernel has kernels for GPUs only"),
+        (["--use_cache", "true"], "lets packed documents see each other"),
     ],
     ids=lambda value: value[0].strip("-") if isinstance(value, list) else "",
 )

@@ -187,6 +187,15 @@ def _check_loraplus(optim: str, training: TrainingArguments, model: ModelSetting
     )
 
 
+def check_packing(training: TrainingArguments, data: DataSettings) -> None:
+    """With a key-value cache transformers takes restarting positions for no border, also while it trains."""
+    isolates = data.packing and data.isolate_documents is not False
+    require(
+        not (training.use_cache and isolates),
+        "use_cache: true lets packed documents see each other, which are kept apart; drop it, or set packing: false",
+    )
+
+
 def check_memory(training: TrainingArguments, memory: MemorySettings) -> None:
     """What micro-batches cannot go with, and their bounds against the rows that there are."""
     if memory.acts:

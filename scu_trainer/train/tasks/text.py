@@ -36,6 +36,7 @@ from scu_trainer.settings.stock import seed_of_data
 from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, bpt_metrics, score_documents
 from scu_trainer.train.evaluation.sliding import SlidingRows
 from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
+from scu_trainer.train.job.checks import check_packing
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
@@ -67,6 +68,7 @@ class TextTask:
     def check(self, job: Job) -> None:
         refuse_unsound(job.model, job.training)
         check_limits(job.model, job.memory, len(cuda_bytes(job.training)))
+        check_packing(job.training, job.data)
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
         cache_dir, device = default_cache_dir(job.data.cache_dir), job.training.device
