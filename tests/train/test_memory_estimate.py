@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import GraniteMoeHybridConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, GraniteMoeHybridConfig, LlamaConfig, LlamaForCausalLM
 
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.control import splitting
@@ -220,6 +220,17 @@ def test_a_deep_llama_is_told_exactly_from_a_shallow_one(
 def test_a_deep_hybrid_is_told_exactly_from_a_shallow_one(model_dir, tuning, monkeypatch):
     job, config = job_of(model_dir, "--tuning", tuning, "--mixed_precision", "no"), hybrid(7)
     assert told(job, config) == whole(job, config, monkeypatch)
+
+
+def test_layers_that_are_dense_up_to_a_number_are_not_told_from_a_shallow_model(model_dir, monkeypatch):
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    sizes = {**LLAMA, **heads, **experts, "num_key_value_heads": 4, "moe_intermediate_size": 64}
+    config = DeepseekV3Config(**sizes, num_hidden_layers=6, first_k_dense_replace=3)
+    job = job_of(model_dir, "--tuning", "full", "--dtype", "bfloat16")
+    source = plan.FromConfiguration(job, config, "cuda")
+    choice = plan.choice_of(job)
+    assert source.estimate(choice, source.step(choice)) == whole(job, config, monkeypatch)
 
 
 def told(job, config):

@@ -66,6 +66,16 @@ def layers_of(model: nn.Module, count: int) -> Optional[nn.ModuleList]:
     return next((found for found in lists if len(found) == count), None)
 
 
+def shapes_by_part(model: nn.Module, count: int) -> list[dict[str, torch.Size]]:
+    """Shapes of the weights of each of its ``count`` layers by their names, without those of a layer before it, and
+    last those of the rest. Empty where there is no list of layers."""
+    layers, seen, found = layers_of(model, count), set(), []
+    for part in () if layers is None else (*layers, model):
+        found.append({name: weight.shape for name, weight in part.named_parameters() if weight not in seen})
+        seen.update(part.parameters())
+    return found
+
+
 @contextlib.contextmanager
 def marked(layers: Sequence[nn.Module], events: Events) -> Iterator[None]:
     """Inside, ``events`` get a mark where each layer's forward begins, where the last one ends, and where each layer's

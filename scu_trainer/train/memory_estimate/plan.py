@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
+from scu_trainer.errors import ModelError
 from scu_trainer.hardware.estimate import MemoryEstimate, Trained, estimate_memory
 from scu_trainer.hardware.recommend import SettingChoice
 from scu_trainer.models.checkpointing import checkpoint_every_layer
@@ -20,7 +22,15 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.rows.model_loss import HALVES
 from scu_trainer.train.memory_estimate.events import Events, at_rows
-from scu_trainer.train.memory_estimate.layers import as_all_layers, deepened, kinds_of, layers_of, shallow, with_layers
+from scu_trainer.train.memory_estimate.layers import (
+    as_all_layers,
+    deepened,
+    kinds_of,
+    layers_of,
+    shallow,
+    shapes_by_part,
+    with_layers,
+)
 from scu_trainer.train.memory_estimate.predict import (
     estimate_of,
     grown,
@@ -97,7 +107,7 @@ class FromConfiguration:
         """Rows are taken to be as long as they may be: their lengths are not known before they are read."""
         length = choice.block_size
         rows = RowShapes(length, length, is_uneven=not self._is_packed)
-        model = self._subject(choice, shallow(self._kinds)).model if rows.is_uneven else None  # may need padding
+        model = self._subject(choice, self._numbers).model if rows.is_uneven else None  # may need padding
         return step_of(self.job, rows, self.device, model)
 
     def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
@@ -114,12 +124,12 @@ class FromConfiguration:
         return estimate_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
 
     def _trace(self, choice: SettingChoice, length: int) -> Optional[Deep]:
-        """None where the layers do not run one after the other."""
-        numbers = shallow(self._kinds)
+        """None where the layers do not run one after the other, or are others in a shallow model."""
+        numbers = self._numbers
+        if len(numbers) == len(self._kinds):
+            return None
         subject = self._subject(choice, numbers)
         layers = layers_of(subject.model, len(numbers))
-        if layers is None:
-            return None
         stand_ins, found = as_all_layers(self._kinds, numbers), []
         for rows in FEW_ROWS:
             traced = trace(subject, rows, length, after_others=False, layers=layers)
@@ -129,6 +139,18 @@ class FromConfiguration:
             found.append((rows, events))
         weights_bytes, trained = weights_of(subject.model, layers, [layers[i] for i in stand_ins])
         return Deep(*found, weights_bytes, trained, traced.compiled_bytes)
+
+    @functools.cached_property
+    def _numbers(self) -> Sequence[int]:
+        """Of the layers of a shallow model that the whole one repeats; of all where it has other weights: its number
+        decides what a layer is (DeepSeek-V3: dense below ``first_k_dense_replace``), or layers share weights."""
+        numbers, every, choice = shallow(self._kinds), range(len(self._kinds)), choice_of(self.job)
+        whole = shapes_by_part(self._subject(choice, every).model, len(every))
+        with contextlib.suppress(ModelError):  # without its other layers it may be no model at all
+            few = shapes_by_part(self._subject(choice, numbers).model, len(numbers))
+            if few and [*(few[i] for i in as_all_layers(self._kinds, numbers)), few[-1]] == whole:
+                return numbers
+        return every
 
     def _subject(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
         job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
