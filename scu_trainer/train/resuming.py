@@ -153,21 +153,28 @@ def _tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int)
 
 def _tell_of_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: bool, steps_per_epoch: int) -> None:
     """Of samplers that draw the order of an epoch from the generators of the process."""
-    args, is_kept = trainer.args, not trainer.is_stock and (checkpoint / EPOCH_START).is_dir()
-    if is_kept or are_rows_chosen or args.ignore_data_skip or not has_length(trainer.train_dataset):
-        return
-    if args.train_sampling_strategy == "random" and not args.accelerator_config.use_seedable_sampler:
-        setting = "accelerator_config use_seedable_sampler: false"
-    elif args.train_sampling_strategy == "group_by_length":
+    args = trainer.args
+    is_seedable = args.accelerator_config.use_seedable_sampler
+    if args.train_sampling_strategy == "group_by_length":
         setting = "train_sampling_strategy: group_by_length"
+    elif args.train_sampling_strategy == "random" and not is_seedable:
+        setting = "accelerator_config use_seedable_sampler: false"
     else:
         return
-    if read_json(checkpoint / STATE)["global_step"] % steps_per_epoch:
+    has_own = not is_seedable and args.world_size > 1  # accelerate gives the sampler a generator
+    is_kept = not trainer.is_stock and not has_own and (checkpoint / EPOCH_START).is_dir()
+    if is_kept or are_rows_chosen or args.ignore_data_skip or not has_length(trainer.train_dataset):
+        return
+    way = "Where a loop is on, such as safety=SafetySettings(), checkpoints hold them"
+    if has_own:
+        way = "With several processes only accelerator_config use_seedable_sampler: true keeps the order"
+    step = read_json(checkpoint / STATE)["global_step"]
+    if step > steps_per_epoch and step % steps_per_epoch:  # the first epoch begins as before, with the seed
         logger.warning(
             "%s: the rows of this epoch come in another order than before, so some are seen twice or not at all, "
-            "because the checkpoint does not hold the random numbers that it began with. Where a loop is on, such as "
-            "safety=SafetySettings(), checkpoints hold them",
+            "because the random numbers that it began with are not put back. %s",
             setting,
+            way,
         )
 
 
