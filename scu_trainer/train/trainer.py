@@ -341,12 +341,14 @@ class SCUTrainer(Trainer):
         skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
         for loop in self.loops:
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped) or {}
-        skips = is_resumed and kwargs["steps_trained_in_current_epoch"] > 0 and not self.args.ignore_data_skip
+        position = kwargs["steps_trained_in_current_epoch"]
+        skips = is_resumed and position > 0 and not self.args.ignore_data_skip
         if skips and self.is_world_process_zero():
             tell_of_other_loader(kwargs["train_dataloader"])
         if not self.is_stock:
-            if skips:  # the order first; the stock loop puts back all else later
-                self._load_rng_state(str(Path(kwargs["resume_from_checkpoint"], EPOCH_START)))
+            if skips or (is_resumed and position == 0):  # before the order is drawn; the stock loop puts back all else
+                began = EPOCH_START if skips else "."
+                self._load_rng_state(str(Path(kwargs["resume_from_checkpoint"], began)))
             self._epoch_began = states()
         run = functools.partial(super()._run_epoch, **kwargs)
         return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
