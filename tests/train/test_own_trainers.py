@@ -1077,6 +1077,16 @@ def test_a_resume_within_an_epoch_of_a_loader_of_ones_own_says_that_its_batches_
         assert ("accelerate replaces Repeated by a plain DataLoader" in caplog.text) is not is_exact
 
 
+class NamesAsTRL(Trainer):
+    tools, reward_funcs, _environment_pool = object(), 0.5, None
+
+
+@pytest.mark.parametrize("loop", [{"memory": MemorySettings()}, {"safety": SafetySettings()}], ids=["memory", "safety"])
+def test_attributes_with_names_of_trl_may_hold_anything(tmp_path, loop):
+    run = with_loops(NamesAsTRL)(tiny.llama(), tiny.arguments(tmp_path), train_dataset=tiny.Rows(8), **loop)
+    assert run.train().global_step == run.args.max_steps
+
+
 @pytest.mark.parametrize("change", ["_get_train_sampler", "dataloader_drop_last"])
 def test_what_is_changed_on_a_made_trainer_meets_the_same_rules(tmp_path, change):
     given = {"train_dataset": tiny.Rows(), "curriculum": CurriculumSettings("token_budget")}

@@ -134,10 +134,12 @@ def counting(trainer: Trainer) -> Callable[[], tuple[list[Any], Optional[Trainer
 def rewarding(trainer: Trainer) -> list[Any]:
     """Functions and objects that are asked for rewards, tools and environments that a model calls while it generates,
     but no models: a step that runs again asks them again."""
-    asked = [*(getattr(trainer, "reward_funcs", None) or ()), *(getattr(trainer, "tools", None) or ())]
+    pools = getattr(trainer, "_environment_pool", None)
+    many = [getattr(trainer, name, None) for name in ("reward_funcs", "tools")]
+    many += pools.values() if isinstance(pools, dict) else ()
+    asked = [one for some in many if isinstance(some, (list, tuple)) for one in some]  # others use these names too
     functions = [one for one in asked if not isinstance(one, torch.nn.Module)]
     owners = [one.__self__ if isinstance(one, MethodType) else one for one in functions]
-    owners += [one for pool in getattr(trainer, "_environment_pool", {}).values() for one in pool]
     # Not the class of a classmethod: its attributes cannot be put back by way of its dict.
     return [one for one in owners if hasattr(one, "__dict__") and not isinstance(one, type)]
 
