@@ -139,6 +139,7 @@ def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_cho
     of the optimizer from the checkpoint, whatever its arguments say. ``are_rows_chosen``: by a loop, which says itself
     what becomes of their order. ``is_stream``: the rows come from an IterableDataset."""
     before, now = facts_of(checkpoint), {**facts_of_arguments(arguments), "data": {}}
+    now["configuration"]["streaming"] = is_stream
     found = changes(before, now)
     if is_stream:
         workers = (before.get("configuration", {}).get(WORKERS), now["configuration"].get(WORKERS))
@@ -236,7 +237,8 @@ def _rows_of_a_step(facts: Mapping[str, Any]) -> Optional[int]:
     configuration = facts.get("configuration", {})
     factors = [facts.get("world_size"), *map(configuration.get, ROWS_OF_A_STEP)]
     is_known = all(isinstance(factor, int) for factor in factors) and _is_shuffled_alone(configuration)
-    return None if configuration.get("dataloader_drop_last") or not is_known else math.prod(factors)
+    by_turns = configuration.get("streaming") and (configuration.get(WORKERS) or 0) > 1  # workers give whole batches
+    return None if configuration.get("dataloader_drop_last") or by_turns or not is_known else math.prod(factors)
 
 
 def _setting(name: str, before: Any, now: Any, keeps: Collection[str], has_plan: bool) -> Change:
