@@ -219,10 +219,8 @@ def _configuration(job: Job) -> Any:
     if model.tuning == "qlora":
         is_stored_quantized(model, config)
     elif stored := stored_quantization(config):
-        method, way = (
-            stored["quant_method"],
-            "scu-trainer train --tuning lora says before its first step what one takes",
-        )
+        method = stored["quant_method"]
+        way = "scu-trainer train --tuning lora says before its first step how much memory that takes"
         if method == BITSANDBYTES:
             way = "plan with --tuning qlora"
         raise ModelError(
