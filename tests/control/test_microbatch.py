@@ -370,6 +370,16 @@ def test_a_failure_is_forgotten_after_many_steps_if_the_cost_model_agrees():
     assert decide(LAW, dearer, QUIET).state.cap_tokens == 1500, "1771 fit by the model, less than what failed"
 
 
+def test_a_failure_is_forgotten_where_its_size_has_run_in_no_more_room():
+    state = replace(CALM, failed_tokens=1000, failed_room_bytes=600, steps_since_oom=3)
+    assert decide(LAW, state, QUIET).state.failed_tokens is None
+    more_room = replace(QUIET, used_bytes=300, peak_bytes=520)  # 700 > 1.1 * 600
+    smaller = replace(QUIET, largest_micro_batch_tokens=999)
+    one_row = replace(QUIET, floor_tokens=1000, longest_row=1000)
+    for seen in (more_room, smaller, one_row):
+        assert decide(LAW, state, seen).state.failed_tokens == 1000, seen
+
+
 def test_steps_since_out_of_memory_are_counted():
     state = after_oom(LAW, SizerState(), 3000, 50, 1000, 400, 50)
     for _ in range(5):
