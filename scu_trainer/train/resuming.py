@@ -55,9 +55,18 @@ def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None
     _tell_of_left_out(checkpoint, trainer.loops)
     are_rows_chosen = any(type(loop).loader is not Loop.loader for loop in trainer.loops)
     _tell_of_other_order(checkpoint, trainer, are_rows_chosen, steps_per_epoch)
+    _tell_of_other_pass(checkpoint, trainer)
     if not trainer.checkpoints.facts:  # the commands say it themselves
         is_stream = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
         tell_of_changes(checkpoint, trainer.args, are_rows_chosen, is_stream)
+
+
+def place_in_stream(checkpoint: Path, accumulated: int) -> tuple[int, int]:
+    """(passes that are done, batches of the next one that are) of data without a length: the stock Trainer takes all
+    passes for one, and skips more batches than that has."""
+    state = read_json(checkpoint / STATE)
+    passes, part = divmod(state["epoch"], 1)
+    return int(passes), round(part * state["max_steps"] * accumulated)
 
 
 def tell_of_no_step(trainer: Any) -> None:
@@ -148,6 +157,21 @@ def _tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int)
             "is a multiple of %d, which is how many steps one generation takes (set save_steps to such a number)",
             checkpoint,
             math.lcm(batches, accumulated) // accumulated,
+        )
+
+
+def _tell_of_other_pass(checkpoint: Path, trainer: Any) -> None:
+    """Of a stream that the stock Trainer does not find its place in."""
+    if trainer.args.ignore_data_skip or has_length(trainer.train_dataset) or not trainer.is_stock:
+        return
+    passes, _ = place_in_stream(checkpoint, 1)
+    if passes:
+        logger.warning(
+            "the data have no length, and this run is in pass %d over them: the stock Trainer skips as many batches as "
+            "were trained on, which is more than a pass has, and continues from the start of the next one, so the "
+            "result is not that of an uninterrupted run. With a loop, such as safety=SafetySettings(), it continues "
+            "within the pass",
+            passes + 1,
         )
 
 

@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -56,6 +57,7 @@ from scu_trainer.train.loss.wrap import adopt, countable, weighed
 from scu_trainer.train.resuming import (
     catch_up,
     check_resume,
+    place_in_stream,
     tell_of_no_step,
     tell_of_other_loader,
     tell_of_resume,
@@ -321,6 +323,9 @@ class SCUTrainer(Trainer):
     def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
         arguments = (max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
         position = super()._init_training_state(*arguments)
+        is_stream = num_train_epochs == sys.maxsize  # what the stock Trainer takes data without a length for
+        if resume_from_checkpoint is not None and is_stream and not self.is_stock and not self.args.ignore_data_skip:
+            position = place_in_stream(Path(resume_from_checkpoint), self.args.gradient_accumulation_steps)
         for loop in self.loops if resume_from_checkpoint is not None else ():
             found = loop.resume_position(resume_from_checkpoint, position)
             position = returned(loop, "resume_position", found)

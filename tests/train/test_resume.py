@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import RegularizationSettings as Settings
-from tests.tiny import llama, lora, same, trained, weights_of
+from tests.tiny import Rows, llama, lora, same, trained, weights_of
 
 STEPS = {"max_steps": 6, "lr_scheduler_type": "linear"}
 
@@ -105,6 +105,36 @@ def test_an_order_that_the_process_draws_is_that_of_before(tmp_path, caplog, sam
                 told.append(before)
         runs[name] = same(weights_of(run.model), weights_of(whole.model)), told
     assert runs == {"ours": (True, []), "stock": (False, [11])}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """20 rows in another order in each pass: 5 batches of 4."""
+
+    passes = 0
+
+    def set_epoch(self, epoch):
+        self.passes = epoch
+
+    def __iter__(self):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.passes)).tolist()
+        yield from map(Rows(20).__getitem__, order)
+
+
+@pytest.mark.parametrize("step", [5, 8])
+def test_data_without_a_length_go_on_in_the_pass_that_was_interrupted(tmp_path, caplog, step):
+    """Where a loop is on: the stock Trainer goes on with the start of a pass, and says so."""
+    runs = {}
+    for name, settings in (("ours", LAWS["model"]), ("stock", None)):
+        given = {"dataset": Stream(), "max_steps": 12, "lr_scheduler_type": "linear"}
+        whole = trained(llama(), tmp_path / name / "whole", settings, **given)
+        trained(llama(), tmp_path / name / "parts", settings, callbacks=[StopAt(step)], **given)
+        caplog.clear()
+        resumed = trained(llama(), tmp_path / name / "parts", settings, resume=True, **given)
+        assert resumed.state.global_step == 12
+        told = "the data have no length, and this run is in pass 2 over them" in caplog.text
+        exact = same(weights_of(resumed.model), weights_of(whole.model)) and resumed.state.epoch == whole.state.epoch
+        runs[name] = exact, told
+    assert runs == {"ours": (True, False), "stock": (step < 8, step == 8)}
 
 
 def test_rows_after_the_checkpoint_are_written_again(tmp_path):
