@@ -48,6 +48,13 @@ def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None
     _tell_of_fresh_reference(checkpoint, trainer)
     _tell_of_lost_generations(checkpoint, trainer.args, steps_per_epoch)
     _tell_of_fresh_average(checkpoint, trainer.callback_handler.callbacks)
+    if trainer.is_stock and owes_evaluation(trainer.state, trainer.args):
+        logger.warning(
+            "%s was saved before the evaluation at the end of its epoch, which the stock Trainer leaves out when it "
+            "resumes: its figures are missing, and dropout differs from here on. With a loop, such as "
+            "safety=SafetySettings(), it is made",
+            checkpoint,
+        )
     if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
         _tell_of_fresh_optimizer(checkpoint, trainer.is_stock)
     if not has_optimizer(checkpoint):
@@ -67,6 +74,15 @@ def place_in_stream(checkpoint: Path, accumulated: int) -> tuple[int, int]:
     state = read_json(checkpoint / STATE)
     passes, part = divmod(state["epoch"], 1)
     return int(passes), round(part * state["max_steps"] * accumulated)
+
+
+def owes_evaluation(state: Any, args: Any) -> bool:
+    """Whether the run resumes from the end of an epoch that was saved before it was evaluated, which the stock Trainer
+    then leaves out: its row and best model are missing, and later steps draw other random numbers."""
+    is_due = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
+    is_end = state.epoch % 1 == 0 or state.global_step >= state.max_steps
+    rows = (row for row in state.log_history if row["step"] == state.global_step)
+    return is_due and is_end and not any(name.startswith("eval_") for row in rows for name in row)
 
 
 def tell_of_no_step(trainer: Any) -> None:

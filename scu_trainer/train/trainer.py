@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import DefaultFlowCallback, PreTrainedModel, Trainer, TrainerCallback
 
 from scu_trainer.data.random_states import States, put_back, states, states_kept
 from scu_trainer.errors import ControlError, NonFiniteLoss
@@ -57,6 +57,7 @@ from scu_trainer.train.loss.wrap import adopt, countable, weighed
 from scu_trainer.train.resuming import (
     catch_up,
     check_resume,
+    owes_evaluation,
     place_in_stream,
     tell_of_no_step,
     tell_of_other_loader,
@@ -343,6 +344,12 @@ class SCUTrainer(Trainer):
             self.control.should_training_stop = True
             return None
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
+        if is_resumed and not self.is_stock and owes_evaluation(self.state, self.args):
+            self._load_rng_state(kwargs["resume_from_checkpoint"])
+            self._end_epoch(kwargs["model"], kwargs["trial"], kwargs["start_time"], kwargs["ignore_keys_for_eval"])
+            if self.control.should_training_stop:
+                return None
+            kwargs["resume_from_checkpoint"] = None  # whose random numbers the evaluation has drawn from
         skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
         for loop in self.loops:
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped) or {}
@@ -358,7 +365,15 @@ class SCUTrainer(Trainer):
         run = functools.partial(super()._run_epoch, **kwargs)
         return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
 
+    def _end_epoch(self, model, trial, start_time, ignore_keys=None) -> None:
+        """Of an epoch whose last step was saved before it was evaluated."""
+        self.control = DefaultFlowCallback().on_epoch_end(self.args, self.state, self.control)
+        self._maybe_log_save_evaluate(self._tr_loss, None, model, trial, self.state.epoch, ignore_keys, start_time)
+
     def _finalize_training(self, trial, num_train_samples, start_time):
+        is_resumed_at_end = self.state.global_step == self._initial_global_step > 0 and not self.is_stock
+        if is_resumed_at_end and owes_evaluation(self.state, self.args):
+            self._end_epoch(self.model_wrapped, trial, start_time)
         rows = _first(loop.rows_trained for loop in self.loops)
         if rows is not None:  # the stock loop takes the share of its own plan that the steps make
             share = (self.state.global_step - self._initial_global_step) / max(self.state.max_steps, 1)

@@ -137,6 +137,22 @@ def test_data_without_a_length_go_on_in_the_pass_that_was_interrupted(tmp_path, 
     assert runs == {"ours": (True, False), "stock": (step < 8, step == 8)}
 
 
+@pytest.mark.parametrize("step", [8, 16])
+def test_an_epoch_that_was_saved_before_its_evaluation_is_evaluated(tmp_path, caplog, step):
+    """With every loop off it is not, as in the stock Trainer, and later steps draw another dropout."""
+    runs = {}
+    for name, settings in (("ours", LAWS["model"]), ("stock", None)):
+        given = {"max_steps": 16, "eval_strategy": "epoch", "eval_dataset": Rows(4)}
+        whole = trained(MODELS["lora"](), tmp_path / name / "whole", settings, **given)
+        trained(MODELS["lora"](), tmp_path / name / "parts", settings, callbacks=[StopAt(step)], **given)
+        caplog.clear()
+        resumed = trained(MODELS["lora"](), tmp_path / name / "parts", settings, resume=True, **given)
+        losses = [[row["eval_loss"] for row in one.state.log_history if "eval_loss" in row] for one in (resumed, whole)]
+        told = "was saved before the evaluation at the end of its epoch" in caplog.text
+        runs[name] = same(weights_of(resumed.model), weights_of(whole.model)), losses[0] == losses[1], told
+    assert runs == {"ours": (True, True, False), "stock": (step == 16, False, True)}
+
+
 def test_rows_after_the_checkpoint_are_written_again(tmp_path):
     """The run went on after its checkpoint before it was killed: its later rows go."""
     settings = LAWS["model"]
