@@ -60,7 +60,7 @@ class SettingChoice:
         """What has to be set to get it from ``asked``."""
         names = ("tuning", "load_in_8bit", "dtype", "mixed_precision", "checkpoint_every_layer", "optim", "block_size")
         found = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(asked, name)}
-        return {**found, "deepspeed": "ds_configs/zero2_offload.json"} if self.offload and not asked.offload else found
+        return {**found, "deepspeed": "zero2_offload"} if self.offload and not asked.offload else found
 
     def change(self, asked: SettingChoice) -> int:
         """NOTHING to ROWS: an index of CHANGES."""

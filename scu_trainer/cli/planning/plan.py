@@ -123,6 +123,11 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         "choices": [plan_screen.as_dict(planned, tried[0], target.device) for planned in tried],
         "recommended": None if best is None else settings_of(best, tried[0], job, target.device),
     }
+    if best is not None and options.limit is not None and job.memory.memory_control:
+        # Of which training knows nothing: memory control takes whatever is free.
+        limit_gb = round((target.limit_bytes + _held_bytes(target)) / 2**30, 3)
+        if limit_gb < (job.memory.memory_limit_gb or math.inf):
+            report["recommended"]["memory_limit_gb"] = limit_gb
     words = [*([] if options.config is None else ["--config", options.config]), *flags]
     print(json.dumps(report, indent=2) if options.json else plan_screen.screen(report, words))
     if best is None:
@@ -173,14 +178,19 @@ def limited(target: Target, text: Optional[str], job: Job) -> Target:
     limit_gb = job.memory.memory_limit_gb
     if text is not None or limit_gb is None:
         return target.limited(None if text is None else parse_bytes(text, "limit"))
-    import psutil
-
-    held_bytes = psutil.Process().memory_info().rss if target.device == "cpu" else 0
+    held_bytes = _held_bytes(target)
     left_bytes = max(0, round(limit_gb * 2**30) - held_bytes)
     if left_bytes >= target.limit_bytes:
         return target
     less = f", less the {readable(held_bytes)} that a process holds without a model" if held_bytes else ""
     return replace(target.limited(left_bytes), name=f"{target.name} (memory_limit_gb{less})")
+
+
+def _held_bytes(target: Target) -> int:
+    """What a process without a model holds of the memory in which ``target`` trains."""
+    import psutil
+
+    return psutil.Process().memory_info().rss if target.device == "cpu" else 0
 
 
 def source_of(job: Job, target: Target) -> Source:

@@ -108,7 +108,7 @@ def _choices(report: dict[str, Any]) -> Table:
             readable(choice["peak_bytes"]),
             in_words(choice).removesuffix(" tokens"),
             "yes" if choice["fits"] else "no",
-            f"{choice['relative_time']:.2f}",
+            f"{choice['relative_time']:.2f} x",
             choice["changes"],
         ]
         for choice in report["choices"]
@@ -124,7 +124,10 @@ def _advice(report: dict[str, Any], words: Sequence[str]) -> list[str]:
         return ["\nNothing has to be changed.", *_cut(report)]
     flags = [word for name, value in settings.items() for word in (f"--{name}", plain(value))]
     command = shlex.join(["scu-trainer", "train", *without(words, settings), *flags])
-    return ["\nThe fastest that fits and changes the result least:", command, *_cut(report)]
+    found = "The fastest that fits and changes the result least:"
+    if settings.keys() == {"memory_limit_gb"}:
+        found = "Nothing has to be changed; this keeps the run within the limit:"
+    return [f"\n{found}", command, *_cut(report)]
 
 
 def _cut(report: dict[str, Any]) -> list[str]:

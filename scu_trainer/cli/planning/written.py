@@ -24,6 +24,7 @@ REASONS = {
     "block_size": "shorter rows take less at once, and see less context",
     "deepspeed": "the optimizer's states are kept in main memory",
     "token_cap": "rows go through the model in parts of so many tokens",
+    "memory_limit_gb": "what --limit allows; on a CPU with what the process holds without a model",
     "dataloader_num_workers": "rows are made for each batch, beside the GPU",
 }
 
