@@ -170,6 +170,8 @@ def _flush() -> None:
 
 @guarded
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["help"]:  # as git has it
+        argv = [*argv[1:2], "--help"]
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print(_usage())

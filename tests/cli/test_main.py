@@ -50,6 +50,14 @@ def test_variables_that_a_command_sets_are_gone_after_it(monkeypatch, error):
     assert os.environ == before
 
 
+def test_help_is_a_word_as_well(capsys):
+    assert main(["help"]) == 0 and "usage: scu-trainer COMMAND" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "push"])
+    assert "usage: scu-trainer push" in capsys.readouterr().out
+    assert main(["help", "pusch"]) == 2 and "did you mean 'push'" in capsys.readouterr().err
+
+
 def test_an_option_is_known_with_hyphens_too(capsys):
     assert main(["push", "nowhere", "--repo-id", "me/model", "--dry-run", "--max-shard-size=1GB"]) == 2
     assert "nowhere is not a folder here" in capsys.readouterr().err
