@@ -37,7 +37,7 @@ def regularization_flags() -> type:
     about = "S is measured, and with scu_target_s steered; false: neither"
     switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": about}))
     texts = {"target_s": Optional[str]}  # a number or a word; RegularizationSettings tells them apart
-    return _flags("RegularizationFlags", RegularizationSettings, texts, [switch], PREFIX)
+    return flags_of_fields("RegularizationFlags", RegularizationSettings, texts, [switch], PREFIX)
 
 
 @functools.cache
@@ -45,15 +45,24 @@ def memory_flags() -> type:
     """``MemorySettings`` as flags; numbers that may also be a word are read as text, the settings tell them apart."""
     texts = {"token_cap": Optional[str], "target_headroom_gb": str}
     texts |= {"max_gpu_mem": Optional[str], "cpu_mem": Optional[str]}
-    return _flags("MemoryFlags", MemorySettings, texts)
+    return flags_of_fields("MemoryFlags", MemorySettings, texts)
 
 
-def _flags(name: str, kind: type, texts: Mapping[str, Any], first: Sequence[tuple] = (), prefix: str = "") -> type:
-    """The dataclass ``kind`` with other types of the fields ``texts``, after the fields ``first``."""
+def flags_of_fields(
+    name: str,
+    kind: type,
+    texts: Mapping[str, Any],
+    first: Sequence[tuple] = (),
+    prefix: str = "",
+    without: Collection[str] = (),
+) -> type:
+    """The dataclass ``kind`` with other types of the fields ``texts``, after the fields ``first``, less those of
+    ``without``."""
     hints = {**hints_of(kind), **texts}
     fields = [
         (prefix + item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))
         for item in dataclasses.fields(kind)
+        if item.name not in without
     ]
     return dataclasses.make_dataclass(name, [*first, *fields])
 

@@ -439,6 +439,7 @@ def test_help_needs_no_torch():
     for flag in ("RUN_OR_MODEL", "--against", "--json", "--batch_tokens", "--batch-tokens", "--eval_dataset"):
         assert flag in answer.stdout
     assert "the same as --packing false" in answer.stdout
+    assert "sample_prompts" not in answer.stdout, "nothing is answered"
     assert "(default: False)" in answer.stdout and "None" not in answer.stdout
 
 
@@ -484,6 +485,7 @@ def test_the_name_of_a_run_is_not_looked_up_on_the_hub(refused, work, tmp_path, 
         (["{lora}", "--max_length", "32", "--block_size", "32"], "max_length and block_size both say"),
         (["{model}", "--against", "base"], "{model} is neither an adapter nor part of a run"),
         (["{lora}", "--against", "./missing"], "'./missing' does not exist"),
+        (["{lora}", "--sample_prompts", "3"], "unknown option --sample_prompts"),
         (["{lora}", "--agianst", "base"], "unknown option --agianst (did you mean '--against'?)"),
         (["{lora}", "another"], "unrecognized arguments: another"),
         (["{lora}", "--resamples", "0"], "resamples is 0; it must be 1 or more"),

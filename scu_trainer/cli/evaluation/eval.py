@@ -18,7 +18,7 @@ from scu_trainer.cli.evaluation.options import BATCH_SIZE, BATCH_TOKENS, EvalOpt
 from scu_trainer.cli.evaluation.report import held_out_report, models_report, notes_of, tasks_report
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest
 from scu_trainer.cli.evaluation.screen import as_text
-from scu_trainer.cli.fields import check_names, field_names, plain_words, say_defaults
+from scu_trainer.cli.fields import check_names, field_names, flags_of_fields, plain_words, say_defaults
 from scu_trainer.cli.main import guarded, quiet_stdout
 from scu_trainer.cli.origin import base_subject, of_its_run
 from scu_trainer.cli.parsing import with_switches
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 ALMOST = 0.75
 """Similarity from which a name counts as a misspelled keyword: "bsae" does, the Hub id "bert-base" does not."""
+
+WHILE_TRAINING = ("sample_prompts", "sample_max_new_tokens")
+"""Data settings that have no effect here: nothing is answered."""
 
 DESCRIPTION = """\
 RUN_OR_MODEL is the folder of a run, of one of its checkpoints, of an adapter or of a model, or a Hub id. A run, its
@@ -82,11 +85,8 @@ def _parser() -> HfArgumentParser:
             where = "; give it before --against, which takes all names that follow" if "RUN_OR_MODEL" in message else ""
             raise SettingsError(plain_words(message) + where)
 
-    class DataFlags(DataSettings):
-        _argument_group_name = "data"
-
     parser = Parser(
-        [EvalOptions, HarnessOptions, DataFlags],
+        [EvalOptions, HarnessOptions, _data_flags()],
         prog="scu-trainer eval",
         usage="%(prog)s RUN_OR_MODEL [--against OTHER ...] [--tasks NAMES] [--json] [--FIELD VALUE ...]",
         description=DESCRIPTION,
@@ -98,10 +98,16 @@ def _parser() -> HfArgumentParser:
     return parser
 
 
+def _data_flags() -> type:
+    kind = flags_of_fields("DataFlags", DataSettings, {}, without=WHILE_TRAINING)
+    kind._argument_group_name = "data"
+    return kind
+
+
 def _read(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOptions, HarnessOptions, dict[str, Any]]:
     """RUN_OR_MODEL, --json, the options, what the harness is asked, and the data settings that were typed."""
     check_names(argv, field_names(parser))
-    data_names = [item.name for item in fields(DataSettings)]
+    data_names = [item.name for item in fields(DataSettings) if item.name not in WHILE_TRAINING]
     parser.set_defaults(**dict.fromkeys(data_names))  # None: not typed
     values = vars(parser.parse_args(with_switches(parser, argv)))
     options, asked = (
