@@ -187,7 +187,8 @@ def _draw(axes: Axes, panel: Panel, width_in: float, colors: dict[str, str]) -> 
     else:
         _draw_lines(axes, panel, colors)
         nice = {"steps": [1, 2, 2.5, 5, 10]}
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if width_in == WIDE_IN else 5, integer=True, **nice))
+        whole = {"integer": True, "min_n_ticks": 1}  # two ticks beside a single step would be parts of it
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if width_in == WIDE_IN else 5, **whole, **nice))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=panel.whole_x and _is_whole(panel), **nice))
         if _largest(panel) < SMALL or _largest(panel) >= 10_000:
             axes.yaxis.set_major_formatter("{x:g}" if _largest(panel) < SMALL else "{x:,.0f}")
@@ -239,8 +240,6 @@ def _draw_lines(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
             drawstyle="steps-post" if line.is_step else "default", zorder=2 if line.faint else 3,
         )  # fmt: skip
     axes.margins(x=0.02)
-    if panel.whole_x and len({x for line in panel.lines for x in line.x}) == 1:
-        axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x0 + 1)  # else its ticks are parts of an epoch
     low, high = axes.get_ylim()
     if panel.from_zero:
         axes.set_ylim(0, 1.04 * high if high > 0 and any(max(line.y) > 0 for line in panel.lines) else 1)

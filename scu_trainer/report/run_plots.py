@@ -217,11 +217,18 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     )
     title = "Memory in use" + (", all programs" if is_shared else "") + (f" (limit {far}, far above)" if far else "")
     count = sum(len(ooms(run.memory)) for run in found)
+    counted = " or ".join(sorted({_counted(run) for run in found}, reverse=True))
     crosses = f"crosses: out of memory, {count} in all" if count else "never out of memory"
     return [
         Panel(title, "GiB", lines=used, levels=levels, from_zero=True),
-        Panel(f"Micro-batch size ({crosses})", "tokens per micro-batch", lines=sizes, from_zero=True),
+        Panel(f"Micro-batch size ({crosses})", f"{counted} per micro-batch", lines=sizes, from_zero=True),
     ]
+
+
+def _counted(run: RunFiles) -> str:
+    """What its sizes are of: an input without a length counts as one token."""
+    tokens, rows = (points(run.logs, f"memory/{name}_per_chunk")[1] for name in ("tokens", "rows"))
+    return "rows" if tokens and tokens == rows else "tokens"
 
 
 def _limits(runs: Sequence[RunFiles]) -> list[float]:

@@ -11,6 +11,7 @@ from scu_trainer.report.files import RunFiles, newest, points
 from scu_trainer.report.run_plots import in_bits, number, only_measured, ooms
 from scu_trainer.run_files import readable
 from scu_trainer.settings.mixture import shown
+from scu_trainer.settings.tasks import TEXT
 
 NONE = "-"
 
@@ -20,7 +21,6 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
     control = run.metrics.get("regularization") or {}
     cost, strength = control.get("overhead_fraction"), newest(run.control, "lambda")
     speeds = points(run.logs, "throughput/tokens_per_second")[1]
-    base = "the embedded base model" if run.settings else NONE
     return [
         ("status", f"{run.state}: {run.detail}" if run.detail else run.state),
         ("steps", _steps(run)),
@@ -34,9 +34,18 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("out of memory, recovered", _ooms(run)),
         ("training time", duration(run.metrics.get("train_s") or newest(run.logs, "train_runtime"))),
         ("seed", str(run.config.get("seed", NONE))),
-        ("model", str(run.settings.get("model_name_or_path") or run.settings.get("adapter_name_or_path") or base)),
+        ("model", _model(run)),
         ("data", _data(run)),
     ]
+
+
+def _model(run: RunFiles) -> str:
+    named = run.settings.get("model_name_or_path") or run.settings.get("adapter_name_or_path")
+    if named or not run.settings:
+        return str(named or NONE)
+    if run.settings.get("task", TEXT) == TEXT:
+        return "the embedded base model"
+    return ", ".join(filter(None, (run.settings.get("architecture"), "from scratch")))
 
 
 def _loss(run: RunFiles) -> str:

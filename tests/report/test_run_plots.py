@@ -141,6 +141,16 @@ def test_units_of_different_tasks_are_all_named(made, tmp_path):
     assert panels[1].title.startswith("Held-out documents and samples: a dot for each score")
 
 
+def test_an_image_is_a_row_and_its_model_is_no_base_of_ours(tmp_path):
+    pictures = make_run(tmp_path / "pictures", task="image-classification", architecture="resnet18")
+    log = pictures / "log_history.json"
+    log.write_text(
+        log.read_text().replace('"memory/tokens_per_chunk"', '"memory/rows_per_chunk": 1024, "memory/tokens_per_chunk"')
+    )
+    assert plots(pictures)["memory"].panels[1].y_label == "rows per micro-batch"
+    assert dict(key_figures(read_run(pictures, "run")))["model"] == "resnet18, from scratch"
+
+
 def test_a_limit_far_above_is_told_in_the_title(made, tmp_path):
     run = make_run(tmp_path / "run")
     rows = json.loads((run / "log_history.json").read_text())
@@ -334,10 +344,13 @@ def test_any_name_of_a_run_is_in_the_legend_and_leaves_the_axes_their_room(name)
     assert "4e\N{MINUS SIGN}05" in [text.get_text() for text in axes.get_yticklabels()]
 
 
-def test_one_epoch_is_not_cut_into_parts():
-    panel = Panel("Rows", "rows", "epoch", [Line("", [1], [250], marker="o")], whole_x=True)
+@pytest.mark.parametrize("whole_x", [True, False])
+def test_one_epoch_or_step_is_not_cut_into_parts(whole_x):
+    panel = Panel("Rows", "rows", "epoch", [Line("", [1], [250], marker="o")], whole_x=whole_x)
     (axes,) = figure(Plot("rows", "Rows", [panel]), NARROW_IN, THEMES["light"], False).axes
-    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    low, high = axes.get_xlim()
+    shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert shown == [1]
 
 
 @pytest.mark.parametrize("theme", THEMES)
