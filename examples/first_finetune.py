@@ -16,14 +16,15 @@ from scu_trainer.talk.model import loaded
 # ## The file
 #
 # A JSON list (or JSON lines) of rows with `instruction`, `input` and `output`. Other formats are recognized as well;
-# `scu-trainer data --dataset animals.json` shows which one it is, and which tokens are learned.
+# `scu-trainer data --dataset runs/animals.json` shows which one it is, and which tokens are learned.
 
 # %%
 SOUNDS = {"duck": "quack", "cow": "moo", "cat": "meow", "dog": "woof", "sheep": "baa", "owl": "hoo"}
 ASKED = ["What does the {} say?", "Which sound does a {} make?", "Tell me how a {} sounds.", "The sound of a {}?"]
 pairs = [(asked.format(animal), f"The {animal} says {sound}.") for asked in ASKED for animal, sound in SOUNDS.items()]
 rows = [{"instruction": question, "input": "", "output": answer} for question, answer in pairs]
-Path("animals.json").write_text(json.dumps(rows, indent=1))
+Path("runs").mkdir(exist_ok=True)
+Path("runs/animals.json").write_text(json.dumps(rows, indent=1))
 
 # %% [markdown]
 # ## The training
@@ -34,7 +35,7 @@ Path("animals.json").write_text(json.dumps(rows, indent=1))
 
 # %%
 job = {
-    "dataset": "animals.json",
+    "dataset": "runs/animals.json",
     "packing": False,  # a conversation a row
     "validation_split_percentage": 20,
     "num_train_epochs": 30,

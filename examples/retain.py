@@ -18,9 +18,10 @@ from scu_trainer.cli.main import main
 
 # %%
 sums = [{"text": f"{a} plus {b} is {a + b}. " * 8} for a in range(12) for b in range(12)]
-Path("sums.jsonl").write_text("\n".join(json.dumps(row) for row in sums))
+Path("runs").mkdir(exist_ok=True)
+Path("runs/sums.jsonl").write_text("\n".join(json.dumps(row) for row in sums))
 job = {
-    "dataset": "sums.jsonl",
+    "dataset": "runs/sums.jsonl",
     "block_size": 128,
     "retain": "python_docs",
     "retain_documents": 60,

@@ -88,6 +88,9 @@ def test_an_example_runs(name, model, run, tmp_path, monkeypatch, capfd):
         assert all(one in done.stdout for one in ("killed; checkpoints: ['checkpoint-", "resuming from ", said))
         return
     start(monkeypatch, name, words)
+    assert {path.name for path in tmp_path.iterdir()} <= {"runs"}, (
+        "what the page says; nothing of the user's is replaced"
+    )
     assert said in capfd.readouterr().out
 
 
