@@ -358,9 +358,9 @@ class SCUTrainer(Trainer):
         if skips and self.is_world_process_zero():
             tell_of_other_loader(kwargs["train_dataloader"])
         if not self.is_stock:
-            if skips or (is_resumed and position == 0):  # before the order is drawn; the stock loop puts back all else
-                began = EPOCH_START if skips else "."
-                self._load_rng_state(str(Path(kwargs["resume_from_checkpoint"], began)))
+            checkpoint = kwargs["resume_from_checkpoint"] if is_resumed else None
+            if checkpoint is not None and (skips or position == 0):  # the order first; all else follows
+                self._load_rng_state(str(Path(checkpoint, EPOCH_START) if skips else checkpoint))
             self._epoch_began = states()
         run = functools.partial(super()._run_epoch, **kwargs)
         return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
