@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from scu_trainer.board.app import Board
 from scu_trainer.board.folders import link_out, run_below, runs_below
 from scu_trainer.cli.looking import board as command
 from scu_trainer.errors import SettingsError
@@ -232,6 +233,17 @@ def test_it_listens_on_loopback_with_a_new_token_each_time(tmp_path, capsys):
         assert command.main(["--runs_dir", str(tmp_path), "--port", "0"], serve=serve) == 0
         addresses.append(capsys.readouterr().out.split("token=")[1].split()[0])
     assert places == ["127.0.0.1"] * 2 and addresses[0] != addresses[1] and min(map(len, addresses)) >= 40
+
+
+@pytest.mark.parametrize("typed", [[], ["--trust_remote_code"]])
+def test_the_chat_has_the_consent_of_the_command_line(tmp_path, monkeypatch, typed):
+    boards, asked = [], []
+    monkeypatch.setattr("scu_trainer.board.app.Board", lambda *given: boards.append(Board(*given)) or boards[-1])
+    monkeypatch.setattr(command, "stream_answer", lambda *_, **consent: asked.append(consent))
+    serve = lambda app, listening: listening.close()  # noqa: E731
+    assert command.main(["--runs_dir", str(tmp_path), "--port", "0", *typed], serve=serve) == 0
+    boards[0].answer("run", [])
+    assert asked == [{"trust_remote_code": bool(typed), "allow_pickle": False}]
 
 
 def test_a_directory_that_does_not_exist_is_named(tmp_path, capsys):
