@@ -88,13 +88,17 @@ def base_subject(subject: Subject, flag: str = "--against") -> Subject:
         if name is None and subject.task != TEXT:
             raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
         name = found_base(name, Path(subject.source)) if name else _embedded_base(subject)
-    elif "adapter" in made and not is_merged_from(Path(subject.source), Path(made["adapter"])):
-        raise ModelError(
-            f"{subject.name} was merged from an adapter that is no longer in {made['adapter']}, so its base is "
-            f"unknown; give it as a path or Hub id: {flag} PATH_OR_ID"
-        )
     elif made:
-        return base_subject(subject_of(made.get("adapter") or made["source"]), flag)
+        source, lost = made.get("adapter") or made["source"], None
+        if "adapter" in made and not is_merged_from(Path(subject.source), Path(source)):
+            lost = f"merged from an adapter that is no longer in {source}"
+        elif Path(source).is_absolute() and not Path(source).exists():  # else a Hub id
+            lost = f"made from {source}, which is gone"
+        if lost is not None:
+            raise ModelError(
+                f"{subject.name} was {lost}, so its base is unknown; give it as a path or Hub id: {flag} PATH_OR_ID"
+            )
+        return base_subject(subject_of(source), flag)
     else:
         raise ModelError(
             f"{subject.name} is neither an adapter nor part of a run, so its base is unknown; give it as a path or "

@@ -208,7 +208,7 @@ def test_flags_override_the_data_settings_of_a_run(evaluate, work):
 @pytest.mark.parametrize(
     ("kind", "words"), [("lora", ["merge"]), ("full", ["export", "--to", "safetensors"]), ("full", ["prune"])]
 )
-def test_what_was_made_of_a_run_is_scored_on_what_that_held_out(evaluate, work, tmp_path, kind, words):
+def test_what_was_made_of_a_run_is_scored_on_what_that_held_out(evaluate, refused, work, tmp_path, kind, words):
     run, made = shutil.copytree(getattr(work, kind), tmp_path / "run"), tmp_path / "made"
     assert main([*words, str(run), "--output", str(made)]) == 0
     expected, found = evaluate(run, "--against", "base"), evaluate(made, "--dataset", work.documents)
@@ -222,6 +222,10 @@ def test_what_was_made_of_a_run_is_scored_on_what_that_held_out(evaluate, work, 
     found = evaluate(made, "--dataset", work.documents)
     assert found["notes"][-1] == (
         f"{made} was made from {run}, and the run is no longer found there: it may have learned some of these documents"
+    )
+    shutil.rmtree(run)
+    assert "so its base is unknown; give it as a path or Hub id: --against PATH_OR_ID" in refused(
+        made, "--against", "base"
     )
 
 
