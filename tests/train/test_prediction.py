@@ -143,6 +143,35 @@ def test_a_prediction_step_of_ones_own_is_put_together_as_it_says_itself(tmp_pat
     assert scores(with_loops(MeanOfRows), MemorySettings()) == pytest.approx(scores(MeanOfRows), rel=1e-6)
 
 
+class OwnFormula(Trainer):
+    """A loss whose parts nobody knows, and a prediction_step that gives it as training does."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs, targets = model(input_ids=inputs["input_ids"]), inputs["labels"][:, 1:]
+        costs = -outputs.logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        loss = (costs * targets.ne(-100)).sum() / targets.ne(-100).sum()
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+
+def test_where_all_rows_cost_the_same_the_gradient_tells_how_a_loss_of_ones_own_adds_up(tmp_path):
+    def scores(kind: type[Trainer], memory=None) -> list[float]:
+        rows, given = mostly_prompts(), {} if memory is None else {"memory": memory, "memory_gauge": FakeGauge(2**40)}
+        trainer = kind(tiny.llama(), arguments(tmp_path, **BATCH), data_collator=tiny.pad, **given)
+        head = trainer.model.lm_head.weight.data
+        learned = head.clone()
+        with contextlib.nullcontext() if memory is None else fail_above_tokens(trainer.model, 40):
+            head.zero_()
+            first = trainer.evaluate(rows)["eval_loss"]
+            head.copy_(learned)
+            return [first, trainer.evaluate(rows)["eval_loss"]]
+
+    assert scores(with_loops(OwnFormula), MemorySettings()) == pytest.approx(scores(OwnFormula), rel=1e-6)
+
+
 def test_the_size_that_fitted_is_kept(tmp_path):
     trainer = make_trainer("causal", tmp_path, MemorySettings())
     with too_small(trainer, "causal") as tried:

@@ -61,7 +61,7 @@ def optimizer_state(trainer) -> dict[str, torch.Tensor]:
         ("full", "sparse"),
     ],
 )
-def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, model, law):
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, model, law, caplog):
     make, settings = MODELS[model], LAWS[law]
     whole = trained(make(), tmp_path / "whole", settings, **STEPS)
     trained(make(), tmp_path / "parts", settings, callbacks=[StopAt(3)], **STEPS)
@@ -69,6 +69,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, model, law):
     resumed = trained(make(seed=9), tmp_path / "parts", settings, resume=True, **STEPS)
 
     assert resumed.state.global_step == 6
+    assert "accelerate replaces" not in caplog.text
     assert same(weights_of(resumed.model), weights_of(whole.model))
     assert same(optimizer_state(resumed), optimizer_state(whole))
     assert same(resumed.regularizer.prior.state_dict(), whole.regularizer.prior.state_dict())
