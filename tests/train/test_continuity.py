@@ -106,6 +106,19 @@ def test_a_sampler_that_does_not_follow_data_seed_follows_seed(other):
     assert change.name == "seed" and "another order" in change.consequence
 
 
+@pytest.mark.parametrize("is_command", [True, False])
+def test_another_kind_of_sampler_draws_another_order(is_command):
+    kinds = [{"use_seedable_sampler": is_seeded} for is_seeded in (True, False)]
+    (change,) = changes(*[before(**({"accelerator_config": kind} if is_command else kind)) for kind in kinds])
+    assert "the rows of this epoch come in another order" in change.line
+    assert changes(before(accelerator_config=None), before(use_seedable_sampler=True)) == []
+
+
+def test_what_a_trainer_tells_of_its_sampler_is_short(tmp_path):
+    told = subject.facts_of_arguments(TrainingArguments(str(tmp_path), use_cpu=True))["configuration"]
+    assert told["use_seedable_sampler"] is True and "accelerator_config" not in told
+
+
 def test_as_many_rows_in_a_step_are_the_same_rows():
     was = before(per_device_train_batch_size=2, gradient_accumulation_steps=2)
     for now, text in (((4, 1), "the same rows"), ((2, 4), "another order")):

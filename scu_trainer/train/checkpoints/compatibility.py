@@ -68,6 +68,7 @@ ORDER = frozenset(
 )
 ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 WORKERS = "dataloader_num_workers"
+LAUNCHED, SEEDABLE = "accelerator_config", "use_seedable_sampler"
 SPLIT = "the seed of the split"
 SHARED_STREAM = "where they share a stream, its rows come in another order, so some are seen twice or not at all"
 DATA = frozenset(
@@ -116,9 +117,8 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
 def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:
     """What decides which rows a step gets and how the optimizer moves: the part of a description that a trainer
     without a command can give."""
-    names = sorted(ORDER | CARRIED | SCHEDULE | {"optim", WORKERS, "accelerator_config"})
-    found = {name: getattr(arguments, name) for name in names}
-    found["accelerator_config"] = arguments.accelerator_config.to_dict()
+    found = {name: getattr(arguments, name) for name in sorted(ORDER | CARRIED | SCHEDULE | {"optim", WORKERS})}
+    found[SEEDABLE] = arguments.accelerator_config.use_seedable_sampler
     return {"configuration": found, "world_size": arguments.world_size}
 
 
@@ -225,11 +225,17 @@ def _is_shuffled_alone(configuration: Mapping[str, Any]) -> bool:
     return configuration.get("train_sampling_strategy", "random") in ("random", "sequential")
 
 
+def _is_seeded(configuration: Mapping[str, Any]) -> bool:
+    """Of a command, which keeps its ``accelerator_config``, or of a trainer."""
+    launched = configuration.get(LAUNCHED)
+    return (launched if isinstance(launched, dict) else configuration).get(SEEDABLE, True)
+
+
 def _seed_of_rows(configuration: Mapping[str, Any]) -> Any:
     """A sampler without a seed of its own draws from the generator of the process, whatever data_seed says."""
-    seed, data_seed, launched = map(configuration.get, ("seed", "data_seed", "accelerator_config"))
-    is_seeded = not isinstance(launched, dict) or launched.get("use_seedable_sampler", True)
-    return seed if data_seed is None or not is_seeded or not _is_shuffled_alone(configuration) else data_seed
+    seed, data_seed = map(configuration.get, ("seed", "data_seed"))
+    follows_seed = data_seed is None or not _is_seeded(configuration) or not _is_shuffled_alone(configuration)
+    return seed if follows_seed else data_seed
 
 
 def _rows_of_a_step(facts: Mapping[str, Any]) -> Optional[int]:
@@ -255,7 +261,7 @@ def _setting(name: str, before: Any, now: Any, keeps: Collection[str], has_plan:
         text = "this epoch ends with the rows that were planned for it, later ones follow the new setting"
     elif name in keeps:
         text = "a step takes the same rows as before, in other batches"
-    elif name in ORDER:
+    elif name in ORDER or _is_seeded({name: before}) != _is_seeded({name: now}):
         text = "the rows of this epoch come in another order, so some are seen twice or not at all"
     elif name == "scu_target_s" and now is None:
         text = f"S is measured from here on and no longer steered; give scu_target_s: {before} to hold it as before"
