@@ -11,6 +11,7 @@ from scu_trainer.cli.main import main
 from scu_trainer.settings import ModelSettings
 from scu_trainer.talk.answers import AnswerSettings, stream
 from scu_trainer.talk.model import loaded
+from scu_trainer.train.run_directory.resume import latest_run
 
 # %% [markdown]
 # ## The file
@@ -22,16 +23,14 @@ from scu_trainer.talk.model import loaded
 SOUNDS = {"duck": "quack", "cow": "moo", "cat": "meow", "dog": "woof", "sheep": "baa", "owl": "hoo"}
 ASKED = ["What does the {} say?", "Which sound does a {} make?", "Tell me how a {} sounds.", "The sound of a {}?"]
 pairs = [(asked.format(animal), f"The {animal} says {sound}.") for asked in ASKED for animal, sound in SOUNDS.items()]
-rows = [{"instruction": question, "input": "", "output": answer} for question, answer in pairs]
 Path("runs").mkdir(exist_ok=True)
-Path("runs/animals.json").write_text(json.dumps(rows, indent=1))
+Path("runs/animals.json").write_text(json.dumps([{"instruction": q, "input": "", "output": a} for q, a in pairs]))
 
 # %% [markdown]
 # ## The training
 #
-# These are flags of `scu-trainer train` and keys of its YAML file, as are all fields of transformers'
-# `TrainingArguments`. LoRA is the default; `--tuning full` trains all weights. Without `--model_name_or_path` the model
-# is a small one that is made here from Python's documentation: it knows nothing of animals.
+# Flags of `scu-trainer train`, or keys of its YAML file, as all fields of `TrainingArguments` are. LoRA is the default.
+# Without `--model_name_or_path` the model is a small one, made here from Python's documentation: it knows no animals.
 
 # %%
 job = {
@@ -50,10 +49,11 @@ if code := main(["train", *(f"--{name}={value}" for name, value in job.items()),
 # %% [markdown]
 # ## The answers
 #
-# `runs/animals` has the adapter, the tokenizer, logs and a model card. For a conversation, beside the answers of the
-# model that it was tuned from: `scu-trainer chat runs/animals --against base`.
+# `runs/animals` (`runs/animals-2` the second time) has the adapter, the tokenizer, logs and a model card. For a
+# conversation, beside the answers of the base: `scu-trainer chat runs/animals --against base`.
 
 # %%
-talker = loaded("runs/animals", ModelSettings(model_name_or_path="runs/animals"))
+run = str(latest_run(Path("runs/animals")))
+talker = loaded(run, ModelSettings(model_name_or_path=run))
 prompt = talker.encoded([{"role": "user", "content": "What does the duck say?"}])
 print("asked about the duck:", "".join(stream(talker, prompt, AnswerSettings(max_new_tokens=40))))

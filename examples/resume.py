@@ -17,6 +17,8 @@ from pathlib import Path
 
 # %%
 RUN = Path("runs/resume")
+if RUN.exists():
+    sys.exit(f"{RUN} is there from before, with checkpoints; remove it, or start this in another folder")
 command = [sys.executable, "-m", "scu_trainer.cli.main", "train", "--config", "scu_lora", "--output_dir", str(RUN)]
 command += ["--max_steps", "12", "--warmup_steps", "2", "--save_steps", "4", "--eval_strategy", "no", *sys.argv[1:]]
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from scu_trainer.cli.main import main
+from scu_trainer.train.run_directory.resume import latest_run
 
 # %% [markdown]
 # ## What is to be learned, and what is to be kept
@@ -40,5 +41,6 @@ if code := main(["train", *(f"--{name}={value}" for name, value in job.items()),
 # scaling the update. The verdict is from anchor documents that no decision used.
 
 # %%
-retention = json.loads(Path("runs/retain/scu_metrics.json").read_text())["retention"]
+run = latest_run(Path("runs/retain"))  # runs/retain-2 the second time
+retention = json.loads((run / "scu_metrics.json").read_text())["retention"]
 print(f"lost on the anchor: {retention['lost_bits']['value']:.3f} of {retention['budget_bits']} bits per token")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from scu_trainer.cli.main import main
+from scu_trainer.train.run_directory.resume import latest_run
 
 # %% [markdown]
 # ## Training
@@ -27,5 +28,6 @@ if code := main(["train", "--config", "resnet", "--output_dir", "runs/vision", *
 # `--curriculum noise_guard`; `scu-trainer report runs/vision` draws the run.
 
 # %%
-metrics = json.loads(Path("runs/vision/scu_metrics.json").read_text())
+run = latest_run(Path("runs/vision"))  # runs/vision-2 the second time
+metrics = json.loads((run / "scu_metrics.json").read_text())
 print("accuracy on what was held out:", metrics["held_out_accuracy_after"]["value"])

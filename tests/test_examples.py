@@ -40,6 +40,7 @@ EXAMPLES = {
     "trl_sft": (["{model}"], "the model is in runs/sft"),
     "vision": (["--dataset_size", "40", *SHORT], "accuracy on what was held out: "),
 }
+SHOW_THEIR_RUN = {"first_finetune": "animals", "qlora_cpu": "qlora_cpu", "retain": "retain", "vision": "vision"}
 # TRL says so of its own defaults.
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -81,6 +82,9 @@ def test_an_example_runs(name, model, run, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("STEPS", "6")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     words = [word.format(model=model, run=run) for word in words]
+    if name in SHOW_THEIR_RUN:
+        (tmp_path / "runs" / SHOW_THEIR_RUN[name]).mkdir(parents=True)
+        (tmp_path / "runs" / SHOW_THEIR_RUN[name] / "mine.txt").write_text("in the way, so the run goes beside it")
     if name == "resume":  # it starts Python twice, which forks
         code = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path({str(FOLDER / 'resume.py')!r})"
         done = processes.launch(["-c", code, *words])
@@ -99,6 +103,13 @@ def test_an_example_without_the_run_that_it_needs_says_how_to_call_it(name, monk
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with pytest.raises(SystemExit, match=f"python examples/{name}.py runs/animals"):
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+def test_a_training_that_was_killed_before_is_not_shown_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "resume" / "checkpoint-4").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="remove it"):
+        runpy.run_path(str(FOLDER / "resume.py"), run_name="__main__")
 
 
 @pytest.fixture(scope="module")
