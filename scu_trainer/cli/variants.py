@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("names", nargs="*", metavar="NAME", help="paths to run; default: all")
     parser.add_argument("--list", action="store_true", help="show what each path does and needs, and stop")
     parser.add_argument("--limit", help="memory of the device that may be used, such as 4GB or 39GiB")
-    parser.add_argument("--tuning", choices=("lora", "full"), default="lora", help="with --limit: what is trained")
+    parser.add_argument("--tuning", choices=("lora", "full"), help="with --limit: what is trained; default: lora")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each path; default: 8")
     parser.add_argument(
         "--config", type=recipe, help="your own job; default: a Llama of 30 million weights on docstrings"
@@ -60,6 +60,11 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     console = plain_console()
     chosen = _chosen(options)
+    if options.tuning is not None and (options.names or options.limit is None):
+        raise SettingsError(
+            "tuning is for --limit without names of paths, where it says which are tried; drop it"
+            + ("" if options.names else ", or add --limit")
+        )
     has_gpu = has_cuda()
     if options.list:
         titles = ("variant", "what it saves or is for", "here")
@@ -189,7 +194,9 @@ def record(outcomes: Sequence[Outcome], plan: VariantPlan, argv: Sequence[str]) 
 
 def _search(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: bool, console) -> int:
     limit_gb = size_in_gib("limit", options.limit)
-    wanted = [one for one in chosen if options.names or (one.tuning == options.tuning and one.processes == 1)]
+    wanted = [
+        one for one in chosen if options.names or (one.tuning == (options.tuning or "lora") and one.processes == 1)
+    ]
     limited = replace(plan, extra=(*plan.extra, "--memory_limit_gb", f"{limit_gb:.6g}"))
     console.print(f"limit {limit_gb:.2f} GiB, {len(wanted)} paths in order of speed", soft_wrap=True)
     found, attempts = first_that_fits(

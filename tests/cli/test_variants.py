@@ -98,6 +98,8 @@ def test_a_failure_is_not_told_as_too_little_memory(no_training, capsys, monkeyp
         (["--limit", "much"], "limit is 'much'; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB"),
         (["--steps", "1"], "steps is 1; it must be 2 or more"),
         (["--config", "/no/such.yaml"], "cannot read the configuration /no/such.yaml"),
+        (["--tuning", "full"], "where it says which are tried; drop it, or add --limit"),
+        (["lora", "--limit", "1GB", "--tuning", "full"], "where it says which are tried; drop it\n"),
         (["--color"], "unknown option --color"),
         (["--limt", "4GB"], "unknown option --limt (did you mean '--limit'?)"),
     ],

@@ -62,7 +62,7 @@ def _parser() -> Parser:
         "--dataset", help="for a model without a run: the data to weigh units by, a split of which is scored"
     )
     parser.add_argument("--block_size", type=int, help="tokens in a row of that dataset")
-    parser.add_argument("--seed", type=int, default=0, help="seed of that split (default: 0)")
+    parser.add_argument("--seed", type=int, help="for a model without a run: seed of that split; default: 0")
     add_consent(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
@@ -75,12 +75,14 @@ def main(argv: list[str]) -> int:
         raise SettingsError(f"amount is {typed.amount:g}; allowed: above 0 and below 1, such as 0.25")
     subject = subject_of(typed.run).consenting(typed, device_map=None, tuning="lora")  # the type of the files stays
     _require_prunable(subject, typed.dataset)
+    if typed.seed is not None and of_its_run(subject).run is not None:
+        raise SettingsError(f"seed has no effect on {subject.name}: its run decided what was held out; drop it")
     source = Path(subject.source)
     output = source.parent / f"{source.name}-pruned" if typed.output is None else Path(typed.output)
     output = output.expanduser().absolute()
     require_new(output)
     of_data = {name: getattr(typed, name) for name in ("dataset", "block_size") if getattr(typed, name) is not None}
-    facts = prune(subject, output, typed.amount, typed.units, of_data, typed.seed)
+    facts = prune(subject, output, typed.amount, typed.units, of_data, typed.seed or 0)
     print(json.dumps(facts) if typed.json else screen(facts, _job_flags(subject, typed.dataset)))
     return 0
 
