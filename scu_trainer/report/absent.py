@@ -39,7 +39,8 @@ def why_half_a_loss(run: RunFiles) -> str:
     if is_evaluated:
         return why_no_row(run)
     strategy = f" (eval_strategy: {run.settings['eval_strategy']})" if "eval_strategy" in run.settings else ""
-    return f"no evaluation {'yet' if run.is_alive else 'during training'}{strategy}"
+    between = "scores on the way, for there was " if run.metrics.get("held_out_bpt_before") else ""
+    return f"{between}no evaluation {'yet' if run.is_alive else 'during training'}{strategy}"
 
 
 def _is_logged(run: RunFiles, *names: str) -> bool:

@@ -121,6 +121,10 @@ def test_a_run_that_was_never_evaluated_says_so(made, tmp_path):
     run = make_run(tmp_path / "run", eval_strategy="no")
     rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
     (run / "log_history.json").write_text(json.dumps(rows))
+    assert plots(run)["loss"].notes == [
+        "scores on the way, for there was no evaluation during training (eval_strategy: no)"
+    ]
+    (run / "scu_metrics.json").unlink()  # with the scores before and after, which are drawn
     assert plots(run)["loss"].notes == ["no evaluation during training (eval_strategy: no)"]
     assert plots(made / "one", run)["loss"].notes == ["run: no evaluation during training (eval_strategy: no)"]
     names = [f"copy-{number}" for number in range(10)]
