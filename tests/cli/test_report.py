@@ -324,6 +324,14 @@ def test_pages_are_accessible(made, chromium):
             assert [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found] == [], place
 
 
+def test_the_verdict_of_a_comparison_is_seen_in_a_window_of_half_a_screen(made, chromium):
+    with visit(chromium, made / "study/report/index.html", 1000, "light") as seen:
+        assert (
+            seen.page.evaluate("(table => table.scrollWidth - table.clientWidth)(document.querySelector('.scroll'))")
+            == 0
+        )
+
+
 def test_pages_are_whole_quiet_and_fit_every_window(made, chromium):
     pages = {made / "one/report/index.html": KEYS, made / "both/index.html": KEYS,
              made / "study/report/index.html": COMPARED}  # fmt: skip
