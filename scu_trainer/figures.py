@@ -144,7 +144,9 @@ def _perplexity(metrics: Mapping[str, Any]) -> Change:
     before, after = (interval({"value": perplexity(bits.get("value"))}, ",.1f") for bits in found[:2])
     ratios = {name: perplexity(found[2].get(name)) for name in ("value", "low", "high")}
     percent = {name: None if ratio is None else ratio - 1.0 for name, ratio in ratios.items()}
-    return Change("held-out perplexity", before, after, interval(percent, "+.1%"))
+    smallest = min((ratio for ratio in ratios.values() if ratio and ratio < 1.0), default=1.0)
+    digits = max(1, math.ceil(-math.log10(100 * smallest)))  # so many that nothing falls by "100.0%"
+    return Change("held-out perplexity", before, after, interval(percent, f"+.{digits}%"))
 
 
 def perplexity(bits: Optional[float]) -> Optional[float]:

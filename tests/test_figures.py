@@ -38,6 +38,11 @@ def test_of_text_bits_and_perplexity():
     assert before_and_after(TEXT)[0].short == ("held-out bits per token", "3.000", "2.000", "-1.000 (-1.100 to -0.900)")
 
 
+def test_a_perplexity_falls_by_less_than_all_of_it():
+    fallen = {**TEXT, "held_out_bpt_change": {"value": -11.175, "low": -11.989, "high": -10.219}}
+    assert before_and_after(fallen)[1].change == "-99.96% (-99.98% to -99.92%)"
+
+
 def test_of_classes_accuracy_in_points_and_no_perplexity():
     accuracy = {
         f"held_out_accuracy_{when}": interval(v) for when, v in (("before", 0.2), ("after", 0.7), ("change", 0.5))
