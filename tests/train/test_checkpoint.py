@@ -309,6 +309,8 @@ def test_without_a_whole_one_it_is_refused(copy):
         CheckpointError, match=r"no checkpoint to resume from \(checkpoint-4 is skipped: .*checkpoint-2"
     ):
         trained(llama(), copy, max_steps=5, resume=True, **LOOPS)
+    with pytest.raises(CheckpointError, match=r"cannot be resumed from: .*start over without it \(--no_resume\)"):
+        trained(llama(), copy, max_steps=5, resume=str(copy / "checkpoint-4"), **LOOPS)
 
 
 def test_a_torn_one_that_is_named_is_refused(copy):

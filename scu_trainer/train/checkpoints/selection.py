@@ -11,7 +11,7 @@ from typing import Any, Optional
 from scu_trainer.errors import CheckpointError, StorageError
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.findings import Findings, examine
-from scu_trainer.train.checkpoints.format import named_as_one, step_of
+from scu_trainer.train.checkpoints.format import checkpoints, named_as_one, step_of
 
 logger = logging.getLogger("scu_trainer")
 
@@ -67,9 +67,19 @@ def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, is_mai
         return wanted
     found = examine(Path(wanted), None, weights_only, hashes=is_main)
     if found.damage is not None:
-        raise CheckpointError(f"{wanted} cannot be resumed from: {found.damage}")
+        raise damaged(Path(wanted), found.damage, weights_only)
     _warn(Path(wanted), found, is_main)
     return str(wanted)
+
+
+def damaged(checkpoint: Path, damage: str, weights_only: bool) -> CheckpointError:
+    """For one that was named, with what to give instead."""
+    others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
+    whole = next((path for path in others if examine(path, None, weights_only).fault is None), None)
+    instead = "no other checkpoint next to it is complete; start over without it (--no_resume)"
+    if whole is not None:
+        instead = f"use resume_from_checkpoint: {whole}, which is complete"
+    return CheckpointError(f"{checkpoint} cannot be resumed from: {damage}; {instead}")
 
 
 def _warn(checkpoint: Path, found: Findings, tells: bool) -> None:

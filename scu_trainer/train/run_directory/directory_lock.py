@@ -10,13 +10,13 @@ from typing import Any, Optional, TypeVar
 
 from transformers import TrainingArguments
 
-from scu_trainer.errors import RUN_AGAIN, CheckpointError, StorageError, UserError
+from scu_trainer.errors import RUN_AGAIN, StorageError, UserError
 from scu_trainer.figures import first_few
 from scu_trainer.settings.base import require, short
 from scu_trainer.train.checkpoints.compatibility import OF_A_MACHINE, changed_settings
 from scu_trainer.train.checkpoints.findings import examine, step_inside
-from scu_trainer.train.checkpoints.format import checkpoints, clear_staging, set_aside
-from scu_trainer.train.checkpoints.selection import whole_checkpoint
+from scu_trainer.train.checkpoints.format import clear_staging, set_aside
+from scu_trainer.train.checkpoints.selection import damaged, whole_checkpoint
 from scu_trainer.train.checkpoints.writer import is_write_error
 from scu_trainer.train.run_directory.resume import (
     Request,
@@ -112,12 +112,7 @@ def _checked(start: Start, request: Request) -> Start:
     checkpoint = Path(str(start.checkpoint))
     found = examine(checkpoint, None, request.weights_only)
     if found.damage is not None:
-        others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
-        whole = next((path for path in others if examine(path, None, request.weights_only).fault is None), None)
-        instead = "no other checkpoint next to it is complete"
-        if whole is not None:
-            instead = f"use resume_from_checkpoint: {whole}, which is complete"
-        raise CheckpointError(f"{checkpoint} cannot be resumed from: {found.damage}; {instead}")
+        raise damaged(checkpoint, found.damage, request.weights_only)
     return start
 
 
