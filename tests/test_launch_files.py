@@ -15,7 +15,10 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import OffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import TrainingArguments
 
+from scu_trainer.errors import SettingsError
+from scu_trainer.train.job.checks import check_launcher
 from tests import processes
 from tests.tiny import llama
 
@@ -97,6 +100,11 @@ def plugin(monkeypatch) -> FullyShardedDataParallelPlugin:
         monkeypatch.setenv(name, environment[name])
     assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
     return FullyShardedDataParallelPlugin()
+
+
+def test_fsdp2_without_a_gpu_says_what_to_take(plugin, tmp_path):
+    with pytest.raises(SettingsError, match="or a machine with GPUs and no use_cpu"):
+        check_launcher(TrainingArguments(str(tmp_path), use_cpu=True))
 
 
 def test_fsdp2_says_what_is_written(plugin, caplog):

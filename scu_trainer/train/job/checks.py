@@ -56,7 +56,7 @@ def check_launcher(training: TrainingArguments) -> None:
     require(
         not (training.use_cpu and parse_flag_from_env("ACCELERATE_USE_FSDP")),
         "FSDP has no effect on a CPU (accelerate would silently train data parallel); use "
-        "accelerate_configs/cpu_2_processes.yaml, or drop use_cpu",
+        "accelerate_configs/cpu_2_processes.yaml, or a machine with GPUs and no use_cpu",
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     require(
