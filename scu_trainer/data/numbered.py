@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Optional
 import numpy
 import torch
 
-from scu_trainer.data.random_states import own_generators, states_kept
+from scu_trainer.data.random_states import GENERATORS, of_generator, own_generators, states_kept
 from scu_trainer.errors import DataError
 
 SAMPLE_INDEX = "sample_index"
@@ -124,6 +125,16 @@ def content_crc32(rows: Any) -> Optional[int]:
         numbers = numpy.linspace(0, len(rows) - 1, num=min(ROWS_TO_CHECK, len(rows)), dtype=int).tolist()
         first, again = (_crc32_of([rows[number] for number in part]) for part in (numbers[:2], numbers[:2]))
         return _crc32_of([rows[number] for number in numbers]) if first == again else None
+
+
+def draws(rows: Any, collate: Callable[[list[Any]], Any]) -> bool:
+    """Whether the same rows give another batch when they are read again. RNG is left as it was, and ``collate`` too."""
+    own = [of_generator(value) for value in vars(rows).values() if isinstance(value, GENERATORS)]
+    with states_kept():
+        batches = [copy.deepcopy(collate)([rows[i] for i in range(min(len(rows), ROWS_TO_CHECK))]) for _ in range(2)]
+    for put_back in filter(None, own):
+        put_back()
+    return _crc32_of(batches[:1]) != _crc32_of(batches[1:])
 
 
 def _crc32_of(rows: Sequence[Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import has_length
 
+from scu_trainer.data.numbered import Numbered, draws
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.checkpoints.compatibility import tell_of_changes
@@ -94,9 +96,17 @@ def tell_of_no_step(trainer: Any) -> None:
     logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
 
 
-def tell_of_other_loader(loader: Any) -> None:
-    """Of a run that resumes within an epoch: accelerate skips what was trained by making a plain DataLoader from the
-    dataset and batch sampler of ``loader``, whatever that does beyond."""
+def tell_of_loader(loader: Any, skips: bool) -> None:
+    """What a run that resumes does not get from ``loader`` as before. ``skips``: it resumes within an epoch."""
+    if skips:
+        _tell_of_other_loader(loader)
+    if skips or getattr(loader, "persistent_workers", False):
+        _tell_of_draws(loader)
+
+
+def _tell_of_other_loader(loader: Any) -> None:
+    """Accelerate skips what was trained by making a plain DataLoader from the dataset and batch sampler of ``loader``,
+    whatever that does beyond."""
     owner = next((kind for kind in type(loader).__mro__ if "__iter__" in vars(kind)), type(loader))
     if not comes_from(owner, "torch", "accelerate", "scu_trainer"):
         logger.warning(
@@ -105,6 +115,22 @@ def tell_of_other_loader(loader: Any) -> None:
             "may end before its last step. To continue exactly, resume from a checkpoint at the end of an epoch "
             "(save_strategy: epoch)",
             *[type(loader).__name__] * 2,
+        )
+
+
+def _tell_of_draws(loader: Any) -> None:
+    """Random numbers that were drawn for rows, and that no checkpoint holds."""
+    rows, draw = getattr(loader, "dataset", None), False
+    if isinstance(rows, Numbered) or isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows):
+        return
+    with contextlib.suppress(Exception):  # the training reads these rows as well, and raises what is to be raised
+        draw = draws(rows, loader.collate_fn)
+    if draw:
+        logger.warning(
+            "the dataset or its collator draws at random (masks, augmentation), and checkpoints do not hold what the "
+            "loader had drawn: until this epoch ends, and with dataloader_persistent_workers after it, rows are drawn "
+            "otherwise than in an uninterrupted run. With curriculum=CurriculumSettings('none') they depend on seed, "
+            "epoch and batch alone, and a run resumes exactly"
         )
 
 

@@ -59,8 +59,8 @@ from scu_trainer.train.resuming import (
     check_resume,
     owes_evaluation,
     place_in_stream,
+    tell_of_loader,
     tell_of_no_step,
-    tell_of_other_loader,
     tell_of_resume,
 )
 from scu_trainer.train.step.distributed.sharded import is_sharded
@@ -344,7 +344,8 @@ class SCUTrainer(Trainer):
             self.control.should_training_stop = True
             return None
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
-        if is_resumed and not self.is_stock and owes_evaluation(self.state, self.args):
+        is_at_start = is_resumed and kwargs["steps_trained_in_current_epoch"] == 0
+        if is_at_start and not self.is_stock and owes_evaluation(self.state, self.args):
             self._load_rng_state(kwargs["resume_from_checkpoint"])
             self._end_epoch(kwargs["model"], kwargs["trial"], kwargs["start_time"], kwargs["ignore_keys_for_eval"])
             if self.control.should_training_stop:
@@ -355,8 +356,8 @@ class SCUTrainer(Trainer):
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped) or {}
         position = kwargs["steps_trained_in_current_epoch"]
         skips = is_resumed and position > 0 and not self.args.ignore_data_skip
-        if skips and self.is_world_process_zero():
-            tell_of_other_loader(kwargs["train_dataloader"])
+        if is_resumed and self.is_world_process_zero():
+            tell_of_loader(kwargs["train_dataloader"], skips)
         if not self.is_stock:
             checkpoint = kwargs["resume_from_checkpoint"] if is_resumed else None
             if checkpoint is not None and (skips or position == 0):  # the order first; all else follows

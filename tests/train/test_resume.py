@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import TrainerCallback, default_data_collator
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.settings import CurriculumSettings
 from scu_trainer.settings import RegularizationSettings as Settings
 from tests.tiny import Rows, llama, lora, same, trained, weights_of
 
@@ -152,6 +153,25 @@ def test_an_epoch_that_was_saved_before_its_evaluation_is_evaluated(tmp_path, ca
         told = "was saved before the evaluation at the end of its epoch" in caplog.text
         runs[name] = same(weights_of(resumed.model), weights_of(whole.model)), losses[0] == losses[1], told
     assert runs == {"ours": (True, True, False), "stock": (step == 16, False, True)}
+
+
+def masked(rows):
+    batch = default_data_collator(rows)
+    return {**batch, "input_ids": batch["input_ids"].where(torch.rand(batch["input_ids"].shape) < 0.8, 2)}
+
+
+@pytest.mark.parametrize("curriculum", [None, CurriculumSettings("none")])
+@pytest.mark.parametrize("collate", [default_data_collator, masked])
+def test_masks_that_no_checkpoint_holds_are_told(tmp_path, caplog, collate, curriculum):
+    given = {"max_steps": 6, "data_collator": collate, "curriculum": curriculum}
+    whole = trained(llama(), tmp_path / "whole", **given)
+    trained(llama(), tmp_path / "parts", callbacks=[StopAt(3)], **given)
+    before = caplog.text
+    resumed = trained(llama(), tmp_path / "parts", resume=True, **given)
+    is_exact = curriculum is not None or collate is default_data_collator
+    assert same(weights_of(resumed.model), weights_of(whole.model)) is is_exact
+    assert ("the dataset or its collator draws at random" in caplog.text) is not is_exact
+    assert "draws at random" not in before
 
 
 def test_rows_after_the_checkpoint_are_written_again(tmp_path):
