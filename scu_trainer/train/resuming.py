@@ -100,8 +100,15 @@ def tell_of_loader(loader: Any, skips: bool) -> None:
     """What a run that resumes does not get from ``loader`` as before. ``skips``: it resumes within an epoch."""
     if skips:
         _tell_of_other_loader(loader)
-    if skips or getattr(loader, "persistent_workers", False):
+    persists = getattr(loader, "persistent_workers", False)
+    if skips or persists:
         _tell_of_draws(loader)
+    if persists:
+        logger.warning(
+            "dataloader_persistent_workers: the workers start again, and take a random number of the process for it, "
+            "which in an uninterrupted run they do not: dropout, and what workers draw, may differ from here on. To "
+            "resume exactly, train with dataloader_persistent_workers: false"
+        )
 
 
 def _tell_of_other_loader(loader: Any) -> None:

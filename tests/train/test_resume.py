@@ -174,6 +174,16 @@ def test_masks_that_no_checkpoint_holds_are_told(tmp_path, caplog, collate, curr
     assert "draws at random" not in before
 
 
+@pytest.mark.parametrize("persists", [False, True])
+def test_workers_that_persist_are_told_not_to_resume_exactly(tmp_path, caplog, persists):
+    given = {"max_steps": 10, "dataloader_num_workers": 1, "dataloader_persistent_workers": persists}
+    whole = trained(MODELS["lora"](), tmp_path / "whole", LAWS["model"], **given)
+    trained(MODELS["lora"](), tmp_path / "parts", LAWS["model"], callbacks=[StopAt(8)], **given)
+    resumed = trained(MODELS["lora"](), tmp_path / "parts", LAWS["model"], resume=True, **given)
+    assert same(weights_of(resumed.model), weights_of(whole.model)) is not persists
+    assert ("dataloader_persistent_workers: the workers start again" in caplog.text) is persists
+
+
 def test_rows_after_the_checkpoint_are_written_again(tmp_path):
     """The run went on after its checkpoint before it was killed: its later rows go."""
     settings = LAWS["model"]
