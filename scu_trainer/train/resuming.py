@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import warnings
@@ -96,12 +95,13 @@ def tell_of_no_step(trainer: Any) -> None:
     logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
 
 
-def tell_of_loader(loader: Any, skips: bool) -> None:
-    """What a run that resumes does not get from ``loader`` as before. ``skips``: it resumes within an epoch."""
+def tell_of_loader(loader: Any, skips: bool, is_stock: bool) -> None:
+    """What a run that resumes does not get from ``loader`` as before. ``skips``: it resumes within an epoch.
+    ``is_stock``: every loop is off, so no row is read that the stock Trainer does not read."""
     if skips:
         _tell_of_other_loader(loader)
     persists = getattr(loader, "persistent_workers", False)
-    if skips or persists:
+    if not is_stock and (skips or persists):
         _tell_of_draws(loader)
     if persists:
         logger.warning(
@@ -130,8 +130,10 @@ def _tell_of_draws(loader: Any) -> None:
     rows, draw = getattr(loader, "dataset", None), False
     if isinstance(rows, Numbered) or isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows):
         return
-    with contextlib.suppress(Exception):  # the training reads these rows as well, and raises what is to be raised
+    try:
         draw = draws(rows, loader.collate_fn)
+    except Exception as error:  # of somebody's code: the training reads rows as well, and raises what is to be raised
+        logger.debug("whether rows draw at random cannot be told: %r", error)
     if draw:
         logger.warning(
             "the dataset or its collator draws at random (masks, augmentation), and checkpoints do not hold what the "

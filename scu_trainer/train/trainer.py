@@ -357,7 +357,7 @@ class SCUTrainer(Trainer):
         position = kwargs["steps_trained_in_current_epoch"]
         skips = is_resumed and position > 0 and not self.args.ignore_data_skip
         if is_resumed and self.is_world_process_zero():
-            tell_of_loader(kwargs["train_dataloader"], skips)
+            tell_of_loader(kwargs["train_dataloader"], skips, self.is_stock)
         if not self.is_stock:
             checkpoint = kwargs["resume_from_checkpoint"] if is_resumed else None
             if checkpoint is not None and (skips or position == 0):  # the order first; all else follows

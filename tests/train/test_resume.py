@@ -11,7 +11,7 @@ from transformers import TrainerCallback, default_data_collator
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_json, read_rows
-from scu_trainer.settings import CurriculumSettings
+from scu_trainer.settings import CurriculumSettings, SafetySettings
 from scu_trainer.settings import RegularizationSettings as Settings
 from tests.tiny import Rows, llama, lora, same, trained, weights_of
 
@@ -163,7 +163,7 @@ def masked(rows):
 @pytest.mark.parametrize("curriculum", [None, CurriculumSettings("none")])
 @pytest.mark.parametrize("collate", [default_data_collator, masked])
 def test_masks_that_no_checkpoint_holds_are_told(tmp_path, caplog, collate, curriculum):
-    given = {"max_steps": 6, "data_collator": collate, "curriculum": curriculum}
+    given = {"max_steps": 6, "data_collator": collate, "curriculum": curriculum, "safety": SafetySettings()}
     whole = trained(llama(), tmp_path / "whole", **given)
     trained(llama(), tmp_path / "parts", callbacks=[StopAt(3)], **given)
     before = caplog.text
