@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 from scu_trainer.data.numbered import Numbered, draws
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.adapters import check_adapter
-from scu_trainer.train.checkpoints.compatibility import tell_of_changes
+from scu_trainer.train.checkpoints.compatibility import facts_of, tell_of_changes
 from scu_trainer.train.checkpoints.findings import EPOCH_START, STATE, has_optimizer
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.loop import Loop, called
@@ -71,10 +71,12 @@ def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None
 
 def place_in_stream(checkpoint: Path, accumulated: int) -> tuple[int, int]:
     """(passes that are done, batches of the next one that are) of data without a length: the stock Trainer takes all
-    passes for one, and skips more batches than that has."""
+    passes for one, and skips more batches than that has. ``accumulated``: batches per step, where the checkpoint does
+    not tell."""
     state = read_json(checkpoint / STATE)
     passes, part = divmod(state["epoch"], 1)
-    return int(passes), round(part * state["max_steps"] * accumulated)
+    was = facts_of(checkpoint).get("configuration", {}).get("gradient_accumulation_steps", accumulated)
+    return int(passes), round(part * state["max_steps"] * was)
 
 
 def owes_evaluation(state: Any, args: Any) -> bool:

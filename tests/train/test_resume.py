@@ -139,6 +139,19 @@ def test_data_without_a_length_go_on_in_the_pass_that_was_interrupted(tmp_path, 
     assert runs == {"ours": (True, False), "stock": (step < 8, step == 8)}
 
 
+def test_data_without_a_length_go_on_where_they_were_with_another_accumulation_too(tmp_path):
+    def rows_of(name, **changes):
+        seen, model = [], llama()
+        model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].tolist()), with_kwargs=True)
+        trained(model, tmp_path / name, LAWS["model"], dataset=Stream(), max_steps=12, **changes)
+        return seen
+
+    whole = rows_of("whole")
+    rows_of("parts", callbacks=[StopAt(8)])
+    resumed = rows_of("parts", resume=True, gradient_accumulation_steps=2)
+    assert whole[-4:] in [resumed[i : i + 4] for i in range(4)], "behind what S is asked about"
+
+
 @pytest.mark.parametrize("step", [8, 16])
 def test_an_epoch_that_was_saved_before_its_evaluation_is_evaluated(tmp_path, caplog, step):
     """With every loop off it is not, as in the stock Trainer, and later steps draw another dropout."""
