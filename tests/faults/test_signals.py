@@ -210,7 +210,7 @@ def test_twice_is_now(site, tmp_path):
     with campaign.never_left_behind([child]):
         until(child, "in the slow step")
         child.kill(signal.SIGINT)
-        until(child, "again to end now")
+        until(child, "a second one ends it now")
         child.kill(signal.SIGINT)
         ended = child.wait()
     assert ended.code == 130 and ended.seconds < 60, ended.said
