@@ -132,7 +132,8 @@ def _task_in(config_file: Path) -> str:
     config = read_json(config_file) if config_file.is_file() else {}
     if config.get("model_type") in MODEL_TYPES:
         return MODEL_TYPES[config["model_type"]]
-    is_image = "ForImageClassification" in str(config.get("architectures"))
+    names = config.get("architectures")
+    is_image = isinstance(names, list) and any(str(name).endswith("ForImageClassification") for name in names)
     return "image-classification" if is_image else TEXT
 
 
