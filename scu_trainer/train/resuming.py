@@ -16,7 +16,7 @@ from scu_trainer.data.numbered import Numbered, draws
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.checkpoints.compatibility import facts_of, tell_of_changes
-from scu_trainer.train.checkpoints.findings import EPOCH_START, STATE, has_optimizer
+from scu_trainer.train.checkpoints.findings import EPOCH_START, STATE, has_optimizer, step_inside
 from scu_trainer.train.checkpoints.format import read_manifest
 from scu_trainer.train.loop import Loop, called
 from scu_trainer.train.loss.rows.model_loss import comes_from
@@ -181,7 +181,7 @@ def _tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
     else:
         return
     moved = getattr(trainer, name, None)
-    if moved is None or read_json(checkpoint / STATE)["global_step"] < steps:
+    if moved is None or step_inside(checkpoint) < steps:
         return
     advice = (
         f". To continue exactly, save trainer.{name}.state_dict() with each checkpoint (in on_save of a callback), "
@@ -203,7 +203,7 @@ def _tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int)
     if generates_for is None:
         return
     batches, accumulated = generates_for * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
-    if read_json(checkpoint / STATE)["global_step"] % steps_per_epoch * accumulated % batches:
+    if step_inside(checkpoint) % steps_per_epoch * accumulated % batches:
         logger.warning(
             "%s does not hold what had been generated for this step and the next ones: it is generated again, so "
             "the result is not that of an uninterrupted run. To continue exactly, resume from a checkpoint whose step "
@@ -245,7 +245,7 @@ def _tell_of_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: bool, 
     way = "Where a loop is on, such as safety=SafetySettings(), checkpoints hold them"
     if has_own:
         way = "With several processes only accelerator_config use_seedable_sampler: true keeps the order"
-    step = read_json(checkpoint / STATE)["global_step"]
+    step = step_inside(checkpoint)
     if step > steps_per_epoch and step % steps_per_epoch:  # the first epoch begins as before, with the seed
         logger.warning(
             "%s: the rows of this epoch come in another order than before, so some are seen twice or not at all, "
@@ -260,7 +260,7 @@ def _tell_of_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> None
     for callback in callbacks:
         if not any(kind.__name__ == "BEMACallback" for kind in type(callback).__mro__):  # without importing TRL
             continue
-        if read_json(checkpoint / STATE)["global_step"] > callback.update_after:
+        if step_inside(checkpoint) > callback.update_after:
             logger.warning(
                 "%s does not hold the average of the weights that %s keeps: it starts over from the weights of this "
                 "checkpoint, so the averaged model is not that of an uninterrupted run",
@@ -270,7 +270,7 @@ def _tell_of_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> None
 
 def catch_up(scheduler: Any, checkpoint: Path) -> None:
     """A schedule whose state was not saved goes to where the checkpoint is."""
-    steps = read_json(checkpoint / STATE)["global_step"]
+    steps = step_inside(checkpoint)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # no weight was stepped yet
         for _ in range(steps):
