@@ -12,6 +12,8 @@ import sys
 import termios
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ import pytest
 from scu_trainer.cli.main import main
 from scu_trainer.run_files import read_json
 from scu_trainer.stop_signals import listening
+from scu_trainer.train.checkpoints.findings import STATE
 from tests.faults import campaign
 from tests.faults.campaign import until
 from tests.faults.test_kills import same_result
@@ -40,6 +43,36 @@ def test_a_step_a_checkpoint_and_exit_3(site, tmp_path, number):
     ended = campaign.Child(lambda: campaign.train(words), tmp_path / "log").wait()
     assert ended.code == 0 and "resuming from" in ended.said, ended.said
     same_result(site, run)
+
+
+@pytest.mark.parametrize("strategies", [("epoch", "steps"), ("epoch", "epoch")], ids=["evaluates", "and saves"])
+def test_an_epoch_that_is_stopped_halfway_does_not_end(site, tmp_path, strategies):
+    """What is due at the end of an epoch is done once, by the resumed run: the checkpoint holds the epoch as it was."""
+    whole, run, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
+    evaluates, saves = strategies
+    more = {"eval_strategy": evaluates, "save_strategy": saves, "curriculum": "acmds", "scu_control_frequency": 2}
+    assert campaign.Child(lambda: campaign.train(site.flags(whole, **more)), log).wait().code == 0
+    child = campaign.Child(lambda: campaign.train(site.flags(run, **more)), log)
+    with campaign.never_left_behind([child]):
+        until(child, "step  4/12")
+        child.kill(signal.SIGTERM)
+        assert child.wait().code == 3
+    assert campaign.Child(lambda: campaign.train(site.flags(run, **more)), log).wait().code == 0
+    same_result(Whole(whole), run)
+    rows, expected = (logged(folder) for folder in (run, whole))
+    assert rows == expected
+
+
+@dataclass(frozen=True)
+class Whole:
+    whole: Path
+
+
+def logged(run: Path) -> list[tuple]:
+    """(step, names that were logged, S) of every row; the first step after a resume has no throughput."""
+    rows = read_json(max(run.glob("checkpoint-*"), key=lambda path: int(path.name[11:])) / STATE)["log_history"]
+    names = (sorted(name for name in row if not name.startswith("throughput")) for row in rows)
+    return [(row["step"], names_of_row, row.get("scu/s")) for row, names_of_row in zip(rows, names, strict=True)]
 
 
 @pytest.mark.parametrize(

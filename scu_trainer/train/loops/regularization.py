@@ -60,6 +60,7 @@ class RegularizationLoop(Loop):
 
     def begin(self) -> None:
         self.regularizer.reset()
+        self.last_row = None
         self._analysis, self._ignores_items = LossAnalysis(self.trainer), None
 
     def on_model(self, model: torch.nn.Module) -> None:
@@ -74,7 +75,7 @@ class RegularizationLoop(Loop):
         steps_per_epoch = math.ceil(len(loader) / accumulation) if has_length(loader) else state.max_steps
         self.regularizer.start(state.max_steps, steps_per_epoch, args.seed, state.logging_steps)
         self._said = len(self.notices)
-        self.rate_factor, self.seconds, self.last_row = 1.0, 0.0, None  # of this training
+        self.rate_factor, self.seconds, self._is_described = 1.0, 0.0, False  # of this training
         self._begun_s = time.perf_counter()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -156,8 +157,9 @@ class RegularizationLoop(Loop):
     # -- a decision ----------------------------------------------------------------------------------------------------
 
     def _publish(self, row: dict[str, Any], step: int, control) -> None:
-        if self.history is not None and self.last_row is None:
+        if self.history is not None and not self._is_described:
             self._write_config()
+            self._is_described = True
         self.record(row)
         self.last_row = row
         for text in self.notices[self._said :]:
@@ -175,7 +177,7 @@ class RegularizationLoop(Loop):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return self.regularizer.state_dict()
+        return {**self.regularizer.state_dict(), "last_row": self.last_row}
 
     def save_state(self, folder: str) -> None:
         accelerator = self.trainer.accelerator
@@ -199,7 +201,9 @@ class RegularizationLoop(Loop):
                 "save_only_model; resume with scu: false, or start over from its weights with model_name_or_path"
             )
         prior = read_tensors(prior_file) if prior_file.is_file() else None
-        self.regularizer.load_state_dict(read_state(state_file), prior)
+        state = read_state(state_file)
+        self.last_row = state.pop("last_row", None)  # logged until the next decision
+        self.regularizer.load_state_dict(state, prior)
 
     def _give_way(self, reason: str) -> None:
         callbacks = self.trainer.callback_handler.callbacks

@@ -154,6 +154,12 @@ class StopCallback(TrainerCallback):
         """The signal came while held-out data were scored: the stock loop saves after that."""
         self.on_step_end(args, state, control)
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The stock loop ends an epoch that was stopped as if it were complete. It is not: the checkpoint has been
+        written, and the resumed run evaluates, logs and saves at the epoch's real end."""
+        if self.stopped_at is not None and state.global_step < state.max_steps:
+            control.should_evaluate = control.should_log = control.should_save = False
+
     def _agreed(self) -> bool:
         wanted = self.request.name is not None
         if self._group is None:
