@@ -155,10 +155,12 @@ class StopCallback(TrainerCallback):
         self.on_step_end(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The stock loop ends an epoch that was stopped as if it were complete. It is not: the checkpoint has been
-        written, and the resumed run evaluates, logs and saves at the epoch's real end."""
-        if self.stopped_at is not None and state.global_step < state.max_steps:
-            control.should_evaluate = control.should_log = control.should_save = False
+        """The stock loop ends an epoch that was stopped as if it were complete. The checkpoint has been written by now,
+        and the resumed run evaluates, logs and saves at the epoch's real end."""
+        if self.stopped_at is not None:
+            control.should_evaluate = control.should_save = False
+            is_complete = state.epoch % 1 == 0 or state.global_step >= state.max_steps
+            control.should_log = control.should_log and is_complete
 
     def _agreed(self) -> bool:
         wanted = self.request.name is not None
