@@ -58,6 +58,24 @@ def test_resumed_from_every_step_is_uninterrupted_bit_for_bit(tmp_path, name):
         assert statistics(tmp_path) == expected, f"{checkpoint.name}: rows are missing, doubled or other ones"
 
 
+def logged_of_epochs(trainer) -> list[tuple[int, dict[str, float]]]:
+    rows = [
+        (row["step"], {key: row[key] for key in row if key.startswith("curriculum/")})
+        for row in trainer.state.log_history
+    ]
+    return [(step, found) for step, found in rows if found]
+
+
+def test_statistics_that_were_not_logged_yet_are_logged_after_a_resume(tmp_path):
+    """Epochs end at steps 3, 6, ... and every second step is logged: a checkpoint lies between."""
+    whole = run(tmp_path, "noise_guard", logging_steps=2)
+    expected = logged_of_epochs(whole)
+    assert [step for step, _ in expected][:2] == [4, 8] and len(expected) == 4
+    for checkpoint in checkpoints(tmp_path):
+        resumed = run(tmp_path, "noise_guard", seed=5, resume=checkpoint, save_strategy="no", logging_steps=2)
+        assert logged_of_epochs(resumed) == expected, checkpoint.name
+
+
 @pytest.mark.parametrize(
     "changes",
     [

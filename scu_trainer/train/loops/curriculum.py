@@ -128,7 +128,7 @@ class CurriculumLoop(Loop):
             self.settings, self.sampler.world * args.gradient_accumulation_steps * self.sampler.law.rows_per_batch
         )
         self.counts, self.totals, self._totals_before = DeliveryCounts(), DeliveryCounts(), DeliveryCounts()
-        self.notices = []
+        self.notices, self.newest = [], None
         self.adjustments = 0  # of this epoch's rows, within it
         self.owes_row = False  # of an epoch whose last step was saved before it was recorded
         self._resumed_at: Optional[tuple[int, float]] = None
@@ -184,7 +184,6 @@ class CurriculumLoop(Loop):
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.newest = None
         if self.owes_row:
             self.end_epoch()
 
@@ -417,6 +416,7 @@ class CurriculumLoop(Loop):
             "totals": asdict(self.totals),
             "adjustments": self.adjustments,
             "notices": self.notices,
+            "unlogged": self.newest,
         }
         write_json(Path(folder) / STATE_FILE, state)
         save_file({name: numpy.ascontiguousarray(array) for name, array in arrays.items()}, Path(folder) / ARRAYS_FILE)
@@ -435,7 +435,7 @@ class CurriculumLoop(Loop):
         self.notices = [*state["notices"], *(note for note in self.notices if note not in state["notices"])]
         self.counts, self.totals = DeliveryCounts(**state["counts"]), DeliveryCounts(**state["totals"])
         self._totals_before = self.totals + self.counts
-        self.adjustments = state.get("adjustments", 0)
+        self.adjustments, self.newest = state.get("adjustments", 0), state.get("unlogged")
         epoch, steps_done = state["epoch"], state["steps_done"]
         first_step = self.trainer.state.global_step - steps_done
         self.length.begin(epoch, first_step, 1, state["progress_before"])
