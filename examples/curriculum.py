@@ -1,4 +1,7 @@
-"""Rows with wrong labels, found while training and left out: python examples/curriculum.py"""
+"""Find rows with wrong labels while training, and leave them out: python examples/curriculum.py
+
+You train on data with wrong labels, and see which rows the data loop leaves out. Nothing is downloaded.
+"""
 
 import os
 
@@ -11,8 +14,8 @@ from scu_trainer.settings import CurriculumSettings
 # %% [markdown]
 # ## Data with wrong labels
 #
-# 240 points of three classes; every twentieth has the label of another class. `wrap` turns any torch network into a
-# model with a loss.
+# The data are 240 points of three classes, and every twentieth point has the label of another class. `wrap` turns any
+# torch network into a model with a loss.
 
 # %%
 torch.manual_seed(0)
@@ -23,11 +26,11 @@ classes[wrong] = (classes[wrong] + 1) % 3
 network = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
 
 # %% [markdown]
-# ## A guard against them
+# ## Train with the noise guard
 #
-# The loss of each row is read from the forward pass that trains, so no second one is needed. Rows whose loss stays
-# above what guessing would give are left out from the fourth epoch on; a tenth of them is tried again in each epoch. On
-# the command line: `scu-trainer train --curriculum noise_guard`.
+# The data loop reads the loss of each row from the forward pass that trains, so it needs no second pass. From the
+# fourth epoch on, it leaves out rows whose loss stays above that of a guess. In each epoch it tries a tenth of them
+# again. On the command line, type `scu-trainer train --curriculum noise_guard`.
 
 # %%
 trainer = SCUTrainer(
@@ -45,10 +48,10 @@ trainer = SCUTrainer(
 trainer.train()
 
 # %% [markdown]
-# ## Who they are
+# ## See which rows it found
 #
-# `runs/curriculum/suspects.jsonl` lists them, worst first. Read it before you believe it: a rule on losses cannot tell
-# a hard row from a wrong one.
+# `runs/curriculum/suspects.jsonl` lists the rows, worst first. Look at them before you remove any: the loss of a row
+# cannot show whether the row is wrong or only hard.
 
 # %%
 hardest = {*trainer.difficulty.scores.argsort()[-len(wrong) :].tolist()}

@@ -1,6 +1,6 @@
 """A first fine-tune on a file in Alpaca's format, and its answers: python examples/first_finetune.py
 
-Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--model_name_or_path your/model`.
+You write a file, train an adapter on it and ask the tuned model. For another model, add `--model_name_or_path MODEL`.
 """
 
 import json
@@ -16,8 +16,8 @@ from scu_trainer.train.run_directory.resume import latest_run
 # %% [markdown]
 # ## The file
 #
-# A JSON list (or JSON lines) of rows with `instruction`, `input` and `output`. Other formats are recognized as well;
-# `scu-trainer data --dataset runs/animals.json` shows which one it is, and which tokens are learned.
+# The file is a JSON list (or JSON lines) of rows with `instruction`, `input` and `output`. Other formats work as well;
+# `scu-trainer data --dataset runs/animals.json` shows how a file is read, and which tokens are learned.
 
 # %%
 SOUNDS = {"duck": "quack", "cow": "moo", "cat": "meow", "dog": "woof", "sheep": "baa", "owl": "hoo"}
@@ -29,8 +29,8 @@ Path("runs/animals.json").write_text(json.dumps([{"instruction": q, "input": "",
 # %% [markdown]
 # ## The training
 #
-# Flags of `scu-trainer train`, or keys of its YAML file, as all fields of `TrainingArguments` are. LoRA is the default.
-# Without `--model_name_or_path` the model is a small one, made here from Python's documentation: it knows no animals.
+# Each setting is a flag of `scu-trainer train` and a key of its YAML file; so is every field of `TrainingArguments`.
+# LoRA is the default. Without `--model_name_or_path`, a small model is made from Python's documentation first.
 
 # %%
 job = {
@@ -49,8 +49,8 @@ if code := main(["train", *(f"--{name}={value}" for name, value in job.items()),
 # %% [markdown]
 # ## The answers
 #
-# `runs/animals` (`runs/animals-2` the second time) has the adapter, the tokenizer, logs and a model card. For a
-# conversation, beside the answers of the base: `scu-trainer chat runs/animals --against base`.
+# `runs/animals` (`runs/animals-2` the second time) has the adapter, the tokenizer, logs and a model card. To talk to
+# the tuned model and its base side by side, type `scu-trainer chat runs/animals --against base`.
 
 # %%
 run = str(latest_run(Path("runs/animals")))

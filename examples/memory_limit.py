@@ -1,4 +1,4 @@
-"""All weights trained under a limit on memory, with the result of no limit: python examples/memory_limit.py"""
+"""Train under a memory limit, with the same result as without: python examples/memory_limit.py"""
 
 import json
 import random
@@ -15,7 +15,7 @@ from scu_trainer.settings import MemorySettings
 # %% [markdown]
 # ## A model and rows of uneven length
 #
-# Any model of transformers will do; this one has random weights, so that nothing is downloaded.
+# Any model of transformers works; this one has random weights, so nothing is downloaded. All weights are trained.
 
 # %%
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -32,8 +32,8 @@ def padded(batch):
 # %% [markdown]
 # ## The same training twice
 #
-# The optimizer sees 16 rows in each step. `memory_limit_gb` says what this process may use, here little more than it
-# already uses; without it the limit is that of the GPU or of the machine. How many rows run at once follows from it.
+# The optimizer sees 16 rows in each step. `memory_limit_gb` limits the memory of this process, here to little more
+# than it uses already; by default the limit is that of the GPU or machine. It decides how many rows run at once.
 
 
 # %%
@@ -50,8 +50,8 @@ limit_gb = (psutil.Process().memory_info().rss + 80e6) / 2**30
 whole, limited = train("no_limit", MemorySettings()), train("limit", MemorySettings(memory_limit_gb=limit_gb))
 
 # %% [markdown]
-# `memory_history.json` has a row for each change of the micro-batch (the rows at once), with its reason. The losses
-# are the same up to rounding.
+# `memory_history.json` has a row for each change of the micro-batch (the rows that run at once), with its reason. The
+# losses of the two runs are the same up to rounding.
 
 # %%
 for change in json.loads(Path("runs/limit/memory_history.json").read_text()):

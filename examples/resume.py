@@ -1,6 +1,7 @@
-"""A training that is killed, and goes on by the same command: python examples/resume.py
+"""Kill a training, and resume it with the same command: python examples/resume.py
 
-Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--dataset your.jsonl`.
+A script starts a training, kills it and starts it again. Nothing is downloaded.
+To try your own data, add flags of `scu-trainer train`, such as `--dataset your.jsonl`.
 """
 
 import json
@@ -12,8 +13,8 @@ from pathlib import Path
 # %% [markdown]
 # ## Kill it
 #
-# A checkpoint every four steps, and SIGKILL once the first is complete: no chance to save anything. `manifest.json` is
-# the last file of a checkpoint, with the sizes and hashes of the others.
+# The run saves a checkpoint every four steps. SIGKILL ends it once the first one is complete, so it cannot save
+# anything more. `manifest.json` is the last file of a checkpoint, with the sizes and hashes of the others.
 
 # %%
 RUN = Path("runs/resume")
@@ -32,8 +33,8 @@ print("killed; checkpoints:", sorted(path.name for path in RUN.glob("checkpoint-
 # %% [markdown]
 # ## The same command again
 #
-# It finds the newest checkpoint that is complete, and restores the weights, the optimizer, the order of the rows
-# and the random numbers of a run that was never stopped: bit for bit, on a CPU. `--no_resume` starts another run.
+# The second start finds the newest complete checkpoint and restores weights, optimizer, order of the rows and random
+# numbers. On a CPU the result equals that of an uninterrupted run, bit for bit. `--no_resume` starts another run.
 
 # %%
 if code := subprocess.run(command).returncode:
@@ -44,5 +45,5 @@ print(f"{status['status']} at step {status['step']} of {status['max_steps']}")
 # %% [markdown]
 # ## In the background
 #
-# `scu-trainer runs start --config scu_lora` detaches a run from the terminal, `runs list` says how each one is doing,
-# `runs monitor NAME` shows it live, `runs stop NAME` ends it with a checkpoint and `runs resume NAME` goes on.
+# `scu-trainer runs start --config scu_lora` detaches a run from the terminal. `runs list` shows the state of each run,
+# and `runs monitor NAME` shows one live. `runs stop NAME` ends it with a checkpoint; `runs resume NAME` resumes it.

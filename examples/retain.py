@@ -1,6 +1,7 @@
-"""Learn this, and lose at most that on other text: python examples/retain.py
+"""Learn new text, and lose little on other text: python examples/retain.py
 
-Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--model_name_or_path your/model`.
+You train on one kind of text and set how much worse the model may become on another. Nothing is downloaded.
+To try your own model, add flags of `scu-trainer train`, such as `--model_name_or_path your/model`.
 """
 
 import json
@@ -11,11 +12,11 @@ from scu_trainer.cli.main import main
 from scu_trainer.train.run_directory.resume import latest_run
 
 # %% [markdown]
-# ## What is to be learned, and what is to be kept
+# ## Text to learn, and text to keep
 #
-# Fine-tuning on one kind of text costs a model some of what it knew of another. `retain` names that other text, the
-# anchor: a file, a folder or a Hub id; here it is Python's documentation, from which the default model is made.
-# `retain_budget_bits` is what the loss on it may rise by, in bits per token.
+# Fine-tuning on one kind of text makes a model worse on another. `retain` names that other text, the anchor: a file, a
+# folder or a Hub id. Here it is Python's documentation, on which the default model was trained. `retain_budget_bits`
+# is how much the loss on the anchor may rise, in bits per token.
 
 # %%
 sums = [{"text": f"{a} plus {b} is {a + b}. " * 8} for a in range(12) for b in range(12)]
@@ -35,10 +36,10 @@ if code := main(["train", *(f"--{name}={value}" for name, value in job.items()),
     sys.exit(code)
 
 # %% [markdown]
-# ## What it cost
+# ## What the model lost
 #
-# Rows of the anchor were replayed, more of them as the budget came near; what was over it in the end was taken off by
-# scaling the update. The verdict is from anchor documents that no decision used.
+# The run replayed rows of the anchor, and more of them as the loss came near the budget. If the loss is above it in
+# the end, the run scales the update down. The verdict is from anchor documents that no decision used.
 
 # %%
 run = latest_run(Path("runs/retain"))  # runs/retain-2 the second time

@@ -1,7 +1,7 @@
-"""Preferences, by TRL's DPOTrainer with the loops: python examples/trl_dpo.py [MODEL]
+"""Preferences with TRL's DPOTrainer and the loops: python examples/trl_dpo.py [MODEL]
 
-A loop is a part of the trainer that measures while the model trains and sets something (docs/glossary.md).
-Needs `pip install trl`. MODEL is a Hub id or a folder; without one, a small model is downloaded.
+`with_loops` adds the feedback loops to TRL's trainer. Type `pip install trl` first. MODEL is a Hub id or a folder;
+without one, a small model is downloaded.
 """
 
 import os
@@ -17,7 +17,7 @@ from scu_trainer.settings import MemorySettings, RegularizationSettings
 # %% [markdown]
 # ## Model, data and arguments are TRL's
 #
-# Whatever DPOTrainer takes, it takes here. The same goes for SFTTrainer, KTOTrainer, RewardTrainer, and your subclass.
+# Use everything that DPOTrainer accepts. SFTTrainer, KTOTrainer, RewardTrainer and your own subclass work as well.
 
 # %%
 HAS_GPU = torch.cuda.is_available()
@@ -40,11 +40,11 @@ arguments = DPOConfig(
 )
 
 # %% [markdown]
-# ## The loops come beside them
+# ## Add the loops
 #
-# A sample is a pair of rows here, so batches run whole, and the log says why; after running out of memory, memory is
-# freed and the batch runs once more as it is. S, the share of information in the trained weights, is measured; with
-# `target_s` it would be steered. TRL does not count the tokens of a preference loss, so their number is given.
+# The memory loop runs batches whole here, because a sample is a pair of rows. If memory runs out, it frees memory and
+# runs the batch again. The other loop measures S, the share of information in the trained weights; `target_s` would
+# steer it. TRL does not count the tokens of a preference loss, so you set their number.
 
 # %%
 trainer = with_loops(DPOTrainer)(

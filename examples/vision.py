@@ -1,6 +1,7 @@
 """An image classifier from scratch on handwritten digits: python examples/vision.py
 
-Nothing is downloaded. Flags of `scu-trainer train` can be added, such as `--architecture efficientnet_b0`.
+You train ResNet-18 from random weights and read its accuracy on held-out images. Nothing is downloaded.
+To change the training, add flags of `scu-trainer train`, such as `--architecture efficientnet_b0`.
 """
 
 import json
@@ -13,9 +14,9 @@ from scu_trainer.train.run_directory.resume import latest_run
 # %% [markdown]
 # ## Training
 #
-# The recipe `resnet` is ResNet-18 on scikit-learn's digits (`scu-trainer recipes resnet` prints it). For your images,
-# `--dataset` is a folder with a folder for each class, or a data set of the Hub. `--model_name_or_path` takes any
-# image classifier of transformers instead of weights that are drawn at random.
+# The recipe `resnet` is ResNet-18 on scikit-learn's digits (`scu-trainer recipes resnet` prints it). For your own
+# images, set `--dataset` to a folder with one folder per class, or to a data set of the Hub. To start from a trained
+# image classifier of transformers instead of random weights, set `--model_name_or_path`.
 
 # %%
 if code := main(["train", "--config", "resnet", "--output_dir", "runs/vision", *sys.argv[1:]]):
@@ -24,8 +25,8 @@ if code := main(["train", "--config", "resnet", "--output_dir", "runs/vision", *
 # %% [markdown]
 # ## What it learned
 #
-# The files of a run are those of a text run. Labels that look wrong are listed in `suspects.jsonl` with
-# `--curriculum noise_guard`; `scu-trainer report runs/vision` draws the run.
+# The run writes the same files as a run on text. `scu-trainer report runs/vision` draws it. With
+# `--curriculum noise_guard`, `suspects.jsonl` lists labels that look wrong.
 
 # %%
 run = latest_run(Path("runs/vision"))  # runs/vision-2 the second time

@@ -46,9 +46,9 @@ def cells(name: str) -> Cells:
 def page(name: str) -> str:
     blocks = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells(name)]
     usage = (HERE / f"{name}.py").read_text(encoding="utf-8").split('"""')[1].splitlines()[0].partition(": ")[2]
-    source = f"This page is [examples/{name}.py](../../examples/{name}.py), which a test runs. In a checkout, after "
-    source += f"`make deps` and `source .venv/bin/activate`, type `{usage}`. "
-    source += f"As a notebook: [examples/notebooks/{name}.ipynb](../../examples/notebooks/{name}.ipynb)."
+    source = f"To run it in a checkout, after `make deps` and `source .venv/bin/activate`, type `{usage}`.\n"
+    source += f"This page is [examples/{name}.py](../../examples/{name}.py), which a test runs. It is a notebook too,\n"
+    source += f"[examples/notebooks/{name}.ipynb](../../examples/notebooks/{name}.ipynb)."
     return "\n\n".join([blocks[0], source, *blocks[1:]]) + "\n"
 
 
