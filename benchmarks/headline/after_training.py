@@ -33,6 +33,13 @@ LIMIT_S = 300
 SOUNDS = {"duck": "quack", "cow": "moo", "cat": "meow", "dog": "woof", "sheep": "baa", "hen": "cluck"}
 QUESTIONS = ("What does the {} say?", "Which sound does a {} make?", "Tell me what the {} says.")
 EMBEDDED, LLAMA = "runs/scu_lora", "runs/animals"
+ABOUT = """\
+This page shows every command that you can type after training, with its output: `chat`, `generate`, `export` to each
+format, and `serve`. [talk.md](talk.md), [take_along.md](take_along.md) and [serve.md](serve.md) explain them."""
+MADE_BY = {
+    EMBEDDED: "The first run is that of `recipes/scu_lora.yaml`, with 60 steps: a small base with a LoRA adapter.",
+    LLAMA: "The second run is a small Llama, with all weights trained on questions about animals.",
+}
 ASKED = {EMBEDDED: "def sorted(iterable):", LLAMA: "What does the cow say?"}
 
 
@@ -40,15 +47,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "after_training.md")
     typed = parser.parse_args()
-    parts = [
-        f"# After training\n\nWritten by `python benchmarks/headline/after_training.py` on {time.strftime('%Y-%m-%d')}."
-    ]
+    written = f"`python benchmarks/headline/after_training.py` wrote it on {time.strftime('%Y-%m-%d')}."
+    parts = ["# After training: a recorded session", f"{ABOUT} {written}"]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         _make_runs(Path(folder))
         for run in (EMBEDDED, LLAMA):
             print(f"recording {run}", flush=True)
-            parts.append(f"## {run}")
+            parts += [f"## {run}", MADE_BY[run]]
             parts += [_block(text.replace(folder, ".")) for text in _recorded(run)]
     typed.output.write_text("\n\n".join(parts) + "\n")
     print(typed.output.read_text())
