@@ -21,18 +21,20 @@ TABLE, PAGE = ROOT / "docs" / "seeds.yaml", ROOT / "docs" / "seeds.md"
 
 PRESENT, DIFFERENT, NOT_HERE = "present", "different", "not here"
 MEANINGS = {
-    PRESENT: "does what was promised, as written or under the name in the table",
+    PRESENT: "does what the document says, as written or under the name in the table",
     DIFFERENT: "done another way, for the reason in the table",
     NOT_HERE: "cannot be shown on the machines at hand, or is written and was never run on the hardware it is for",
 }
 
-HEAD = (
-    "# The five documents that this grew from\n\nThis project grew from five documents, on ACMDS, TRIDENT-Net, "
-    "CADENCE, SCU-Granite and an efficient ResNet-18. This page lists\n"
-    "what each promised, statement by statement, and what of it is here.\nWritten by `python docs/write_seeds.py` from "
-    "`docs/seeds.yaml`. `python -m pytest tests/test_seeds.py` runs each command below once, on two CPU cores,\n"
-    "and looks for what the rows claim in what it prints; the tests among them run with all the others."
-)
+HEAD = """\
+# The five documents that this grew from
+
+This project grew from five documents, on ACMDS, TRIDENT-Net, CADENCE, SCU-Granite and an efficient ResNet-18. This
+page lists each statement of these documents, whether it is true here, and the command that shows it.
+
+`python docs/write_seeds.py` writes this page from `docs/seeds.yaml`. `python -m pytest tests/test_seeds.py` runs each
+command below once, on two CPU cores, and checks that its output has what the rows claim. The tests among the commands
+also run with all other tests."""
 
 
 class Row(NamedTuple):
@@ -56,7 +58,9 @@ def table() -> tuple[dict[str, str], list[Row]]:
 def page() -> str:
     commands, rows = table()
     counts = Counter(row.verdict for row in rows)
-    summary = markdown(("", "statements", ""), [(name, str(counts[name]), MEANINGS[name]) for name in MEANINGS])
+    summary = markdown(
+        ("verdict", "statements", "meaning"), [(name, str(counts[name]), MEANINGS[name]) for name in MEANINGS]
+    )
     parts = [HEAD, summary]
     for document in dict.fromkeys(row.document for row in rows):
         cells = [
@@ -64,7 +68,7 @@ def page() -> str:
             for row in rows
             if row.document == document
         ]
-        parts += [f"## {document}", markdown(("", "it says", "", "here", "shown by"), cells)]
+        parts += [f"## {document}", markdown(("no.", "the document says", "verdict", "here", "shown by"), cells)]
     listed = "\n".join(f"{name}:\n    {command}" for name, command in commands.items())
     parts += ["## The commands", f"`$OUT` is an empty folder, `$MODEL` one with a small Llama.\n\n```\n{listed}\n```"]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
