@@ -1,1 +1,1 @@
-"""Processes of runs: started, watched, read through their run directories. Knows no torch."""
+"""Start, watch and inspect the processes of runs, through their run directories. Does not import torch."""

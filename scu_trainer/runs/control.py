@@ -1,4 +1,4 @@
-"""Start, stop and resume background runs. Each returns what happened; the command line puts it into words."""
+"""Start, stop and resume background runs. Each function returns what happened; the command line prints it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ REGISTERS_WITHIN_S = 20.0
 ENDS_WITHIN_S = 20.0
 LOOK_EVERY_S = 0.01
 KEPT = ("HF_", "SCU_TRAINER_", "CUDA_", "PYTORCH_", "TORCH_", "TOKENIZERS_", "OMP_", "MKL_", "DS_", "NCCL_", "WANDB_")
-"""Variables that a resume from another shell finds again, if they hold nothing secret."""
+"""Prefixes of the environment variables that are recorded, so that a resume from another shell sets them again.
+Variables that hold secrets are not recorded."""
 
 Spawn = Callable[[Sequence[str], str, Mapping[str, str], Path], Any]
 
 
 @dataclass(frozen=True)
 class Hands:
-    """What acts on the system; a test may replace it. ``spawn`` None: the platform's."""
+    """The functions that act on the system, which tests replace. ``spawn``: None uses the one of ``platform``."""
 
     machine: Machine = field(default_factory=Machine)
     platform: Platform = field(default_factory=this_platform)
@@ -46,7 +47,8 @@ class Hands:
 
 @dataclass(frozen=True)
 class Wish:
-    """A start: ``config`` as text, ``flags`` of the training command besides it."""
+    """A request to start a run. ``config``: the configuration file as text; ``flags``: further flags of the training
+    command."""
 
     name: str
     config: str
@@ -55,13 +57,13 @@ class Wish:
 
 
 def check(wish: Wish, root: Path) -> None:
-    """Everything that can be refused at once. The settings themselves are checked by training."""
+    """Raise a UserError for a start that is invalid. The training settings are checked later, by training itself."""
     check_name(wish.name)
     path, options = root / wish.name, wish.options
     if path.exists():
         raise SettingsError(f"the name {wish.name!r} is in use: {path} exists; give another --name")
     if not 0 <= options.nice <= 19:
-        raise SettingsError(f"nice is {options.nice}; allowed: 0 (as others) to 19 (last)")
+        raise SettingsError(f"nice is {options.nice}; allowed: 0 (normal priority) to 19 (lowest)")
     if options.numa_node not in ("auto", "off") and not options.numa_node.isdecimal():
         raise SettingsError(f"numa_node is {options.numa_node!r}; allowed: auto, off, or the number of a node")
     if options.threads is not None and options.threads < 1:
@@ -78,8 +80,8 @@ def _check_secrets(wish: Wish) -> None:
     where = "the configuration" if redact(wish.config) != wish.config else "the flags"
     if redact(wish.config) != wish.config or any(redact(flag) != flag for flag in wish.flags):
         raise SettingsError(
-            f"{where} of a background run are kept in its directory, and there is a token or password among them; take "
-            "it out and set HF_TOKEN or the like in the environment"
+            f"{where} would be stored in the directory of the background run, with a token or password in plain text; "
+            "remove it and set it in the environment instead, for example as HF_TOKEN"
         )
 
 
@@ -87,11 +89,12 @@ def _check_secrets(wish: Wish) -> None:
 
 
 def start(wish: Wish, root: Path, hands: Hands) -> RunRecord:
-    """Detach a run and return once it has registered itself. Raises a UserError."""
+    """Start a run in the background and return its record once its process has registered itself. Raises a UserError
+    if the start is invalid or fails."""
     check(wish, root)
     run = Run(root / wish.name, wish.name)
     try:
-        run.path.mkdir(parents=True)  # takes the name: of two starts at once one gets it
+        run.path.mkdir(parents=True)  # reserves the name: only one of two simultaneous starts succeeds
         run.folder.mkdir()
     except FileExistsError as error:
         raise SettingsError(f"the name {wish.name!r} was taken just now; give another --name") from error
@@ -99,26 +102,26 @@ def start(wish: Wish, root: Path, hands: Hands) -> RunRecord:
         raise StorageError(f"{run.path} cannot be made: {error.strerror}; set --root to another directory") from error
     write_text(run.config, wish.config)
     cwd, variables = str(Path.cwd()), environment()
-    record = _record(run, hands, flags=wish.flags, options=wish.options, cwd=cwd, environment=variables)
-    return _begin(run, record, hands)
+    record = _new_record(run, hands, flags=wish.flags, options=wish.options, cwd=cwd, environment=variables)
+    return _spawn_and_register(run, record, hands)
 
 
-def _record(run: Run, hands: Hands, **fields: Any) -> RunRecord:
-    """Of a start that is asked for now."""
+def _new_record(run: Run, hands: Hands, **fields: Any) -> RunRecord:
+    """Return the record of a start that is requested now."""
     new = {"token": uuid.uuid4().hex, "directory": str(run.path.absolute())}
     return RunRecord(**new, asked_s=time.time(), spawner=hands.machine.identity(), **fields)
 
 
-def _begin(run: Run, record: RunRecord, hands: Hands) -> RunRecord:
+def _spawn_and_register(run: Run, record: RunRecord, hands: Hands) -> RunRecord:
     run.write(record)
     run.stop_request.unlink(missing_ok=True)
-    # After the record: "queued" beside a process that has ended would be a run that was killed.
+    # Written after the record: "queued" next to the old record, whose process has ended, would mean a killed run.
     RunStatus(run.path / "run.json").update(status="queued", pid=None, error=None, eta_s=None)
     _write_start_line(run, record.starts)
-    # -P: a folder named like a package, where the command is typed, must not be imported in its place.
+    # -P: a folder in the current directory must not be imported instead of a package of the same name.
     words = [sys.executable, "-P", "-m", "scu_trainer.cli.background.supervisor", str(run.path.absolute())]
-    child = (hands.spawn or hands.platform.spawn)(words, record.cwd, _environment_of(record), run.console)
-    return _registered(run, child, hands)
+    child = (hands.spawn or hands.platform.spawn)(words, record.cwd, _child_environment(record), run.console)
+    return _wait_until_registered(run, child, hands)
 
 
 def _write_start_line(run: Run, starts: int) -> None:
@@ -126,11 +129,13 @@ def _write_start_line(run: Run, starts: int) -> None:
         with open(run.console, "a") as file:
             file.write(f"{START_LINE}{starts}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     except OSError as error:
-        raise StorageError(f"cannot write {run.console}: {error.strerror}; check the path and its rights") from error
+        raise StorageError(
+            f"cannot write {run.console}: {error.strerror}; check the path and its permissions"
+        ) from error
 
 
 def environment() -> dict[str, str]:
-    """Of this process, what a later resume needs; without secrets."""
+    """Return the environment variables of this process that a later resume needs, without secrets."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -138,20 +143,20 @@ def environment() -> dict[str, str]:
     }
 
 
-def _environment_of(record: RunRecord) -> dict[str, str]:
-    found = {**os.environ, **record.environment, MARK: record.token, "PYTHONUNBUFFERED": "1"}
+def _child_environment(record: RunRecord) -> dict[str, str]:
+    variables = {**os.environ, **record.environment, MARK: record.token, "PYTHONUNBUFFERED": "1"}
     threads = record.options.threads
     if threads is not None:
-        found["OMP_NUM_THREADS"] = str(threads)
+        variables["OMP_NUM_THREADS"] = str(threads)
     elif record.options.launcher == "python":
-        found.setdefault("OMP_NUM_THREADS", str(room.default_threads()))
-    return found
+        variables.setdefault("OMP_NUM_THREADS", str(room.default_threads()))
+    return variables
 
 
-def _registered(run: Run, child: Any, hands: Hands) -> RunRecord:
-    begun_s = hands.clock()
-    while hands.clock() - begun_s < REGISTERS_WITHIN_S:
-        ended = child.poll() is not None  # before looking: it may register and end
+def _wait_until_registered(run: Run, child: Any, hands: Hands) -> RunRecord:
+    started_s = hands.clock()
+    while hands.clock() - started_s < REGISTERS_WITHIN_S:
+        ended = child.poll() is not None  # checked before the record is read: the process may register and then end
         record = run.record()
         if record is not None and record.process is not None:
             return record
@@ -162,16 +167,19 @@ def _registered(run: Run, child: Any, hands: Hands) -> RunRecord:
     raise StorageError(f"the process of {run.name} has not started within {REGISTERS_WITHIN_S:g} s; see {run.console}")
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------
+# -- resuming ----------------------------------------------------------------------------------------------------------
 
 
 def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
-    """The same command again, in the same directory, or in the current one where that is gone: a project may have been
-    moved. Returns the record and the checkpoint that it goes on from."""
-    before = _own_record(run, "resumed")
-    with FileLock(run.folder / "start.lock"):  # of two at once the second finds it alive
+    """Run the command of ``run`` again. Returns the record and the name of the checkpoint that training resumes from.
+
+    The command runs in its original working directory, or in the current one if that no longer exists, because a
+    project may have been moved. Raises SettingsError for a run that cannot be resumed.
+    """
+    before = _require_record(run, "resumed")
+    with FileLock(run.folder / "start.lock"):  # the second of two simultaneous resumes finds the run alive
         seen = report(run, hands.machine)
-        if seen.state.is_alive and seen.state.status in ENDED and _all_gone(before, hands, ENDS_WITHIN_S):
+        if seen.state.is_alive and seen.state.status in ENDED and _wait_until_ended(before, hands, ENDS_WITHIN_S):
             seen = report(run, hands.machine)
         if seen.state.is_alive:
             raise SettingsError(f"{run.name} is {seen.state.status} already; nothing to resume")
@@ -183,23 +191,25 @@ def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
             )
         if seen.state.status in ("finished", "unreadable"):
             raise SettingsError(f"{run.name} cannot be resumed: {seen.state.detail or 'it is finished'}")
-        is_copy = run.copied_from(before) is not None  # the processes are those of the run that it was copied from
-        if before.process is not None and not is_copy and not _all_gone(before, hands, ENDS_WITHIN_S):
-            raise SettingsError(f"processes of {run.name} are still ending; try again, or runs stop {run.name} --now")
+        is_copy = run.copied_from(before) is not None  # then the recorded processes belong to the original run
+        if before.process is not None and not is_copy and not _wait_until_ended(before, hands, ENDS_WITHIN_S):
+            raise SettingsError(
+                f"processes of {run.name} are still ending; try again, or type scu-trainer runs stop {run.name} --now"
+            )
         checkpoint = newest_checkpoint(run.path, seen.progress.step)
         require_room(run.path, NEEDED_BYTES, "--root")
         same = {name: getattr(before, name) for name in ("flags", "options", "environment")}
         cwd = before.cwd if Path(before.cwd).is_dir() else str(Path.cwd())
-        record = _record(run, hands, **same, cwd=cwd, starts=before.starts + 1, goes_on=True)
-        return _begin(run, record, hands), checkpoint
+        record = _new_record(run, hands, **same, cwd=cwd, starts=before.starts + 1, goes_on=True)
+        return _spawn_and_register(run, record, hands), checkpoint
 
 
-def _own_record(run: Run, done: str) -> RunRecord:
+def _require_record(run: Run, action: str) -> RunRecord:
     record = run.record()
     if record is None:
         raise SettingsError(
-            f"{run.name} was not started by runs start, so it cannot be {done} from here; Ctrl-C in its terminal or "
-            "kill -TERM stops it, and the command that started it resumes it"
+            f"{run.name} was not started by runs start, so it cannot be {action} from here; to stop it, press Ctrl-C "
+            "in its terminal or use kill -TERM; to resume it, type the command that started it"
         )
     return record
 
@@ -208,17 +218,17 @@ def _own_record(run: Run, done: str) -> RunRecord:
 
 
 def stop(run: Run, hands: Hands, timeout_s: Optional[float] = None, now: bool = False) -> Report:
-    """Ask it to write a checkpoint and end, and wait for that; ``now``: end all its processes at once.
+    """Ask a run to write a checkpoint and end, and wait until it has. ``now``: kill all its processes instead.
 
-    Returns what is there afterwards; still alive where ``timeout_s`` was too short.
+    Returns a report of the run afterwards, which is still alive if it did not end within ``timeout_s``.
     """
-    record = _awake(run, hands)
+    record = _wait_for_registration(run, hands)
     if now:
-        _end_all(record, hands)
+        _kill_all(record, hands)
     elif is_alive(record.process, hands.machine):
-        if _is_first_request(run):
-            hands.platform.ask_to_stop(_who_is_asked(run, record, hands), hands.machine)
-        if not _all_gone(record, hands, timeout_s):
+        if _create_stop_request(run):
+            hands.platform.ask_to_stop(_process_to_signal(run, record, hands), hands.machine)
+        if not _wait_until_ended(record, hands, timeout_s):
             return report(run, hands.machine)
     after = report(run, hands.machine)
     has_begun = after.progress.step is not None and run.status().get("status") != "queued"
@@ -229,35 +239,36 @@ def stop(run: Run, hands: Hands, timeout_s: Optional[float] = None, now: bool = 
     return after
 
 
-def _awake(run: Run, hands: Hands) -> RunRecord:
-    """The record, once the process has registered itself."""
-    begun_s = hands.clock()
+def _wait_for_registration(run: Run, hands: Hands) -> RunRecord:
+    """Return the record once the process has registered itself. Raises SettingsError for a run without a process."""
+    started_s = hands.clock()
     while True:
-        record = _own_record(run, "stopped")
+        record = _require_record(run, "stopped")
         first = run.copied_from(record)
         if first is not None:
             raise SettingsError(
-                f"{run.name} is a copy of {first} and has no process of its own; scu-trainer runs stop "
-                f"{shlex.quote(str(first))} stops that one"
+                f"{run.name} is a copy of {first} and has no process of its own; to stop the original, type "
+                f"scu-trainer runs stop {shlex.quote(str(first))}"
             )
         if record.process is not None:
             return record
         seen = report(run, hands.machine)
-        if not seen.state.is_alive or hands.clock() - begun_s > REGISTERS_WITHIN_S:
+        if not seen.state.is_alive or hands.clock() - started_s > REGISTERS_WITHIN_S:
             raise SettingsError(f"{run.name} has no process: {seen.state.detail}")
         hands.sleep(LOOK_EVERY_S)
 
 
-def _who_is_asked(run: Run, record: RunRecord, hands: Hands) -> Identity:
-    """The first rank, which tells the others: a launcher gives its ranks 30 seconds for a step and a checkpoint, and
-    then kills them."""
+def _process_to_signal(run: Run, record: RunRecord, hands: Hands) -> Identity:
+    """Return the process that receives the stop signal: rank 0, which informs the other ranks. A signal to the launcher
+    would not do: a launcher kills its ranks after 30 seconds, which may be too short for a step and a checkpoint."""
     members, status = family(record.process, record.token, hands.machine), run.status()
     rank = status.get("pid") if status.get("status") == "running" else None
     return next((member for member in members if member.pid == rank), record.process)
 
 
-def _is_first_request(run: Run) -> bool:
-    """A second signal would end the run without its checkpoint."""
+def _create_stop_request(run: Run) -> bool:
+    """Create the stop request and return True, or return False if it exists: a second signal would end the run without
+    a checkpoint."""
     try:
         run.stop_request.touch(exist_ok=False)
     except FileExistsError:
@@ -267,22 +278,24 @@ def _is_first_request(run: Run) -> bool:
     return True
 
 
-def _all_gone(record: RunRecord, hands: Hands, timeout_s: Optional[float]) -> bool:
-    begun_s = hands.clock()
+def _wait_until_ended(record: RunRecord, hands: Hands, timeout_s: Optional[float]) -> bool:
+    started_s = hands.clock()
     while is_alive(record.process, hands.machine) or family(record.process, record.token, hands.machine):
-        if timeout_s is not None and hands.clock() - begun_s >= timeout_s:
+        if timeout_s is not None and hands.clock() - started_s >= timeout_s:
             return False
         hands.sleep(0.05)
     return True
 
 
-def _end_all(record: RunRecord, hands: Hands) -> None:
-    """Again until nobody is left: one that is being ended may have started another."""
-    begun_s = hands.clock()
+def _kill_all(record: RunRecord, hands: Hands) -> None:
+    """Kill all processes of the run, repeatedly, because a process may start another before it ends."""
+    started_s = hands.clock()
     while members := family(record.process, record.token, hands.machine):
-        if hands.clock() - begun_s > ENDS_WITHIN_S:
+        if hands.clock() - started_s > ENDS_WITHIN_S:
             numbers = ", ".join(str(member.pid) for member in members)
-            raise StorageError(f"processes {numbers} do not end: they are waiting for a device or disk")
+            raise StorageError(
+                f"processes {numbers} do not end, because they are waiting for a device or disk; try again later"
+            )
         for member in members:
             hands.platform.end(member, hands.machine)
         hands.sleep(LOOK_EVERY_S)

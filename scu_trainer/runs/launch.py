@@ -1,4 +1,4 @@
-"""How a launcher is called on this machine: the command that a person would type, and its environment."""
+"""The command with which each launcher starts training on this machine, and the environment of that command."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DEEPSPEED = "deepspeed.launcher.launch"
 
 
 def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: bool) -> list[str]:
-    """Words to start scripts/train.py with ``words``, in ``processes`` processes of this machine. Raises
-    RequirementError."""
+    """Return the command that starts scripts/train.py with the arguments ``words`` in ``processes`` processes of this
+    machine. Raises RequirementError if the launcher or a file that it needs is missing."""
     require_files()
     script, here = [str(ROOT / "scripts" / "train.py"), *words], Path(sys.executable).parent
     if launcher == "python":
@@ -34,14 +34,15 @@ def command(launcher: Launcher, words: Sequence[str], processes: int, has_gpu: b
         return [str(here / "torchrun"), "--standalone", "--nproc_per_node", count, *script]
     if launcher == "accelerate":
         launch_file = str(ROOT / (ON_GPUS if has_gpu else ON_CPU))
-        # "no": the run chooses the precision of this device itself, not every card has bf16.
+        # "no": the run itself chooses the precision for its device, because not every GPU supports bf16.
         options = ["--config_file", launch_file, "--num_processes", count, "--mixed_precision", "no"]
         return [str(here / "accelerate"), "launch", *options, *script]
-    # What the command deepspeed starts on one machine. That command dies of a SIGTERM and leaves the ranks training,
-    # and takes the first GPUs whatever CUDA_VISIBLE_DEVICES says. Port 0: each rank would wait at another place.
-    meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    # Starts the module that the deepspeed command would start on one machine. The command itself leaves the ranks
+    # running when it receives SIGTERM, and ignores CUDA_VISIBLE_DEVICES. The port must be fixed: with port 0 each rank
+    # would wait at a different one.
+    rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     start = [sys.executable, "-u", "-m", DEEPSPEED, f"--world_info={_deepspeed_devices(processes, has_gpu)}"]
-    return [*start, *meeting, *script]
+    return [*start, *rendezvous, *script]
 
 
 def _deepspeed_devices(processes: int, has_gpu: bool) -> str:
@@ -51,28 +52,31 @@ def _deepspeed_devices(processes: int, has_gpu: bool) -> str:
 
 
 def environment(processes: int, has_gpu: bool) -> dict[str, str]:
-    """This process's own, with what launchers do not find out by themselves on a machine without a GPU."""
-    found = dict(os.environ)
-    found.setdefault("OMP_NUM_THREADS", str(max(1, allowed_cores() // processes)))
-    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
+    """Return the environment of this process, plus the variables that launchers do not set correctly themselves."""
+    variables = dict(os.environ)
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, allowed_cores() // processes)))
+    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
     if not has_gpu:
-        found["DS_ACCELERATOR"] = "cpu"
-    return found
+        variables["DS_ACCELERATOR"] = "cpu"
+    return variables
 
 
 def processes_here(launcher: Launcher, gpus: int, asked: Optional[int] = None) -> int:
-    """One per GPU; without one two under accelerate, which is there for several, and one under the others.
+    """Return the number of processes to start: ``asked`` if given, else one per GPU. Without a GPU it is two under
+    accelerate, which is meant for several processes, and one under the other launchers.
 
-    Raises RequirementError for more processes than GPUs.
+    Raises RequirementError if more processes than GPUs are asked for.
     """
     if asked is not None and gpus and asked > gpus:
-        raise RequirementError(f"{asked} processes were asked for, and there are {gpus} GPUs; ask for {gpus} or less")
+        raise RequirementError(
+            f"{asked} processes were requested, but the number of GPUs is {gpus}; request {gpus} or fewer"
+        )
     return asked or gpus or (2 if launcher == "accelerate" else 1)
 
 
 def require_files() -> None:
     if not (ROOT / "scripts" / "train.py").is_file() or not (ROOT / "ds_configs").is_dir():
         raise RequirementError(
-            f"this starts scripts/train.py, which is missing beside ds_configs in {ROOT}; install scu-trainer "
-            "again, or clone the repository and run it there"
+            f"this command starts scripts/train.py, but {ROOT} does not contain both that file and ds_configs; install "
+            "scu-trainer again, or clone the repository and run the command there"
         )

@@ -1,4 +1,4 @@
-"""Background runs for people who type no flags: numbers choose, an empty line goes back."""
+"""A menu for background runs, for people who do not want to type flags: a number chooses, an empty line goes back."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ ACTIONS = (
 
 @dataclass(frozen=True)
 class Menu:
-    """``act`` runs a command, given as its words. ``ask`` shows a question and returns the line that was typed;
-    EOFError ends the menu."""
+    """The menu and the functions that it calls.
+
+    ``act`` runs a command, given as a list of arguments. ``ask`` shows a prompt and returns the line that was typed;
+    EOFError ends the menu. ``say`` prints a line.
+    """
 
     act: Callable[[Sequence[str]], object]
     ask: Callable[[str], str]
@@ -33,14 +36,14 @@ class Menu:
     recipes: Path
 
     def run(self) -> int:
-        """Until somebody quits. What goes wrong is said, and the menu is there again."""
+        """Show the menu until the user quits, then return exit code 0. After an error the menu is shown again."""
         while True:
             try:
                 chosen = self._choose("Background runs", [text for text, _ in ACTIONS])
                 name = "quit" if chosen is None else ACTIONS[chosen][1]
                 if name == "quit":
                     return 0
-                words = self._words(name)
+                words = self._command_words(name)
                 if words is not None:
                     self.act(words)
             except UserError as error:
@@ -50,8 +53,8 @@ class Menu:
             except EOFError:
                 return 0
 
-    def _words(self, name: str) -> Optional[list[str]]:
-        """Of the command; None where nothing was chosen."""
+    def _command_words(self, name: str) -> Optional[list[str]]:
+        """Return the arguments of the chosen command, or None if nothing was chosen."""
         if name == "list":
             return ["list"]
         if name == "start":
@@ -63,7 +66,7 @@ class Menu:
         return None if chosen is None else [name, runs[chosen]]
 
     def _choose(self, title: str, texts: Sequence[str]) -> Optional[int]:
-        """Index of what was chosen; None for an empty line, or where there is nothing to choose."""
+        """Return the index of the chosen text, or None for an empty line or if there is nothing to choose."""
         self.say(f"\n{title}")
         if not texts:
             self.say("  there is none")

@@ -1,4 +1,4 @@
-"""A run, looked at again and again until it ends. The data of a screen; drawing it is the command line's."""
+"""Watch a run until it ends. This module provides the data that a monitor shows; the command line draws it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLLOW_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class View:
-    """One look: the report, the last lines that the run printed, and the last warning in its log."""
+    """One snapshot of a run: its report, the last lines that it printed, and the last warning in its log."""
 
     report: Report
     lines: tuple[str, ...]
@@ -28,12 +28,12 @@ class View:
 
 
 def log_of(run: Run) -> Path:
-    """What it prints; of a run that was started by hand the log of the libraries, the only one there is."""
+    """Return the file with the output of ``run``. A run that was started by hand has only the log of the libraries."""
     return run.console if run.console.is_file() else run.path / "logs" / "train.log"
 
 
 def watch(run: Run, refresh_s: float, machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iterator[View]:
-    """A view every ``refresh_s`` seconds; the last one is of the run that has ended."""
+    """Yield a view every ``refresh_s`` seconds. The last view shows the run after its end."""
     while True:
         found = report(run, machine)
         yield View(found, tuple(last_lines(log_of(run), LOG_LINES)), last_warning(run))
@@ -43,15 +43,15 @@ def watch(run: Run, refresh_s: float, machine: Machine, sleep: Callable[[float],
 
 
 def follow(run: Run, lines: int, machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
-    """The last ``lines`` lines of the log, then what is added, until the run has ended. Text as it stands there."""
+    """Yield the last ``lines`` lines of the log, then the text that is added to it, until the run has ended."""
     path = log_of(run)
-    read_bytes = _size_bytes(path)  # before reading: what is printed meanwhile comes next
+    read_bytes = _size_bytes(path)  # taken before reading: text that is printed meanwhile is yielded next
     text, end = "\n".join(last_lines(path, lines, read_bytes)), tail(path, 1, read_bytes)
     yield text + end if text and end in ("\n", "\r") else text
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # half of a letter may have been written
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # the file may end inside a character
     while True:
-        is_alive = report(run, machine).state.is_alive  # before reading: what it printed last is there by then
-        added, read_bytes = _added(path, read_bytes)
+        is_alive = report(run, machine).state.is_alive  # checked before reading, so that the last output is not missed
+        added, read_bytes = _read_added(path, read_bytes)
         text = decoder.decode(added, final=not is_alive)
         if text:
             yield text
@@ -60,8 +60,9 @@ def follow(run: Run, lines: int, machine: Machine, sleep: Callable[[float], None
         sleep(FOLLOW_EVERY_S)
 
 
-def _added(path: Path, read_bytes: int) -> tuple[bytes, int]:
-    """What stands after the first ``read_bytes``, and how far that is. A log that is shorter was rotated."""
+def _read_added(path: Path, read_bytes: int) -> tuple[bytes, int]:
+    """Return the content after the first ``read_bytes`` bytes, and the new number of bytes read. A log that is shorter
+    than that was rotated, and is read from its start."""
     size_bytes = _size_bytes(path)
     read_bytes = 0 if size_bytes < read_bytes else read_bytes
     if size_bytes == read_bytes:

@@ -1,7 +1,8 @@
-"""Machines whose memory lies in several places: a run on one GPU stays on the cores beside that GPU.
+"""Bind a run to one NUMA node, so that a run on one GPU uses the cores and the memory next to that GPU.
 
-What ``numactl --cpunodebind`` does, by the affinity of the process: Linux gives a page to the node of the core that
-first writes it, so tensors then lie there, too. A run on CPUs keeps all cores unless a node is asked for.
+Like ``numactl --cpunodebind``, this sets the CPU affinity of the process. Linux allocates a page on the node of the
+core that first writes to it, so tensors are placed on that node as well. A run on CPUs keeps all cores unless the user
+names a node.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ AUTO, OFF = "auto", "off"
 
 
 def nodes(sys: Path = SYS) -> dict[int, set[int]]:
-    """Cores of each node that has some; {} where the system does not tell."""
+    """Return the cores of each NUMA node that has any, or {} if the system does not report nodes."""
     found = {}
     for folder in (sys / "devices/system/node").glob("node[0-9]*"):
-        cores = _cores((folder / "cpulist").read_text())
+        cores = _parse_cores((folder / "cpulist").read_text())
         if cores:
             found[int(folder.name.removeprefix("node"))] = cores
     return dict(sorted(found.items()))
 
 
 def node_of(device: str, ask: Ask = ask_driver, sys: Path = SYS) -> Optional[int]:
-    """Of a GPU by the name of its line, such as "gpu-0"; None where nobody tells."""
+    """Return the NUMA node of a GPU, named as its queue is, such as "gpu-0"; None if it is not known."""
     if not device.startswith(GPU):
         return None
     words = ["-i", device.removeprefix(GPU), "--query-gpu=pci.bus_id", "--format=csv,noheader"]
@@ -39,14 +40,15 @@ def node_of(device: str, ask: Ask = ask_driver, sys: Path = SYS) -> Optional[int
     if address is None:
         return None
     file = sys / "bus/pci/devices" / f"{int(address[1], 16):04x}{address[2]}" / "numa_node"
-    number = int(file.read_text()) if file.is_file() else -1  # -1: the firmware does not say
+    number = int(file.read_text()) if file.is_file() else -1  # the kernel writes -1 if the firmware names no node
     return None if number < 0 else number
 
 
 def bind(wanted: str, devices: Sequence[str], ask: Ask = ask_driver, sys: Path = SYS) -> Optional[str]:
-    """Keep this process, and all that it starts, on one node. ``wanted``: "auto", "off", or the node's number.
+    """Bind this process, and all that it starts, to one node. ``wanted``: "auto", "off", or the number of a node.
 
-    Returns what was done, in words; None for nothing. Raises RequirementError for a node that is not there.
+    Returns a description for the log, or None if nothing was changed. Raises RequirementError if the node does not
+    exist.
     """
     found = nodes(sys) if wanted != OFF and hasattr(os, "sched_setaffinity") else {}
     if wanted == AUTO:
@@ -55,16 +57,16 @@ def bind(wanted: str, devices: Sequence[str], ask: Ask = ask_driver, sys: Path =
     else:
         node = None if wanted == OFF else int(wanted)
         if node is not None and node not in found:
-            there = ", ".join(map(str, found)) or "none that the system tells"
-            raise RequirementError(f"there is no NUMA node {node} here; there: {there}; or auto, or off")
+            there = ", ".join(map(str, found)) or "none that the system reports"
+            raise RequirementError(f"there is no NUMA node {node} here; nodes: {there}; or give auto, or off")
     cores = found.get(node, set()) & os.sched_getaffinity(0) if found else set()
     if not cores:
         return None
     os.sched_setaffinity(0, cores)
-    return f"bound to NUMA node {node}, {len(cores)} cores" + (f", beside {devices[0]}" if wanted == AUTO else "")
+    return f"bound to NUMA node {node}, {len(cores)} cores" + (f", next to {devices[0]}" if wanted == AUTO else "")
 
 
-def _cores(listed: str) -> set[int]:
-    """Of a list such as 0-3,8."""
+def _parse_cores(listed: str) -> set[int]:
+    """Return the cores in a list such as 0-3,8."""
     parts = [part.partition("-") for part in listed.strip().split(",") if part]
     return {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}

@@ -1,7 +1,8 @@
-"""Processes: which one it is, whether it lives, what belongs to it, and how it is started, slowed and ended.
+"""Identify processes, check whether they are alive, find the processes of a run, and start, slow down and end them.
 
-A number is not a process: systems give numbers out again. Here a process is its number, when it was born, the boot of
-the machine and the machine. ``Machine`` says what the system knows; ``Posix`` and ``Windows`` act. Tests give others.
+A process ID does not identify a process, because systems reuse the numbers. Here a process is identified by its number,
+its creation time, the boot of the machine, and the name of the machine. ``Machine`` queries the system; ``Posix`` and
+``Windows`` act on it. Tests replace them.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ import psutil
 from scu_trainer.errors import RequirementError
 
 MARK = "SCU_TRAINER_BACKGROUND"
-"""Environment variable with the token of a start: children that leave the session still have it."""
+"""Environment variable that holds the token of a start. Children that leave the session still inherit it."""
 
 BOOT_TOLERANCE_S = 300.0
-"""Where a boot has no name, only a time: setting the clock moves that."""
+"""How far two times of the same boot may differ: on systems without a boot ID, setting the clock moves that time."""
 
 Fact = Literal["alive", "suspended", "dead", "other program", "rebooted", "elsewhere"]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """``born``: on Linux in ticks since the boot, which no clock moves; elsewhere in seconds since 1970."""
+    """What identifies a process. ``born``: its creation time, on Linux in ticks since the boot, which do not change
+    when the clock is set; elsewhere in seconds since 1970. ``boot``: see ``Machine.boot``."""
 
     pid: int
     born: float
@@ -43,14 +45,14 @@ class Identity:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """A process that is there. ``state``: "running", "suspended" or "zombie"."""
+    """A process that exists. ``state``: "running", "suspended" or "zombie"."""
 
     born: float
     state: str
 
 
 class Machine:
-    """What this system says of itself and of its processes."""
+    """Queries about this machine and its processes."""
 
     def host(self) -> str:
         return platform.node()
@@ -58,15 +60,16 @@ class Machine:
     @staticmethod
     @functools.cache
     def boot() -> str:
-        """A name that is new at each boot; where there is none the time of the boot in seconds since 1970."""
+        """Return an ID that is new at each boot, or the time of the boot in seconds since 1970 if there is none."""
         name = Path("/proc/sys/kernel/random/boot_id")
         return name.read_text().strip() if name.is_file() else f"{psutil.boot_time():.0f}"
 
     def process(self, pid: int) -> Optional[ProcessInfo]:
-        return _linux_process(pid) if sys.platform == "linux" else _other_process(pid)
+        return _linux_process(pid) if sys.platform == "linux" else _psutil_process(pid)
 
     def identity(self, pid: Optional[int] = None) -> Identity:
-        """Of this process, or of another one that is there. Raises ProcessLookupError."""
+        """Return the identity of process ``pid``, by default of this process. Raises ProcessLookupError if there is no
+        such process."""
         number = os.getpid() if pid is None else pid
         seen = self.process(number)
         if seen is None:
@@ -76,14 +79,14 @@ class Machine:
 
 def _linux_process(pid: int) -> Optional[ProcessInfo]:
     try:
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name before may hold anything
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # skips the name: it may have spaces
     except (FileNotFoundError, ProcessLookupError):
         return None
     states = {b"Z": "zombie", b"X": "zombie", b"T": "suspended"}
     return ProcessInfo(float(words[19]), states.get(words[0], "running"))
 
 
-def _other_process(pid: int) -> Optional[ProcessInfo]:
+def _psutil_process(pid: int) -> Optional[ProcessInfo]:
     try:
         process = psutil.Process(pid)
         states = {psutil.STATUS_ZOMBIE: "zombie", psutil.STATUS_STOPPED: "suspended"}
@@ -94,11 +97,11 @@ def _other_process(pid: int) -> Optional[ProcessInfo]:
         return None
 
 
-# -- does it live ------------------------------------------------------------------------------------------------------
+# -- whether a process is alive ----------------------------------------------------------------------------------------
 
 
 def look(identity: Identity, machine: Machine) -> Fact:
-    """What has become of a process. A zombie is dead: it does nothing any more."""
+    """Return what happened to a process. A zombie counts as dead, because it does nothing any more."""
     if identity.host != machine.host():
         return "elsewhere"
     if not _same_boot(identity.boot, machine.boot()):
@@ -122,12 +125,13 @@ def _same_boot(before: str, now: str) -> bool:
 
 
 def family(supervisor: Identity, token: str, machine: Machine) -> list[Identity]:
-    """All that lives of a run: the supervisor, its session, and children that left the session but have its token."""
+    """Return the living processes of a run: the supervisor, its session, and children that left the session but have
+    its token."""
     return [member for member in _processes(machine) if _belongs(member, supervisor, token, machine)]
 
 
 def marked(token: str, machine: Machine) -> list[Identity]:
-    """All that lives and was given ``token`` as its MARK, whoever started it."""
+    """Return all living processes that have ``token`` in the environment variable MARK."""
     return [member for member in _processes(machine) if _has_mark(member.pid, token)]
 
 
@@ -143,17 +147,17 @@ def _belongs(member: Identity, supervisor: Identity, token: str, machine: Machin
         return False
     if member.pid == supervisor.pid:
         return member.born == supervisor.born
-    is_in_session = _session(member.pid) == supervisor.pid and not _is_taken_over(supervisor, machine)
+    is_in_session = _session_of(member.pid) == supervisor.pid and not _is_number_reused(supervisor, machine)
     return is_in_session or _has_mark(member.pid, token)
 
 
-def _is_taken_over(supervisor: Identity, machine: Machine) -> bool:
-    """Whether a younger process bears the supervisor's number, so that the session of this number is another one."""
+def _is_number_reused(supervisor: Identity, machine: Machine) -> bool:
+    """Whether a newer process has the number of the supervisor, so that the session of this number is another one."""
     seen = machine.process(supervisor.pid)
     return seen is not None and seen.born != supervisor.born
 
 
-def _session(pid: int) -> Optional[int]:
+def _session_of(pid: int) -> Optional[int]:
     if not hasattr(os, "getsid"):
         return None
     try:
@@ -165,17 +169,17 @@ def _session(pid: int) -> Optional[int]:
 def _has_mark(pid: int, token: str) -> bool:
     try:
         return psutil.Process(pid).environ().get(MARK) == token
-    except (psutil.Error, OSError):  # another user's, or gone meanwhile
+    except (psutil.Error, OSError):  # it belongs to another user, or has ended meanwhile
         return False
 
 
 # -- acting ------------------------------------------------------------------------------------------------------------
 
 _detached: list[subprocess.Popen] = []
-"""Kept while they live: dropping the Popen of a process that runs is a ResourceWarning, and leaves its zombie."""
+"""Popen objects of running processes: dropping one would cause a ResourceWarning and leave a zombie."""
 
 
-def _started(
+def _popen_with_log(
     popen: Callable[..., Any],
     words: Sequence[str],
     cwd: Union[str, Path],
@@ -192,13 +196,13 @@ class Posix:
     """Linux and macOS."""
 
     def spawn(self, words: Sequence[str], cwd: Union[str, Path], environment: Mapping[str, str], log: Path) -> Any:
-        """Start a process that outlives this one and its terminal. Returns its Popen."""
-        child = _started(subprocess.Popen, words, cwd, environment, log, start_new_session=True)
+        """Start a process that outlives this one and its terminal, and return its Popen."""
+        child = _popen_with_log(subprocess.Popen, words, cwd, environment, log, start_new_session=True)
         _detached[:] = [*(before for before in _detached if before.poll() is None), child]
         return child
 
     def lower_priority(self, nice: int) -> list[str]:
-        """Let others go first, on processor and disk. Returns what was not possible, in words."""
+        """Lower the CPU and disk priority of this process. Returns a message for each step that was not possible."""
         failed = []
         try:
             os.nice(nice)
@@ -214,19 +218,20 @@ class Posix:
         return failed
 
     def ask_to_stop(self, process: Identity, machine: Machine) -> bool:
-        """SIGTERM. Whether the process was there to get it."""
+        """Send SIGTERM, and return whether the process was alive."""
         return _send(process, signal.SIGTERM, machine)
 
     def end(self, process: Identity, machine: Machine) -> bool:
-        """SIGKILL. Whether the process was there to get it."""
+        """Send SIGKILL, and return whether the process was alive."""
         return _send(process, signal.SIGKILL, machine)
 
     def watch_for_stop(self, request: Path) -> None:
-        """Nothing to do: a signal comes by itself."""
+        """Do nothing: the request arrives as a signal."""
 
 
 def _send(process: Identity, number: int, machine: Machine) -> bool:
-    """A signal to this process and to none that has taken its number in the meantime. Raises RequirementError."""
+    """Send a signal to this process, never to one that got its number in the meantime. Returns whether it was alive.
+    Raises RequirementError if the process belongs to another user."""
     try:
         if hasattr(os, "pidfd_open"):
             return _send_to_descriptor(process, number, machine)
@@ -241,7 +246,7 @@ def _send(process: Identity, number: int, machine: Machine) -> bool:
 
 
 def _send_to_descriptor(process: Identity, number: int, machine: Machine) -> bool:
-    descriptor = os.pidfd_open(process.pid)  # from here on it stands for the process that we look at
+    descriptor = os.pidfd_open(process.pid)  # refers to the same process from here on, even if its number is reused
     try:
         if not is_alive(process, machine):
             return False
@@ -252,10 +257,10 @@ def _send_to_descriptor(process: Identity, number: int, machine: Machine) -> boo
 
 
 class Windows:
-    """Written by the documentation and tested by injection only: training itself was not run on Windows.
+    """Windows. Written from its documentation and tested with injected functions only; training never ran on Windows.
 
-    A detached process has no console, so no Ctrl-Break reaches it: it looks for the file of the request instead and
-    interrupts itself, which training answers as it answers Ctrl-C. ``popen``, ``process``, ``interrupt``: for tests.
+    A detached process has no console and cannot receive Ctrl-Break. It therefore watches for the stop request file and
+    interrupts itself, which training handles like Ctrl-C. ``popen``, ``process`` and ``interrupt`` are for tests.
     """
 
     DETACHED = 0x00000008 | 0x00000200  # DETACHED_PROCESS | CREATE_NEW_PROCESS_GROUP of the Windows API
@@ -271,17 +276,17 @@ class Windows:
         self._interrupt = interrupt or (lambda: signal.raise_signal(signal.SIGINT))
 
     def spawn(self, words: Sequence[str], cwd: Union[str, Path], environment: Mapping[str, str], log: Path) -> Any:
-        return _started(self._popen, words, cwd, environment, log, creationflags=self.DETACHED)
+        return _popen_with_log(self._popen, words, cwd, environment, log, creationflags=self.DETACHED)
 
     def lower_priority(self, nice: int) -> list[str]:
-        """From 1 on below normal, from 15 on idle: Windows has classes, not numbers."""
+        """Map ``nice`` to a priority class of Windows: below normal from 1 up, idle from 15 up."""
         below, idle = 0x4000, 0x40
         if nice > 0:
             self._process().nice(idle if nice >= 15 else below)
         return []
 
     def ask_to_stop(self, process: Identity, machine: Machine) -> bool:
-        """The request is the file, which the caller has written."""
+        """Return whether the process is alive. The request itself is the file that the caller has written."""
         return is_alive(process, machine)
 
     def end(self, process: Identity, machine: Machine) -> bool:
@@ -292,7 +297,7 @@ class Windows:
         return True
 
     def watch_for_stop(self, request: Path) -> None:
-        """In a thread of this process: interrupts its main thread once ``request`` is there."""
+        """Start a thread that interrupts the main thread of this process once the file ``request`` exists."""
         import threading
 
         threading.Thread(target=self.wait_and_interrupt, args=(request,), daemon=True).start()

@@ -1,6 +1,6 @@
-"""How far a run is, read from its files: the last rows, the newest whole checkpoint, the last words of its logs.
+"""The progress of a run, read from its files: the last rows, the newest complete checkpoint, the end of its logs.
 
-Files may be long and are read from the end. A row that is being written is passed over.
+Files may be long, so they are read from the end. A row that is still being written is skipped.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from scu_trainer.runs.store import Run
 TAIL_BYTES = 16_384
 MOST_TAIL_BYTES = 1 << 26
 START_LINE = "---- start "
-"""Begins the line that stands before what a start prints."""
+"""Prefix of the line that separates the output of each start in the console log."""
 
 WARNING = re.compile(r"\b(?:WARNING|ERROR)\b(?: \S+:)? (.*)")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """None: not known, or not yet. ``loss``: in nats per ``unit``. ``updated_s``: when run.json was last written,
-    in seconds since 1970."""
+    """The progress of a run. A field is None if its value is not known, or not yet. ``loss``: in nats per ``unit``.
+    ``started_s``, ``updated_s``: when the run began and when run.json was last written, in seconds since 1970."""
 
     step: Optional[int] = None
     max_steps: Optional[int] = None
@@ -53,15 +53,15 @@ class Progress:
 
 
 def progress(run: Run, status: Mapping[str, Any]) -> Progress:
-    """``status``: content of run.json."""
+    """Read the progress of ``run``. ``status``: the content of its run.json."""
     scu, memory = last_row(run.path / "scu_history.json"), last_row(run.path / "memory_history.json")
-    measured, logged = scu.get("s_ema"), last_row(run.path / "log_history.json", "throughput/samples_per_second")
+    smoothed_s, logged = scu.get("s_ema"), last_row(run.path / "log_history.json", "throughput/samples_per_second")
     return Progress(
         **{name: status.get(name) for name in ("step", "max_steps", "loss", "eta_s")},
         unit=status.get("unit") or "token",
         started_s=seconds(status.get("started")),
         updated_s=seconds(status.get("updated")),
-        s=scu.get("s") if measured is None else measured,
+        s=scu.get("s") if smoothed_s is None else smoothed_s,
         s_target=scu.get("s_target"),
         strength=scu.get("lambda"),
         **{
@@ -74,7 +74,7 @@ def progress(run: Run, status: Mapping[str, Any]) -> Progress:
 
 
 def seconds(moment: Any) -> Optional[float]:
-    """Seconds since 1970 of a moment in ISO form; None for anything else."""
+    """Convert a time in ISO format to seconds since 1970. Returns None for anything else."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError):
@@ -85,7 +85,7 @@ def seconds(moment: Any) -> Optional[float]:
 
 
 def tail(path: Path, size_bytes: int = TAIL_BYTES, end_bytes: Optional[int] = None) -> str:
-    """The end of a text file, or of its first ``end_bytes``; empty where there is none."""
+    """Return the last ``size_bytes`` of a text file, or of its first ``end_bytes``; "" if the file is missing."""
     try:
         with open(path, "rb") as file:
             end_bytes = os.fstat(file.fileno()).st_size if end_bytes is None else end_bytes
@@ -96,8 +96,8 @@ def tail(path: Path, size_bytes: int = TAIL_BYTES, end_bytes: Optional[int] = No
 
 
 def last_lines(path: Path, count: int, end_bytes: Optional[int] = None) -> list[str]:
-    """At most ``count``; reads as much of the end of the file as it takes, up to MOST_TAIL_BYTES: a line of a file that
-    is none of ours may be as long as the file."""
+    """Return the last ``count`` lines of a file, or fewer. At most MOST_TAIL_BYTES are read, because a file of another
+    program may be a single long line."""
     size_bytes = TAIL_BYTES
     while True:
         text = tail(path, size_bytes, end_bytes)
@@ -109,8 +109,8 @@ def last_lines(path: Path, count: int, end_bytes: Optional[int] = None) -> list[
 
 
 def last_row(path: Path, holds: Optional[str] = None) -> dict[str, Any]:
-    """The last whole row of a history file, one row per line; empty where there is none. ``holds``: the last one of
-    some that has this name."""
+    """Return the last complete row of a history file, which has one row per line; {} if there is none. ``holds``:
+    return the last row with this key instead, among the last 12."""
     for line in reversed(last_lines(path, 3 if holds is None else 12)):
         try:
             row = json.loads(line.rstrip().rstrip(","))
@@ -122,19 +122,19 @@ def last_row(path: Path, holds: Optional[str] = None) -> dict[str, Any]:
 
 
 def last_warning(run: Run) -> Optional[str]:
-    found = [match[1] for match in map(WARNING.search, tail(run.path / "logs" / "train.log").splitlines()) if match]
-    return found[-1] if found else None
+    warnings = [match[1] for match in map(WARNING.search, tail(run.path / "logs" / "train.log").splitlines()) if match]
+    return warnings[-1] if warnings else None
 
 
 def last_error(console: Path) -> Optional[str]:
-    """What the newest start said of why it ended: its one message, or the last line of a traceback."""
+    """Return why the newest start failed: its error message, or the last line of its traceback; None without either."""
     lines = tail(console).rpartition(START_LINE)[2].splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors:
         return errors[-1]
     is_traceback = any(line.startswith("Traceback ") for line in lines)
     last = next((line for line in reversed(lines) if line and not line.startswith(" ")), "") if is_traceback else ""
-    # torch's launcher ends with a traceback where it was asked to end, too.
+    # The launcher of torch prints a traceback even if it was asked to stop.
     return None if "SignalException: " in last else last or None
 
 
@@ -142,22 +142,23 @@ def last_error(console: Path) -> Optional[str]:
 
 
 def newest_checkpoint(run: Path, step: Optional[int] = None) -> Optional[str]:
-    """Name of the newest whole one, by the sizes in its manifest. Past ``step`` one is of an earlier start."""
+    """Return the name of the newest complete checkpoint, judged by the file sizes in its manifest. Checkpoints after
+    ``step`` are skipped, because they belong to an earlier start."""
     numbered = ((path.name.removeprefix("checkpoint-"), path) for path in run.glob("checkpoint-*"))
     found = {int(number): path for number, path in numbered if number.isdecimal()}
     for number in sorted(found, reverse=True):
-        if (step is None or number <= step) and _is_whole(found[number]):
+        if (step is None or number <= step) and _is_complete(found[number]):
             return found[number].name
     return None
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    state, manifest = _object(checkpoint / "trainer_state.json"), checkpoint / "manifest.json"
+def _is_complete(checkpoint: Path) -> bool:
+    state, manifest = _read_object(checkpoint / "trainer_state.json"), checkpoint / "manifest.json"
     if state is None:
         return False
     if not manifest.is_file():
         return True  # the stock Trainer writes none
-    content = _object(manifest)
+    content = _read_object(manifest)
     listed = None if content is None else content.get("files")
     return isinstance(listed, dict) and all(
         (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == entry["bytes"]
@@ -165,7 +166,7 @@ def _is_whole(checkpoint: Path) -> bool:
     )
 
 
-def _object(path: Path) -> Optional[dict[str, Any]]:
+def _read_object(path: Path) -> Optional[dict[str, Any]]:
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):

@@ -1,11 +1,11 @@
-"""A waiting line of width 1 for each device, without a daemon: who waits looks for itself whether its turn has come.
+"""A queue for each device, without a daemon: one run trains at a time, and each waiting run polls for its turn.
 
-    CACHE/queue/HOST/gpu-0/line.lock      held for an instant while somebody joins
-                           turn.lock      held by the run whose turn it is; the system gives it back however that ends
-                           00000007.json  a place in the line: which process, which run
+    CACHE/queue/HOST/gpu-0/line.lock      held briefly while a run joins or leaves the queue
+                           turn.lock      held by the run that trains; the system releases it however that run ends
+                           00000007.json  a place in the queue: its process and its run
 
-The lower number comes first. A place whose process is dead counts for nothing, and is removed by the next who joins.
-A record lock survives ``exec``, so a launcher that takes the place of the waiting process still holds it.
+The lowest number comes first. A place whose process is dead is ignored, and is removed by the next run that joins.
+A record lock survives ``exec``, so a launcher that replaces the waiting process still holds the lock.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from scu_trainer.runs.process import Identity, Machine, is_alive
 
 LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 5.0
-"""Seconds between two looks at the memory of machine and GPU."""
+"""Seconds between two checks of the memory of the machine and the GPU."""
 
 
 def default_folder() -> Path:
-    """Below the cache of this user. Several machines may share a home: each has its own."""
+    """Return the folder of the queues: in the cache of this user, for this machine only, because several machines may
+    share a home directory."""
     cache = Path(os.environ.get("SCU_TRAINER_CACHE") or "~/.cache/scu_trainer").expanduser().absolute()
     return cache / "queue" / platform.node()
 
 
 class FileLock:
-    """A lock on ``path`` that goes with the process. Raises StorageError if it cannot be opened.
+    """A lock on ``path`` that is released when the process ends. Raises StorageError if the file cannot be opened.
 
-    On POSIX systems closing any other descriptor of the file would give it back: nothing else opens these.
+    On POSIX systems, closing any other descriptor of the file would release the lock, so nothing else may open it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,17 +45,17 @@ class FileLock:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         except OSError as error:
-            raise StorageError(f"cannot open {path}: {error.strerror}; check the path and its rights") from error
+            raise StorageError(f"cannot open {path}: {error.strerror}; check the path and its permissions") from error
 
     def acquire(self, wait: bool = False) -> bool:
-        """Whether we have it now. ``wait``: until we do."""
+        """Return whether this process holds the lock now. ``wait``: block until it does."""
         try:
             import fcntl
         except ImportError:
             return _windows_lock(self._descriptor, wait)
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except (BlockingIOError, PermissionError):  # POSIX allows either where another process has it
+        except (BlockingIOError, PermissionError):  # POSIX allows either error if another process holds the lock
             return False
         return True
 
@@ -87,7 +88,7 @@ def _windows_lock(descriptor: int, wait: bool) -> bool:
 
 @dataclass(frozen=True)
 class QueuePlace:
-    """In the line. ``run``: its directory."""
+    """A place in a queue. ``run``: the directory of the run."""
 
     number: int
     process: Identity
@@ -95,7 +96,7 @@ class QueuePlace:
 
 
 class Line:
-    """The waiting line of one device."""
+    """The queue of one device."""
 
     def __init__(self, device: str, folder: Optional[Path] = None, machine: Optional[Machine] = None) -> None:
         self.device, self.folder = device, (folder or default_folder()) / device
@@ -103,7 +104,7 @@ class Line:
         self._turn: Optional[FileLock] = None
 
     def join(self, process: Identity, run: Path) -> QueuePlace:
-        """At the end. Dead places are cleared away: only here, so that no number is given out twice meanwhile."""
+        """Add a place at the end. Places of dead processes are removed here only, so that no number is used twice."""
         with FileLock(self.folder / "line.lock"):
             places = self._places()
             for place in places:
@@ -114,11 +115,11 @@ class Line:
         return place
 
     def waiting(self) -> list[QueuePlace]:
-        """Who is alive in the line, the one whose turn it is first."""
+        """Return the places whose processes are alive, in order. The first one has its turn."""
         return [place for place in self._places() if is_alive(place.process, self._machine)]
 
     def take_turn(self, place: QueuePlace) -> bool:
-        """Whether it is the turn of ``place``. It is kept until the end of this process."""
+        """Take the turn if ``place`` is first, and return whether this process has it. It keeps it until it ends."""
         if self._turn is not None:
             return True
         if any(other.number < place.number for other in self.waiting()):
@@ -131,7 +132,7 @@ class Line:
         return True
 
     def leave(self, place: QueuePlace) -> None:
-        """Before the end of the process, for one that has more to do."""
+        """Give up the place and the turn, for a process that does something else afterwards."""
         with FileLock(self.folder / "line.lock"):
             self._file(place.number).unlink(missing_ok=True)
         if self._turn is not None:
@@ -150,7 +151,7 @@ class Line:
             except StorageError:
                 if path.exists():
                     raise
-                continue  # it left in between
+                continue  # it left the queue in the meantime
             found.append(QueuePlace(content["number"], Identity(**content["process"]), content["run"]))
         return found
 
@@ -165,14 +166,15 @@ def wait_for_turn(
     tell: Callable[[str], None],
     sleep: Callable[[float], None],
 ) -> None:
-    """Until it is our turn and ``lacks`` finds nothing missing. ``tell`` gets what is waited for, when that changes."""
-    said = ""
+    """Wait until it is the turn of ``place`` and ``lacks`` returns None. ``tell`` is called with the reason for waiting
+    whenever that changes."""
+    last_reason = ""
     while True:
         is_turn = line.take_turn(place)
         reason = lacks() if is_turn else f"for {line.device}"
         if reason is None:
             return
-        if reason != said:
+        if reason != last_reason:
             tell(reason)
-            said = reason
+            last_reason = reason
         sleep(ROOM_EVERY_S if is_turn else LOOK_EVERY_S)

@@ -1,4 +1,4 @@
-"""Is there room to begin: how much of the machine's and of a GPU's memory is used, and which devices there are."""
+"""Find the devices of this machine, and check whether enough of its memory and of a GPU's memory is free to start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ CPU = "cpu"
 GPU = "gpu-"
 
 Ask = Callable[[Sequence[str]], Optional[str]]
-"""Words for nvidia-smi -> its answer; None where there is none."""
+"""Takes the arguments of nvidia-smi and returns its output, or None if there is none."""
 
 
 def devices(environment: Mapping[str, str] = os.environ, ask: Ask = ask_driver) -> list[str]:
-    """GPUs as "gpu-0", or by what CUDA_VISIBLE_DEVICES calls them; "mps" on a Mac with one; else "cpu"."""
+    """Return the names of the devices: GPUs as "gpu-0", or with their name in CUDA_VISIBLE_DEVICES; otherwise "mps" on
+    a Mac with an Apple GPU, else "cpu"."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     listed = [line for line in (ask(["-L"]) or "").splitlines() if re.match(r"GPU \d+:", line)]
     if listed:
@@ -32,26 +33,27 @@ def devices(environment: Mapping[str, str] = os.environ, ask: Ask = ask_driver) 
 
 
 def visible_devices(chosen: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of a run that may see only these."""
+    """Return the environment variables that restrict a run to the devices ``chosen``."""
     names = [name.removeprefix(GPU) for name in chosen if name.startswith(GPU)]
     if not names:
         return {}
-    # Numbers are the driver's, by slot; CUDA counts from the fastest card on where nobody says otherwise.
+    # The numbers are those of the driver, in bus order. By default CUDA would number the fastest GPU first.
     order = {} if "CUDA_VISIBLE_DEVICES" in environment else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {"CUDA_VISIBLE_DEVICES": ",".join(names), **order}
 
 
 def choose(asked: str, found: Sequence[str], length_of: Callable[[str], int]) -> str:
-    """The device that was asked for; "auto": the one with the shortest line. Raises RequirementError."""
+    """Return the device that was asked for, or for "auto" the one with the shortest queue. Raises RequirementError if
+    there is no such device."""
     if asked == "auto":
         return min(found, key=length_of)
     if asked != CPU and asked not in found:
-        raise RequirementError(f"there is no device {asked!r} here; there: {', '.join(dict.fromkeys([*found, CPU]))}")
+        raise RequirementError(f"there is no device {asked!r} here; devices: {', '.join(dict.fromkeys([*found, CPU]))}")
     return asked
 
 
 def default_threads() -> int:
-    """All cores that we may use but one, so that the computer can be worked with."""
+    """Return the number of usable cores minus one, so that the computer stays responsive."""
     return max(1, int(usable_cores()) - 1)
 
 
@@ -65,18 +67,18 @@ def lacking(
     ram: Callable[[], float] | None = None,
     ask: Ask = ask_driver,
 ) -> Optional[str]:
-    """What must become free before a run begins, in words; None if nothing."""
+    """Return what a run must wait for before it may begin, or None if enough memory is free."""
     used = (ram or ram_used_percent)()
     if used > max_ram_percent:
-        return f"for memory: {used:.0f} % of it is used, a run begins at {max_ram_percent:g} % or less"
+        return f"for memory: {used:.0f} % of it is used, and a run starts at {max_ram_percent:g} % or less"
     gpu = gpu_used_percent(device, ask)
     if gpu is not None and gpu > max_gpu_percent:
-        return f"for memory of {device}: {gpu:.0f} % of it is used, a run begins at {max_gpu_percent:g} % or less"
+        return f"for memory of {device}: {gpu:.0f} % of it is used, and a run starts at {max_gpu_percent:g} % or less"
     return None
 
 
 def ram_used_percent() -> float:
-    """Of the machine, or of the container's limit where that is nearer."""
+    """Return how much of the main memory is used, of the machine or of its container, whichever is fuller."""
     total, available = ram_bytes()
     shares = [1 - available / total]
     limit, room = cgroup.memory_limit_bytes(), cgroup.memory_available_bytes()
@@ -86,7 +88,7 @@ def ram_used_percent() -> float:
 
 
 def gpu_used_percent(device: str, ask: Ask = ask_driver) -> Optional[float]:
-    """None for what is no GPU, and where the driver does not tell."""
+    """Return how much of the memory of a GPU is used; None for other devices, and if the driver does not report it."""
     if not device.startswith(GPU):
         return None
     index = device.removeprefix(GPU)

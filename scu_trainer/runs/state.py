@@ -1,6 +1,6 @@
-"""What a run is doing, from its files and from what has become of its process. A dead run is never reported as running.
+"""Find out what a run is doing, from its files and from its process. A dead run is never reported as running.
 
-``judge`` is arithmetic on what others have read: run.json, the record of the start, the fact about the process.
+``judge`` is a pure function of what was read before: run.json, the record of the start, and whether the process lives.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from scu_trainer.runs.queue import Line
 from scu_trainer.runs.store import ENDED, Run, RunRecord
 
 COMING_UP_S = 3.0
-"""A process that was started registers itself within this time; a tenth of it is usual."""
+"""A started process registers itself within this time; a tenth of it is usual."""
 
 SILENT_S = 600.0
-"""Without news for longer than this a run is reported as not progressing."""
+"""A run whose run.json was not written for longer than this is reported as not progressing."""
 
 NO_ROOM_BYTES = 1 << 20
 FULL_DISK_WORDS = ("the disk is full", "No space left on device", "Disk quota exceeded")
@@ -34,10 +34,11 @@ FULL_DISK_WORDS = ("the disk is full", "No space left on device", "Disk quota ex
 
 @dataclass(frozen=True)
 class RunState:
-    """``status``: one of run.json's, or "starting", "killed", "rebooted", "elsewhere", "copied", "unreadable".
+    """What a run is doing.
 
-    ``cause``: of an end that nobody wanted: "killed", "number re-used", "reboot", "disk full", "error", "no start".
-    ``detail``: the same in words, or what is waited for. ``is_alive``: a process of it does something.
+    ``status``: one of run.json's, or "starting", "killed", "rebooted", "elsewhere", "copied", "unreadable". ``detail``:
+    an explanation, or what the run waits for. ``cause``: why it ended unexpectedly: "killed", "number re-used",
+    "reboot", "disk full", "error" or "no start". ``is_alive``: whether it has a living process.
     """
 
     status: str
@@ -48,8 +49,8 @@ class RunState:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was read. ``fact``: about the process of the run; ``spawner``: about the one that started it; None: there
-    is none to ask about. ``error``: the last error message that this start printed."""
+    """What was read about a run. ``fact``: what happened to its process; ``spawner``: what happened to the process that
+    started it; None if no such process is known. ``error``: the last error message that this start printed."""
 
     status: Mapping[str, Any]
     record: Optional[RunRecord]
@@ -64,25 +65,26 @@ class Evidence:
 
 
 def judge(seen: Evidence) -> RunState:
+    """Decide what a run is doing."""
     status = seen.status.get("status", "queued")
     if status in ENDED and (seen.record is None or seen.copied_from is not None):
-        # Its process may do other things, such as a notebook, or be that of the run that it was copied from.
-        return _ended(seen, status)
+        # The recorded process may do something else by now, as a notebook does, or may belong to the original run.
+        return _judge_ended(seen, status)
     if seen.copied_from is not None:
         return RunState("copied", f"a copy of {seen.copied_from}, last seen {status}; it has no process of its own")
     if seen.fact in ("alive", "suspended"):
-        return _living(seen, status)
+        return _judge_living(seen, status)
     if status in ENDED:
-        return _ended(seen, status)
+        return _judge_ended(seen, status)
     if seen.fact is None:
-        return _without_process(seen)
+        return _judge_without_process(seen)
     if seen.fact == "elsewhere":
         host = seen.record.process.host if seen.record and seen.record.process else "another machine"
         return RunState(
             "elsewhere", f"it was started on {host}: only that machine can tell whether it is alive; last seen {status}"
         )
     if seen.fact == "rebooted":
-        return RunState("rebooted", f"the machine restarted while {_doing(seen, status)}", "reboot")
+        return RunState("rebooted", f"the machine restarted while {_activity(seen, status)}", "reboot")
     if _is_disk_full(seen):
         return RunState(
             "failed", seen.error or "the disk was full, so its last message could not be written", "disk full"
@@ -90,24 +92,24 @@ def judge(seen: Evidence) -> RunState:
     if seen.record is not None and seen.record.exit_code is not None:
         return RunState("failed", seen.error or f"ended with exit code {seen.record.exit_code}", "error")
     if seen.error is not None and seen.record is not None and seen.record.options.launcher != "python":
-        return RunState("failed", seen.error, "error")  # nobody noted the exit code of a launcher
-    gone = f"it ended without an error message while {_doing(seen, status)}"
+        return RunState("failed", seen.error, "error")  # the exit code of a launcher is not recorded
+    gone = f"it ended without an error message while {_activity(seen, status)}"
     if seen.fact == "other program":
         return RunState("killed", f"{gone}; another program now has its process number", "number re-used")
     return RunState("killed", f"{gone}: killed, or out of memory", "killed")
 
 
-def _living(seen: Evidence, status: str) -> RunState:
+def _judge_living(seen: Evidence, status: str) -> RunState:
     record = seen.record
     if status in ENDED:
-        ended = _ended(seen, status)
+        ended = _judge_ended(seen, status)
         return replace(ended, detail=ended.detail or "its process is just ending", is_alive=True)
     if seen.fact == "suspended":
         return RunState(status, "suspended by a signal; kill -CONT lets it continue", is_alive=True)
     if status == "queued" and record is not None:
         if record.phase == "training":
             return RunState("starting", "libraries, model and data are being loaded", is_alive=True)
-        return RunState("queued", f"waits {record.waiting or 'for its place in the line'}", is_alive=True)
+        return RunState("queued", f"waits {record.waiting or 'for its place in the queue'}", is_alive=True)
     if status == "running" and seen.is_asked_to_stop:
         return RunState("stopping", "stopping: the current step finishes first", is_alive=True)
     silent_s = 0.0 if seen.updated_s is None else seen.now_s - seen.updated_s
@@ -116,7 +118,7 @@ def _living(seen: Evidence, status: str) -> RunState:
     return RunState(status, is_alive=True)
 
 
-def _ended(seen: Evidence, status: str) -> RunState:
+def _judge_ended(seen: Evidence, status: str) -> RunState:
     error = seen.status.get("error")
     if status != "failed":
         return RunState(status, error or "")
@@ -124,8 +126,8 @@ def _ended(seen: Evidence, status: str) -> RunState:
     return RunState(status, error or "", "disk full" if is_full else "error")
 
 
-def _without_process(seen: Evidence) -> RunState:
-    """Between the start and the moment in which the process registers itself, or nobody knows of any process."""
+def _judge_without_process(seen: Evidence) -> RunState:
+    """Judge a run without a known process: its process has not registered itself yet, or none was ever recorded."""
     if seen.record is None:
         return RunState("killed", "none of its processes is known, and it did not end normally", "killed")
     age_s = seen.now_s - seen.record.asked_s
@@ -136,11 +138,11 @@ def _without_process(seen: Evidence) -> RunState:
     return RunState("killed", "its process never came up", "no start")
 
 
-def _doing(seen: Evidence, status: str) -> str:
+def _activity(seen: Evidence, status: str) -> str:
     if status != "queued":
         return f"it was {status}"
-    is_in_line = seen.record is None or seen.record.phase != "training"
-    return "it waited in the line" if is_in_line else "it was starting"
+    is_in_queue = seen.record is None or seen.record.phase != "training"
+    return "it waited in the queue" if is_in_queue else "it was starting"
 
 
 def _is_disk_full(seen: Evidence) -> bool:
@@ -153,8 +155,8 @@ def _is_disk_full(seen: Evidence) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is reported of one run. ``ahead``: runs before it in the line of its device; None where it does not
-    wait."""
+    """Everything that is reported about one run. ``ahead``: the number of runs before it in the queue of its device;
+    None if it does not wait."""
 
     run: Run
     state: RunState
@@ -165,15 +167,15 @@ class Report:
 
     @functools.cached_property
     def resident_bytes(self) -> Optional[int]:
-        """Main memory of its processes now, those of a launcher and of loaders too. Only where somebody asks: the
-        kernel walks through all of it, and most who read a report want to know whether the run is alive."""
+        """The main memory that its processes hold now, including a launcher and data loader workers. It is computed on
+        demand, because that is expensive, and most readers of a report only want to know whether the run is alive."""
         try:
             return None if self.pid is None else held_bytes(psutil.Process(self.pid))
         except psutil.Error:  # it has ended since
             return None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-like."""
+        """Return the report as a JSON-compatible dict."""
         record = self.record
         return {
             "name": self.run.name,
@@ -193,24 +195,23 @@ class Report:
 
 
 def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
-    """Read everything of a run and judge it."""
+    """Read the files of a run and check its process. A run that cannot be read is reported as "unreadable"."""
     try:
         return _report(run, machine, time.time() if now_s is None else now_s)
     except StorageError as error:
-        why = error
-    except OSError as error:  # such as a folder, or a file in it, that another user keeps for themselves
-        why = storage_error(error.filename or run.path, "read", error)
-    return Report(run, RunState("unreadable", str(why), "error"), Progress())
+        reason = error
+    except OSError as error:  # such as a folder or file without permission for this user
+        reason = storage_error(error.filename or run.path, "read", error)
+    return Report(run, RunState("unreadable", str(reason), "error"), Progress())
 
 
 def _report(run: Run, machine: Machine, now_s: float) -> Report:
-    """The process is asked before the files are read: one that has ended in between has written its last words by
-    then."""
+    """The process is checked before the files are read: if it ends in between, the files already hold its end."""
     before = run.record()
-    pid, fact = _process(run, before, machine)
+    pid, fact = _recorded_process(run, before, machine)
     status, record = run.status(), run.record()
     if record is not None and (before is None or record.process != before.process):  # it has just registered
-        pid, fact = _process(run, record, machine)
+        pid, fact = _recorded_process(run, record, machine)
         status = run.status()
     found = progress(run, status)
     state = judge(
@@ -228,18 +229,21 @@ def _report(run: Run, machine: Machine, now_s: float) -> Report:
         )
     )
     pid = pid if state.is_alive else None
-    return Report(run, state, found, record, pid, _ahead(state, record, machine))
+    return Report(run, state, found, record, pid, _count_ahead(state, record, machine))
 
 
-def _process(run: Run, record: Optional[RunRecord], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
+def _recorded_process(run: Run, record: Optional[RunRecord], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
     if record is not None:
         return (None, None) if record.process is None else (record.process.pid, look(record.process, machine))
-    return _of_a_terminal(run.status(), machine)
+    return _process_of_manual_run(run.status(), machine)
 
 
-def _of_a_terminal(status: Mapping[str, Any], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
-    """A run that was started by hand: its number is in run.json, and nothing says when the process was born. One that
-    was born after the last news is another one."""
+def _process_of_manual_run(status: Mapping[str, Any], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
+    """Return the process ID of a run that was started by hand, and what happened to the process.
+
+    Its number is in run.json, but not its creation time. A process that was created after run.json was last written is
+    another program.
+    """
     pid, updated_s = status.get("pid"), seconds(status.get("updated"))
     if pid is None or updated_s is None:
         return None, None
@@ -253,7 +257,7 @@ def _of_a_terminal(status: Mapping[str, Any], machine: Machine) -> tuple[Optiona
     return pid, "suspended" if seen.state == "suspended" else "alive"
 
 
-def _ahead(state: RunState, record: Optional[RunRecord], machine: Machine) -> Optional[int]:
+def _count_ahead(state: RunState, record: Optional[RunRecord], machine: Machine) -> Optional[int]:
     if state.status != "queued" or record is None or not record.devices:
         return None
     places = Line(record.devices[-1], machine=machine).waiting()

@@ -1,9 +1,9 @@
-"""Where background runs are: folders below a root, and in each a record of how it was started. No list beside them.
+"""Background runs on disk: a folder for each below a root, with a record of how it was started. There is no index.
 
 runs/NAME/                  what training writes, see run_files.py
     run.json                status, step, loss; "queued" until training begins
     background/start.json   the record: command, process, device, how it ended
-    background/config.yaml  the configuration as it was at the start: a file that is edited later changes nothing
+    background/config.yaml  a copy of the configuration at the start: later edits of the original change nothing
     background/console.log  what the run prints
 """
 
@@ -30,7 +30,7 @@ ENDED = ("stopped", "finished", "failed")
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for at the start. ``device``: "auto", "cpu", or a name such as "gpu-1"."""
+    """The options of a start. ``device``: "auto", "cpu", or a name such as "gpu-1"."""
 
     launcher: str = "python"
     device: str = "auto"
@@ -43,19 +43,22 @@ class Options:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """start.json. Written by ``start`` until the process has registered itself, then by that process alone, and by
-    others only once it is dead.
+    """The content of start.json. It is written by ``start`` until the process has registered itself, then only by that
+    process, and by others only after the process has ended.
 
     Fields:
         token: new at each start; every process of the run has it in its environment.
         directory: where the run was when it was started.
-        flags: of the training command, without those for configuration and place.
-        environment: variables that a resume from another shell must find again; nothing secret.
-        asked_s: when this start was asked for, in seconds since 1970.
-        spawner, process: who started it, and the run itself; None until it has registered.
-        phase: "spawned", "queued", "training".
-        waiting: for what, in words, while it is queued.
-        exit_code: None while it runs, and where it had no time for last words.
+        flags: flags of the training command, without those for the configuration and the output directory.
+        environment: variables that a resume from another shell must set again; none of them is secret.
+        asked_s: when this start was requested, in seconds since 1970.
+        starts: the number of this start, from 1.
+        goes_on: whether this start resumes the run.
+        spawner: the process that started the run.
+        process: the process of the run; None until it has registered itself.
+        phase: "spawned", "queued" or "training".
+        waiting: what the run waits for, while it is queued.
+        exit_code: None while the run is alive, and if it was killed before it could write the code.
     """
 
     token: str
@@ -79,7 +82,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory, started in the background or not."""
+    """One run directory, whether the run was started in the background or not."""
 
     path: Path
     name: str = field(default="", compare=False)
@@ -98,42 +101,43 @@ class Run:
 
     @property
     def stop_request(self) -> Path:
-        """There from the first request to stop on; the next start removes it."""
+        """A file that the first request to stop creates, and the next start removes."""
         return self.folder / "stop"
 
     def status(self) -> dict[str, Any]:
-        """Content of run.json, {} before there is one. Raises StorageError."""
+        """Return the content of run.json, or {} if there is none yet. Raises StorageError if it cannot be read."""
         path = self.path / "run.json"
         return read_status(path) if path.is_file() else {}
 
     def record(self) -> Optional[RunRecord]:
-        """None where the run was not started in the background. Raises StorageError."""
+        """Return the record of the start, or None if the run was not started in the background. Raises StorageError if
+        the file cannot be read."""
         path = self.folder / "start.json"
-        return _record(read_json(path), path) if path.is_file() else None
+        return _parse_record(read_json(path), path) if path.is_file() else None
 
     def copied_from(self, record: RunRecord) -> Optional[Path]:
-        """The directory whose copy this is (``cp -r``), as long as both hold ``record``."""
-        first = Run(Path(record.directory))
-        if not os.path.isfile(first.folder / "start.json") or os.path.samefile(first.path, self.path):
+        """Return the directory that this is a copy of (``cp -r``), if both still hold ``record``; otherwise None."""
+        original = Run(Path(record.directory))
+        if not os.path.isfile(original.folder / "start.json") or os.path.samefile(original.path, self.path):
             return None
-        found = first.record()
-        return first.path if found is not None and found.token == record.token else None
+        found = original.record()
+        return original.path if found is not None and found.token == record.token else None
 
     def write(self, record: RunRecord) -> RunRecord:
         write_json(self.folder / "start.json", asdict(record))
         return record
 
     def change(self, **changes: Any) -> RunRecord:
-        """The record with ``changes``, written."""
+        """Change fields of the record, write it, and return it. Raises StorageError if there is no record."""
         before = self.record()
         if before is None:
             raise StorageError(f"{self.folder / 'start.json'} is gone; start the run again")
         return self.write(replace(before, **changes))
 
 
-def _record(content: Any, path: Path) -> RunRecord:
+def _parse_record(content: Any, path: Path) -> RunRecord:
     try:
-        content = {"directory": str(path.absolute().parents[1]), **content}  # older records do not name it
+        content = {"directory": str(path.absolute().parents[1]), **content}  # older records lack this field
         known = {item.name: content[item.name] for item in fields(RunRecord)}
         for name in ("flags", "devices", "notes"):
             known[name] = tuple(known[name])
@@ -153,20 +157,20 @@ def _record(content: Any, path: Path) -> RunRecord:
 def check_name(name: str) -> None:
     if NAME.fullmatch(name) is None:
         raise SettingsError(
-            f"{name!r} cannot be the name of a run; take letters, digits, '.', '_' and '-', 64 at most, a letter or "
-            "digit first"
+            f"{name!r} cannot be the name of a run; use at most 64 letters, digits, '.', '_' and '-', and begin with a "
+            "letter or digit"
         )
 
 
 def all_runs(root: Path) -> list[Run]:
-    """Every run directly below ``root``, by name."""
+    """Return all runs directly below ``root``, sorted by name."""
     if not root.is_dir():
         return []
     return [Run(path, path.name) for path in sorted(root.iterdir()) if _is_run(path)]
 
 
 def _is_run(path: Path) -> bool:
-    """Also one that its owner alone may look into: what is said of it is that it cannot be read."""
+    """Whether ``path`` is a run. A folder without read permission counts as one, and is reported as unreadable."""
     try:
         return path.is_dir() and ((path / "run.json").is_file() or (path / FOLDER / "start.json").is_file())
     except OSError:
@@ -174,16 +178,17 @@ def _is_run(path: Path) -> bool:
 
 
 def find(name: str, root: Path) -> Run:
-    """The run called ``name`` below ``root``, or in the directory ``name``. Raises SettingsError with the nearest."""
+    """Return the run ``name`` below ``root``, or the run in the directory ``name``. Raises SettingsError, which
+    suggests the nearest name, if there is none."""
     for path in (root / name, Path(name)):
         if _is_run(path):
             return Run(path, path.absolute().name)
     known = [run.name for run in all_runs(root)]
-    listed = f"; there: {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else "; there is none yet"
+    listed = f"; runs: {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else "; there is none yet"
     raise SettingsError(f"no run {name!r} in {root}{nearest(name, known)}{listed}")
 
 
 def free_name(wanted: str, taken: Collection[str]) -> str:
-    """``wanted``, or the first of wanted-2, wanted-3, ... that is free."""
+    """Return ``wanted``, or the first of wanted-2, wanted-3, ... that is not in ``taken``."""
     numbered = (f"{wanted}-{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([wanted], numbered) if name not in taken)

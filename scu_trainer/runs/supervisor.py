@@ -1,6 +1,5 @@
-"""What the detached process does: registers itself, steps back behind others, waits for its turn, trains, says how it
-ended. It is one process from the start to the end, so its number, its session and its place in the line stay true.
-"""
+"""The detached process of a background run: it registers itself, lowers its priority, waits for its turn, trains, and
+records how it ended. It stays one process throughout, so its ID, session and place in the queue remain valid."""
 
 from __future__ import annotations
 
@@ -26,51 +25,52 @@ from scu_trainer.runs.store import ENDED, Run, RunRecord
 
 STOPPED, INTERRUPTED = 3, 130
 AFTERWARDS = {STOPPED: "stopped", INTERRUPTED: "stopped", 128 + signal.SIGTERM: "stopped"}
-"""Status by exit code, where training has not set one itself; every other code: failed."""
+"""The status to record for an exit code, if training has not set one itself. Every other code means failed."""
 
 
-def _become(words: Sequence[str]) -> NoReturn:
+def _exec(words: Sequence[str]) -> NoReturn:
     os.execv(words[0], list(words))
 
 
 @dataclass(frozen=True)
 class Outside:
-    """What a test may replace. ``train``: the training command of this process; ``become``: exec of a launcher."""
+    """Functions and objects that tests replace. ``train``: runs the training command in this process; ``become``:
+    replaces this process by a launcher."""
 
     train: Callable[[list[str]], int]
-    become: Callable[[Sequence[str]], NoReturn] = _become
+    become: Callable[[Sequence[str]], NoReturn] = _exec
     machine: Machine = field(default_factory=Machine)
     platform: Platform = field(default_factory=this_platform)
     sleep: Callable[[float], None] = time.sleep
     devices: Callable[[], list[str]] = room.devices
     lacking: Callable[[str, float, float], Optional[str]] = room.lacking
     lines: Optional[Path] = None
-    """Folder of the waiting lines; None: that of this user."""
+    """Folder of the queues; None: the default folder of this user."""
 
 
 def lead(run: Run, outside: Outside) -> int:
-    """The whole life of a background run. Returns its exit code."""
+    """Carry out a background run from its registration to its end. Returns its exit code."""
     supervisor = _Supervisor(run, outside)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = supervisor.live()
+        code = supervisor.execute()
     except KeyboardInterrupt:
         code, reason = (INTERRUPTED, None) if supervisor.is_training else (STOPPED, "left the queue before it began")
-        supervisor.say_last(code, reason)
+        supervisor.record_end(code, reason)
         return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
-    except Exception as error:  # nobody is there to see it but the log
+    except Exception as error:  # only the log can show it
         traceback.print_exc()
-        supervisor.say_last(1, f"{type(error).__name__}: {error}")
+        supervisor.record_end(1, f"{type(error).__name__}: {error}")
         return 1
-    supervisor.say_last(code)
+    supervisor.record_end(code)
     return code
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Training has a handler of its own while there is a step to finish."""
+    """Handle SIGTERM outside of training, which has its own handler that lets the current step finish."""
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
@@ -79,11 +79,11 @@ class _Supervisor:
         self.run, self.outside = run, outside
         self.is_training = False
 
-    def live(self) -> int:
+    def execute(self) -> int:
         record = self._register()
         self.outside.platform.watch_for_stop(self.run.stop_request)
-        record = self._wait(record)
-        record = self._change(phase="training", waiting=None)
+        record = self._wait_for_devices(record)
+        record = self._change_record(phase="training", waiting=None)
         self.is_training = True
         words = training_words(self.run, record)
         if record.options.launcher != "python":
@@ -101,71 +101,73 @@ class _Supervisor:
             print(note, flush=True)
         return self.run.change(process=self.outside.machine.identity(), phase="queued", notes=tuple(notes))
 
-    def _wait(self, record: RunRecord) -> RunRecord:
-        """In the line of each device that the run uses, in the order of names: so no two runs wait for each other.
+    def _wait_for_devices(self, record: RunRecord) -> RunRecord:
+        """Wait for the turn in the queue of each device that the run uses, in the order of their names, which prevents
+        deadlocks between runs.
 
-        Nobody leaves a line but by its end: the next run begins when the memory of this one is free.
+        A run leaves a queue only when its process ends, so the next run begins after the memory of this one is free.
         """
-        chosen, options = self._devices(record), record.options
+        chosen, options = self._choose_devices(record), record.options
         limits = (options.max_ram_percent, options.max_gpu_percent)
         record = self.run.change(devices=tuple(chosen))
         for name in chosen:
             line = Line(name, self.outside.lines, self.outside.machine)
             place = line.join(record.process, self.run.path)
             lacks = functools.partial(self.outside.lacking, name, *limits)
-            wait_for_turn(line, place, lacks, self._tell, self.outside.sleep)
+            wait_for_turn(line, place, lacks, self._report_waiting, self.outside.sleep)
             line.keep_through_exec()
         os.environ.update(room.visible_devices(chosen))
-        return self._bind(record, chosen)
+        return self._bind_to_node(record, chosen)
 
-    def _bind(self, record: RunRecord, devices: Sequence[str]) -> RunRecord:
+    def _bind_to_node(self, record: RunRecord, devices: Sequence[str]) -> RunRecord:
         note = numa.bind(record.options.numa_node, devices)
         if note is None:
             return record
         print(note, flush=True)
-        if record.options.threads is None:  # more than the cores that are left would take turns
+        if record.options.threads is None:  # more threads than the bound cores would only compete for them
             os.environ["OMP_NUM_THREADS"] = str(room.default_threads())
-        return self._change(notes=(*record.notes, note))
+        return self._change_record(notes=(*record.notes, note))
 
-    def _devices(self, record: RunRecord) -> list[str]:
+    def _choose_devices(self, record: RunRecord) -> list[str]:
         found, asked = self.outside.devices(), record.options.device
         if asked == "auto" and record.options.launcher != "python":
             return sorted(found)  # a launcher starts a process on each
         lines = {device: Line(device, self.outside.lines, self.outside.machine) for device in found}
         return [room.choose(asked, found, lambda device: len(lines[device].waiting()))]
 
-    def _tell(self, waiting: str) -> None:
+    def _report_waiting(self, waiting: str) -> None:
         print(f"waiting {waiting}", flush=True)
-        self._change(waiting=waiting)
+        self._change_record(waiting=waiting)
 
-    def _change(self, **changes: Any) -> RunRecord:
-        """Who waits for days may be given another name in the meantime."""
-        self.run = _where_it_is_now(self.run)
+    def _change_record(self, **changes: Any) -> RunRecord:
+        """Change the record, wherever the folder of the run is now: it may be renamed while the run waits for days."""
+        self.run = _at_current_path(self.run)
         return self.run.change(**changes)
 
-    def say_last(self, code: int, error: Optional[str] = None) -> None:
-        """How it ended, wherever training has not said so itself. A second request to stop changes nothing now."""
+    def record_end(self, code: int, error: Optional[str] = None) -> None:
+        """Record how the run ended, unless training has already. Ignores SIGTERM, so a second one cannot interrupt
+        it."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
-        self.run = _where_it_is_now(self.run)
+        self.run = _at_current_path(self.run)
         try:
             if self.run.status().get("status") not in ENDED:
-                settle(self.run, AFTERWARDS.get(code, "failed"), error or self._why(code))
+                settle(self.run, AFTERWARDS.get(code, "failed"), error or self._end_reason(code))
             self.run.change(exit_code=code, ended=datetime.now(UTC).isoformat(timespec="seconds"))
-        except StorageError as failure:  # a full disk: whoever asks for the status finds the cause in the log
+        except StorageError as failure:  # such as a full disk; the status then reports the cause from the log
             print(f"the last message was not written: {failure}", file=sys.stderr, flush=True)
 
-    def _why(self, code: int) -> Optional[str]:
+    def _end_reason(self, code: int) -> Optional[str]:
         if code == 0:
-            return "training ended well, but in another directory; see the log"
+            return "training succeeded, but in another directory; see the log"
         return None if code in AFTERWARDS else last_error(self.run.console) or f"ended with exit code {code}"
 
 
-def _where_it_is_now(run: Run) -> Run:
-    """Its folder may have been renamed since, and another run have its name; what it prints still goes to the file
-    there."""
-    console = Path("/proc/self/fd/1")  # of Linux
+def _at_current_path(run: Run) -> Run:
+    """Return ``run`` at its current path, found through the log file that this process still writes to. The folder may
+    have been renamed since the start, and another run may have its old name."""
+    console = Path("/proc/self/fd/1")  # exists on Linux only
     if not console.is_symlink() or (run.console.exists() and run.console.samefile(console)):
         return run
     moved = Run(console.readlink().parent.parent, run.name)
@@ -173,12 +175,13 @@ def _where_it_is_now(run: Run) -> Run:
 
 
 def settle(run: Run, status: str, error: Optional[str]) -> None:
-    """Write the end of a run into run.json, in place of training that had no time for it."""
+    """Write the end of a run to run.json, for training that ended before it could do so itself."""
     RunStatus(run.path / "run.json").update(status=status, error=error, eta_s=None)
 
 
 def training_words(run: Run, record: RunRecord) -> list[str]:
-    """Of the training command: configuration as it was at the start, the place, and what was typed."""
+    """Return the arguments of the training command: the stored configuration, the output directory, and the flags of
+    the user."""
     words = ["--config", str(run.config.absolute()), "--output_dir", str(run.path.absolute()), *record.flags]
     if record.options.device == room.CPU:
         words += ["--use_cpu", "true"]

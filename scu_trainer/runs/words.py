@@ -1,4 +1,4 @@
-"""What a report says, in words: the same on the screen of a monitor, in a table and in a line of a log."""
+"""Format the values of a report as text, the same way for a monitor, a table and a log line."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def number(value: Optional[float], digits: int = 3) -> str:
 
 
 def bits(progress: Progress) -> str:
-    """The loss, in a column whose title says its unit."""
+    """Return the loss in bits, for a table column with the unit in its title."""
     return number(None if progress.loss is None else bits_of(progress.loss))
 
 
 def loss(progress: Progress) -> str:
-    """run.json has it in nats, as every program of transformers logs it."""
+    """Return the loss in bits, with its unit. run.json has it in nats, as transformers logs losses."""
     return NONE if progress.loss is None else f"{bits_of(progress.loss):.3f} bits per {progress.unit}"
 
 
 def share(progress: Progress) -> str:
-    """S, and its target where there is one."""
+    """Return S, and its target if there is one."""
     if progress.s is None:
         return NONE
     return f"{progress.s:.4f}" + ("" if progress.s_target is None else f" of {progress.s_target:.4g}")
@@ -55,7 +55,7 @@ def strength(progress: Progress) -> str:
 
 
 def memory(report: Report) -> str:
-    """What the processes hold, and what the last micro-batch needed at most of what its device has."""
+    """Return the memory that the processes hold, and the peak of the last micro-batch with the limit of its device."""
     found, parts = report.progress, []
     if report.resident_bytes is not None:
         parts.append(f"{readable(report.resident_bytes)} held")
@@ -82,12 +82,12 @@ def duration(seconds: Optional[float]) -> str:
 
 
 def left(report: Report) -> str:
-    """An estimate is of a run that goes on."""
+    """Return the estimated time left, for a run that is alive."""
     return duration(report.progress.eta_s) if report.state.is_alive else NONE
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:
-    """Name and value of all that is known; what is not is left out."""
+    """Yield the name and the text of each value that is known."""
     found, record = report.progress, report.record
     yield "status", status_words(report) + (f": {report.state.detail}" if report.state.detail else "")
     if report.pid is not None:
@@ -114,7 +114,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def line(report: Report) -> str:
-    """One reading in a pipe or a log."""
+    """Return the report as one line, for a pipe or a log."""
     found = report.progress
     parts = [
         status_words(report),

@@ -76,7 +76,7 @@ def test_launch_on_gpus_starts_one_process_each(monkeypatch, capsys):
         (["deepspeed", "--processes", "0"], "'0' is not a number of processes"),
         (["torchrun", "--config", "x.yaml"], "cannot read the configuration x.yaml"),
         (["accelerate", "--max_stps", "3"], "unknown option --max_stps (did you mean '--max_steps'?)"),
-        (["deepspeed", "--processes", "3"], "3 processes were asked for, and there are 1 GPUs"),
+        (["deepspeed", "--processes", "3"], "3 processes were requested, but the number of GPUs is 1"),
     ],
 )
 def test_launch_mistakes(monkeypatch, capsys, arguments, words):

@@ -40,15 +40,15 @@ def test_axes_are_ranges_and_choices():
         ([], "--search is missing"),
         (["learning_rat=1:2"], "which is not a field .did you mean 'learning_rate'"),
         (["lora_r"], "is not a search axis; write NAME=LOW:HIGH"),
-        (["lora_r=4"], "needs two different values"),
-        (["lora_r=4,4"], "needs two different values"),
+        (["lora_r=4"], "needs two or more different values"),
+        (["lora_r=4,4"], "needs two or more different values"),
         (["lora_r=8:4"], "8 is not below 4"),
-        (["weight_decay=0:1:log"], "begins above 0"),
+        (["weight_decay=0:1:log"], "must begin above 0"),
         (["weight_decay=0:x"], "is not a range"),
         (["weight_decay=0:1:lin"], "is not a range"),
-        (["seed=0,1"], "cannot move seed"),
-        (["data_seed=0,1"], "cannot move data_seed"),
-        (["lora_r=4,8", "lora_r=2,3"], "moves lora_r twice"),
+        (["seed=0,1"], "cannot vary seed"),
+        (["data_seed=0,1"], "cannot vary data_seed"),
+        (["lora_r=4,8", "lora_r=2,3"], "varies lora_r twice"),
     ],
 )
 def test_what_is_no_axis_is_refused(words, message):
@@ -72,7 +72,7 @@ def test_an_axis_under_the_name_of_another_program(job, capsys, tmp_path):  # no
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--search", "lr=1e-5:1e-3", "=1:2"], "error: --search moves"),
+        (["--search", "lr=1e-5:1e-3", "=1:2"], "error: --search varies"),
         (["--search", "lr=1e-5:1e-3", "--lr", "1e-4"], "error: learning_rate is both set and searched"),
         (["--search", "learning_rate=1e-5:1e-3", "--learning-rate=1e-4"], "learning_rate is both set and searched"),
     ],

@@ -209,7 +209,7 @@ def test_killed_in_the_line_it_is_dead_and_holds_nobody_up(root):
     until(lambda: report(third, Machine()).ahead == 2)
     os.kill(second.record().process.pid, signal.SIGKILL)
     reaches(second, "killed")
-    assert "waited in the line" in report(second, Machine()).state.detail
+    assert "waited in the queue" in report(second, Machine()).state.detail
     stop(first, HANDS, 20)
     reaches(third, "running")
     resume(second, HANDS)
@@ -219,7 +219,7 @@ def test_killed_in_the_line_it_is_dead_and_holds_nobody_up(root):
 def test_a_device_that_is_not_there_is_told_by_the_status(root):
     run = begun(root, "a", options=Options(device="gpu-3", nice=0))
     reaches(run, "failed")
-    assert "there is no device 'gpu-3' here; there: cpu" in report(run, Machine()).state.detail
+    assert "there is no device 'gpu-3' here; devices: cpu" in report(run, Machine()).state.detail
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -233,8 +233,14 @@ def test_a_device_that_is_not_there_is_told_by_the_status(root):
         (Wish("a", "{}", options=Options(threads=0)), "threads is 0"),
         (Wish("a", "{}", options=Options(max_ram_percent=0)), "max_ram_percent is 0"),
         (Wish("a", "{}", options=Options(max_gpu_percent=101)), "max_gpu_percent is 101"),
-        (Wish("a", f"hub_token: hf_{'a1' * 15}"), "the configuration of a background run are kept"),
-        (Wish("a", "{}", ("--hub_token", f"hf_{'a1' * 15}")), "the flags of a background run are kept"),
+        (
+            Wish("a", f"hub_token: hf_{'a1' * 15}"),
+            "the configuration would be stored in the directory of the background",
+        ),
+        (
+            Wish("a", "{}", ("--hub_token", f"hf_{'a1' * 15}")),
+            "the flags would be stored in the directory of the background",
+        ),
     ],
 )
 def test_cheap_mistakes_are_told_at_once(root, wish, words):
@@ -297,7 +303,7 @@ def test_of_two_starts_at_once_one_gets_the_name(root, monkeypatch):
 def test_names(root, tmp_path):
     run = begun(root, "first", "max_steps: 1")
     assert find("first", root) == run and find(str(run.path), Path("nowhere")).name == "first"
-    with pytest.raises(SettingsError, match=r"no run 'frist' in .* \(did you mean 'first'\?\); there: first"):
+    with pytest.raises(SettingsError, match=r"no run 'frist' in .* \(did you mean 'first'\?\); runs: first"):
         find("frist", root)
     with pytest.raises(SettingsError, match="there is none yet"):
         find("x", tmp_path / "nowhere")

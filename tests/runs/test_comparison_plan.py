@@ -61,7 +61,7 @@ def test_values_and_own_arms():
 
 def test_an_arm_that_follows_s_needs_a_target():
     none, model, named = chosen("none", "model", "model:0.05")
-    said = r"arm model would measure S and steer nothing: the job has no scu_target_s; add --scu_target_s 0.1"
+    said = r"arm model would measure S but not control it, because the job has no scu_target_s; add --scu_target_s 0.1"
     with pytest.raises(SettingsError, match=said):
         check_steers(model, {"scu": True, "scu_target_s": None})
     check_steers(model, {"scu": True, "scu_target_s": 0.2})
@@ -109,7 +109,8 @@ def test_a_grid_without_known_steps_is_asked_for():
 
 
 def test_runs_are_not_pushed_over_each_other():
-    with pytest.raises(SettingsError, match="arm a has push_to_hub: true, and all runs would go to one repository"):
+    said = "arm a has push_to_hub: true, so all runs would overwrite each other in one repository"
+    with pytest.raises(SettingsError, match=said):
         check_comparable("a", {"push_to_hub": True})
 
 
@@ -153,7 +154,7 @@ def test_what_can_be_compared(settings):
 def test_arms_of_other_tokens_are_refused():
     settings = {"max_steps": 9, "dataset": "a.jsonl", "learning_rate": 1e-3}
     check_equal_budget({"none": settings, "mine": {**settings, "learning_rate": 2e-3}})
-    with pytest.raises(SettingsError, match=r"arm mine .* its max_steps is 5, that of none 9; give --max_steps"):
+    with pytest.raises(SettingsError, match=r"arm mine .* its max_steps is 5, but that of none is 9; give --max_steps"):
         check_equal_budget({"none": settings, "mine": {**settings, "max_steps": 5}})
 
 
@@ -226,7 +227,7 @@ def test_what_an_end_means(tmp_path, code, was_asked, status, said):
 
 def test_last_words_without_an_error_line(tmp_path):
     console = tmp_path / "x.log"
-    assert last_words(console, 1) == "exit code 1: it said nothing"
+    assert last_words(console, 1) == "exit code 1: it printed nothing"
     console.write_text("Traceback\n  File x\nValueError:   bad\n\n")
     assert last_words(console, 1) == "exit code 1: ValueError: bad"
 
@@ -237,7 +238,7 @@ def test_last_words_are_those_of_the_newest_start(tmp_path):
     for code in ("print('error: no room')", "raise ValueError('bad')", "pass"):
         spawn([sys.executable, "-S", "-c", code], os.environ, console).wait()
         said = {"p": "no room", "r": "ValueError: bad"}
-        expected = "it said nothing" if code == "pass" else said[code[0]]
+        expected = "it printed nothing" if code == "pass" else said[code[0]]
         assert last_words(console, 1) == f"exit code 1: {expected}"
 
 

@@ -159,7 +159,7 @@ def test_a_run_of_other_settings_is_refused_and_so_is_a_folder_of_others(tmp_pat
     content["configuration"]["lift"] = 3.0
     path.write_text(json.dumps(content))
     assert run(made)[0] == 2
-    assert "of other settings than arm model: lift was 3.0, now 0.0" in capsys.readouterr().err
+    assert "with other settings than arm model: lift was 3.0, now 0.0" in capsys.readouterr().err
     assert run(stand_in.plan(tmp_path))[0] == 2
     assert "holds other files (out); give another --output_dir" in capsys.readouterr().err
 

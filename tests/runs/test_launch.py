@@ -33,7 +33,8 @@ def test_processes(launcher, gpus, asked, count):
 
 
 def test_more_processes_than_gpus_are_refused():
-    with pytest.raises(RequirementError, match="3 processes were asked for, and there are 2 GPUs; ask for 2 or less"):
+    said = "3 processes were requested, but the number of GPUs is 2; request 2 or fewer"
+    with pytest.raises(RequirementError, match=said):
         launch.processes_here("deepspeed", 2, 3)
 
 

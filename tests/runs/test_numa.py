@@ -76,5 +76,5 @@ def test_a_machine_with_one_node_is_left_as_it_is(sys, affinity):
 
 
 def test_a_node_that_is_not_there_is_refused(sys, affinity):
-    with pytest.raises(RequirementError, match="no NUMA node 7 here; there: 0, 1; or auto, or off"):
+    with pytest.raises(RequirementError, match="no NUMA node 7 here; nodes: 0, 1; or give auto, or off"):
         bind("7", ["cpu"], driver, sys)

@@ -71,9 +71,9 @@ def test_this_process_is_alive_and_a_number_without_process_is_none():
 
 
 def test_elsewhere_than_on_linux_psutil_tells_the_same():
-    found = subject._other_process(os.getpid())
+    found = subject._psutil_process(os.getpid())
     assert found.state == "running" and found.born == psutil.Process().create_time()
-    assert subject._other_process(99999999) is None
+    assert subject._psutil_process(99999999) is None
 
 
 @pytest.fixture

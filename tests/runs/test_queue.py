@@ -156,7 +156,7 @@ def test_the_device_with_the_shortest_line(tmp_path):
     lengths = {"gpu-0": 2, "gpu-1": 1, "cpu": 5}
     assert room.choose("auto", ["gpu-0", "gpu-1"], lengths.get) == "gpu-1"
     assert room.choose("cpu", ["gpu-0"], lengths.get) == "cpu"
-    with pytest.raises(room.RequirementError, match="no device 'gpu-7' here; there: gpu-0, cpu"):
+    with pytest.raises(room.RequirementError, match="no device 'gpu-7' here; devices: gpu-0, cpu"):
         room.choose("gpu-7", ["gpu-0"], lengths.get)
     only = {"CUDA_VISIBLE_DEVICES": "0,3"}
     assert room.visible_devices(["gpu-0", "gpu-3"], {}) == {**only, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -170,7 +170,7 @@ def test_a_run_does_not_begin_above_the_thresholds():
         return "72000, 81920\n"
 
     assert room.lacking("gpu-1", 90, 90, ram=lambda: 50.0, ask=ask) is None
-    assert "88 % of it is used, a run begins at 80 % or less" in room.lacking("gpu-1", 90, 80, lambda: 50.0, ask)
+    assert "88 % of it is used, and a run starts at 80 % or less" in room.lacking("gpu-1", 90, 80, lambda: 50.0, ask)
     assert room.lacking("cpu", 90, 90, lambda: 91.0, ask).startswith("for memory: 91 % of it is used")
     assert room.gpu_used_percent("gpu-1", lambda words: None) is None
     assert 0 < room.ram_used_percent() <= 100

@@ -53,7 +53,7 @@ LAUNCHED = record(options=Options(launcher="accelerate"))
     [
         (evidence("running", "dead"), "killed", "killed", "while it was running"),
         (evidence("stopping", "dead"), "killed", "killed", "while it was stopping"),
-        (evidence("queued", "dead", record=record(phase="queued")), "killed", "killed", "while it waited in the line"),
+        (evidence("queued", "dead", record=record(phase="queued")), "killed", "killed", "while it waited in the queue"),
         (evidence("queued", "dead"), "killed", "killed", "while it was starting"),
         (evidence("running", "other program"), "killed", "number re-used", "another program now"),
         (evidence("running", "rebooted"), "rebooted", "reboot", "restarted while it was running"),

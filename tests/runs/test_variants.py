@@ -99,7 +99,7 @@ def test_nothing_of_a_tree_outlives_its_end():
             pass
         children = psutil.Process(process.pid).children()
     finally:
-        variants._end(process)
+        variants._kill_tree(process)
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
@@ -120,14 +120,14 @@ REFUSING = Variant("zero3_2", "x", refused={"regularization": "works under ZeRO 
     ],
 )
 def test_a_refusal_is_tried_for_real(monkeypatch, tmp_path, code, words, status):
-    monkeypatch.setattr(variants, "_started", finished(code, words))
+    monkeypatch.setattr(variants, "_run_command", finished(code, words))
     ((loop, expected),) = REFUSING.refused.items()
-    outcome = variants._refuses(REFUSING, VariantPlan(tmp_path, tmp_path), loop, expected, [], False, ran("x"))
+    outcome = variants._check_refused(REFUSING, VariantPlan(tmp_path, tmp_path), loop, expected, [], False, ran("x"))
     assert outcome.status == status
     assert (outcome.loops["regularization"] == "refused") == (status == "ran")
 
 
 def test_a_process_that_fails_is_a_failure_with_its_last_words(monkeypatch, tmp_path):
-    monkeypatch.setattr(variants, "_started", finished(2, "error: no room"))
+    monkeypatch.setattr(variants, "_run_command", finished(2, "error: no room"))
     outcome = variants.run(VARIANTS[0], VariantPlan(tmp_path, tmp_path), has_gpu=False)
     assert (outcome.status, outcome.message) == ("failed", "exit code 2: error: no room")

@@ -1,4 +1,4 @@
-"""Which path fits a limit: tried in order of speed, the first whose measured peak stays below it."""
+"""Find the variant that fits a memory limit: try them from the fastest, up to the first whose measured peak fits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BYTE_ADAM = 2 * BYTE
 
 @dataclass(frozen=True)
 class Sizes:
-    """Weights of a model, counted: all, and those in linear layers that can be quantized. ``stored_bytes``: of a weight
-    that is loaded as it lies in its file; ``trained_bytes``: of one that is trained whole."""
+    """How many weights a model has: all, and those in linear layers, which can be quantized. ``stored_bytes``: per
+    weight as stored in its file; ``trained_bytes``: per weight in full fine-tuning."""
 
     weights: int
     linear_weights: int
@@ -27,7 +27,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One path against the limit. ``verdict``: fits, too large, skipped (not run, and why), missing or failed."""
+    """The result of trying one variant. ``verdict``: fits, too large, skipped (not run because it cannot fit), missing
+    (the machine lacks something) or failed. ``reason`` explains it."""
 
     name: str
     verdict: str
@@ -36,24 +37,27 @@ class Attempt:
 
 
 def least_bytes(variant: Variant, sizes: Sizes) -> float:
-    """A lower bound of what ``variant`` holds on its device: frozen weights, or trained ones with gradient and state.
+    """Return a lower bound of the memory that ``variant`` needs on its device, in bytes: frozen weights, or trained
+    weights with gradients and optimizer state.
 
-    Only what no setting can avoid is counted, so a path is never ruled out that might fit.
+    Only memory that no setting can avoid is counted, so that a variant which might fit is never ruled out.
     """
     flags = variant.flags
     if "--device_map" in flags or "--deepspeed" in flags or variant.processes > 1:
-        return 0.0  # weights or state may lie elsewhere
+        return 0.0  # weights or state may be elsewhere
     if variant.tuning == "full":
-        state = {"adamw_bnb_8bit": BYTE_ADAM, "adafactor": 0.0}.get(_after("--optim", flags), 2 * sizes.trained_bytes)
+        state = {"adamw_bnb_8bit": BYTE_ADAM, "adafactor": 0.0}.get(
+            _value_of("--optim", flags), 2 * sizes.trained_bytes
+        )
         return sizes.weights * (2 * sizes.trained_bytes + state)  # with a gradient
-    stored = min(sizes.stored_bytes, HALF) if _after("--dtype", flags) == "bfloat16" else sizes.stored_bytes
+    stored = min(sizes.stored_bytes, HALF) if _value_of("--dtype", flags) == "bfloat16" else sizes.stored_bytes
     if "qlora" in flags:
         packed = BYTE if "--load_in_8bit" in flags else NIBBLE
         return sizes.linear_weights * packed + (sizes.weights - sizes.linear_weights) * min(stored, HALF)
     return sizes.weights * stored
 
 
-def _after(flag: str, flags: Sequence[str]) -> Optional[str]:
+def _value_of(flag: str, flags: Sequence[str]) -> Optional[str]:
     return flags[flags.index(flag) + 1] if flag in flags else None
 
 

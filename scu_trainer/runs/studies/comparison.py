@@ -1,8 +1,8 @@
-"""Runs the runs of a comparison: a few at a time, each an ordinary training process with a run directory of its own.
+"""Execute the runs of a comparison: a few at a time, each as an ordinary training process with its own run directory.
 
-A run that ends badly is reported and the others go on. SIGTERM, SIGHUP and Ctrl-C stop all of them with a checkpoint,
-a second one at once. A comparison that was killed leaves runs that go on: the next start finds them by their mark and
-stops them first. One comparison per folder at a time: a lock that goes with the process.
+A run that fails is reported, and the others continue. The first SIGTERM, SIGHUP or Ctrl-C stops all runs with a
+checkpoint, the second one ends them at once. If a comparison is killed, its runs continue; the next start finds them by
+their mark and stops them first. A lock ensures that only one comparison per folder runs at a time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from scu_trainer.stop_signals import Asked, listening
 LOCK_FILE = "_compare.lock"
 LOOK_EVERY_S, TELL_EVERY_S = 0.1, 1.0
 TRAINED, CANNOT, FAULT = 0, 2, 1
-"""Exit codes of training that say more than "it was stopped"."""
+"""Exit codes of training that do not just mean that it was stopped."""
 
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path], Any]
 
 
 def spawn(words: Sequence[str], variables: Mapping[str, str], console: Path) -> Any:
-    """A session of its own: Ctrl-C at the terminal is ours to pass on, once."""
+    """Start a run in a new session: Ctrl-C in the terminal reaches only this process, which passes it on once."""
     with console.open("a") as output:
         output.write(f"{START_LINE}{time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     return this_platform().spawn(words, Path.cwd(), variables, console)
@@ -42,7 +42,7 @@ def spawn(words: Sequence[str], variables: Mapping[str, str], console: Path) -> 
 
 @dataclass(frozen=True)
 class Hands:
-    """What acts on the system; tests give others. ``say``: a line for the user."""
+    """The functions that act on the system, which tests replace. ``say`` prints a line for the user."""
 
     spawn: Spawn = spawn
     machine: Machine = field(default_factory=Machine)
@@ -54,9 +54,11 @@ class Hands:
 
 @dataclass
 class Runner(Asked):
-    """``devices``: one name for each run that may go at a time, such as "cpu", "cpu" or "gpu-0", "gpu-1".
+    """Executes the runs of a plan.
 
-    ``changed`` is called with the states after each start and end, ``looked`` then and about once a second.
+    ``devices``: one name for each run that may train at the same time, such as "cpu", "cpu" or "gpu-0", "gpu-1".
+    ``changed`` is called with the states after each start and end of a run; ``looked`` is called then too, and about
+    once a second.
     """
 
     plan: ComparisonPlan
@@ -67,52 +69,52 @@ class Runner(Asked):
     hands: Hands = field(default_factory=Hands)
 
     def run(self) -> None:
-        """Until everything is done, or everything has stopped."""
+        """Execute all missing runs, and return when they have ended, or have stopped on request."""
         waiting = [key for key in self.plan.runs if self.states[key].status == "missing"]
         running: dict[str, tuple[Key, Any]] = {}
         passed_on, looked_at_s = 0, -TELL_EVERY_S
         with listening(self._receive, self._closed):
             try:
                 while running or (waiting and not self.asked):
-                    for place in self._places(running):
+                    for place in self._free_places(running):
                         if waiting and not self.asked:
                             running[place] = self._start(waiting.pop(0), place)
                     passed_on = self._pass_on(running, passed_on)
                     for place in [name for name, (_, process) in running.items() if process.poll() is not None]:
-                        self._ended(*running.pop(place))
+                        self._record_end(*running.pop(place))
                     if self.hands.clock() - looked_at_s >= TELL_EVERY_S:
                         looked_at_s = self.hands.clock()
                         self.looked(self.states)
                     self.hands.sleep(LOOK_EVERY_S)
             finally:
-                for _, process in running.values():  # only where we fail ourselves: nothing may go on unwatched
+                for _, process in running.values():  # after an error of our own: no run may continue unwatched
                     process.terminate()
 
-    def _places(self, running: Mapping[str, Any]) -> list[str]:
-        """Free ones. Several runs may share a device, so a place is its number and the device."""
+    def _free_places(self, running: Mapping[str, Any]) -> list[str]:
+        """Return the free places. A place is a number and a device, because several runs may share a device."""
         places = [f"{number}:{device}" for number, device in enumerate(self.devices)]
         return [place for place in places if place not in running][: len(self.devices) - len(running)]
 
     def _start(self, key: Key, place: str) -> tuple[Key, Any]:
         device = place.partition(":")[2]
-        self._set(key, ArmState("running"))
+        self._set_state(key, ArmState("running"))
         process = self.hands.spawn(words(self.plan, key), variables(self.plan, device), self.plan.console(*key))
         return key, process
 
-    def _ended(self, key: Key, process: Any) -> None:
+    def _record_end(self, key: Key, process: Any) -> None:
         code = process.poll()
         state = end_of(self.plan, key, code, was_asked=bool(self.asked))
-        self._set(key, state)
+        self._set_state(key, state)
         words_of = {"finished": "finished", "failed": f"failed: {state.error}", "missing": str(state.error)}
         self.hands.say(f"{run_name(*key)}: {words_of[state.status]}")
 
-    def _set(self, key: Key, state: ArmState) -> None:
+    def _set_state(self, key: Key, state: ArmState) -> None:
         self.states[key] = state
         self.changed(self.states)
         self.looked(self.states)
 
     def _pass_on(self, running: Mapping[str, tuple[Key, Any]], passed_on: int) -> int:
-        """Pass on what reached us; a third time kills the runs."""
+        """Pass new stop requests on to the runs, and return how many were passed on. The third one kills the runs."""
         if self.asked == passed_on:
             return passed_on
         if passed_on == 0 and running:
@@ -123,7 +125,7 @@ class Runner(Asked):
 
 
 def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmState:
-    """What the end of a process means, from its files and exit code."""
+    """Return the state of a run that has ended, judged by its files and exit code."""
     folder, console = plan.run_folder(*key), plan.console(*key)
     if is_finished(folder):
         return ArmState("finished")
@@ -135,7 +137,7 @@ def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmSta
 
 
 def words(plan: ComparisonPlan, key: Key) -> list[str]:
-    """The command of a run. It goes on from its newest checkpoint where there is one."""
+    """Return the command of a run, which resumes from its newest checkpoint if there is one."""
     arm, seed = key
     return words_of(plan.recipe(arm), seed, plan.run_folder(arm, seed))
 
@@ -157,7 +159,8 @@ def mark(folder: Path) -> str:
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """One comparison at a time in ``folder``, which is made. Raises StorageError."""
+    """Lock ``folder``, which is created if needed, for one comparison. Raises StorageError if another one runs
+    there."""
     lock = FileLock(folder / LOCK_FILE)
     try:
         if not lock.acquire():
@@ -171,15 +174,15 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def stop_left_behind(folder: Path, hands: Hands) -> None:
-    """Runs of a comparison that was killed: ask them to stop and wait until they have."""
+    """Stop the runs that a killed comparison left behind, and wait until they have ended."""
     left = marked(mark(folder), hands.machine)
     supervisors = [process for process in left if _leads_session(process.pid)]
     if supervisors:
         hands.say(f"an earlier start was killed; its remaining runs write a checkpoint and stop: {len(supervisors)}")
-    for process in supervisors:  # once: a second signal would mean "now"
+    for process in supervisors:  # only once: a second signal would end them without a checkpoint
         hands.platform.ask_to_stop(process, hands.machine)
     while left := marked(mark(folder), hands.machine):
-        if not any(_leads_session(process.pid) for process in left):  # loader workers whose run is dead
+        if not any(_leads_session(process.pid) for process in left):  # data loader workers of a dead run
             for process in left:
                 hands.platform.end(process, hands.machine)
         hands.sleep(LOOK_EVERY_S)

@@ -1,4 +1,4 @@
-"""The arms of a comparison: what each controller is, what it sets of the training command, how a person names it."""
+"""The arms of a comparison: what each controller is, which training settings it sets, and how the user names it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FORMS = "none, fixed[:LAMBDA], weight_decay[:VALUE], schedule[:linear|cosine], o
 SHAPES = ("linear", "cosine")
 
 FIXED_DECAYS, WEIGHT_DECAY_GRID = (1.0, 3.0, 10.0), (1.0, 5.0, 20.0)
-"""Default grids, as the total decay over a run, learning rate x steps x value: with nothing that pushes back, weights
-would shrink by a factor of e to this power. The loop itself ends at about 3 on recipes/scu_lora.yaml."""
+"""Default grids, as the total decay over a run: learning rate x steps x value. Without gradients, weights would shrink
+by a factor of e to this power. The control loop ends at about 3 on recipes/scu_lora.yaml."""
 
 SCHEDULE_DECAY = 6.0
-"""At the end of a ramp from 0: on average the decay of the middle of the fixed grid."""
+"""Total decay at the end of a ramp from 0. Its average over the run is the middle value of the fixed grid."""
 
 ORIGINAL = {
     "scu": True,
@@ -32,15 +32,15 @@ ORIGINAL = {
     "scu_ki": 0.15,
     "scu_actuator": "penalty",
 }
-"""The published defaults of the original law for small models, whatever the job says. Its bounds and averages are our
-defaults too."""
+"""The published defaults of the original law for small models, which override those of the job. Its bounds and averages
+are the same as our defaults."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """``settings``: fields of the training command that this arm sets; all others are those of every arm."""
+    """One arm. ``settings``: the training settings that this arm sets; all others are the same in every arm."""
 
     name: str
     label: str
@@ -53,15 +53,15 @@ class Arm:
 
 
 def chosen_arms(words: Sequence[str], own: Sequence[str], rate_times_steps: Callable[[], Optional[float]]) -> list[Arm]:
-    """Arms in the order in which they were named. ``words``: forms, ``own``: "NAME:field=value,...".
+    """Return the arms in the order in which they were named. ``words``: arms of FORMS; ``own``: "NAME:field=value,...".
 
-    ``rate_times_steps``: of the job, asked for only where a default grid is meant; None if it is not known. Raises
-    SettingsError.
+    ``rate_times_steps`` returns learning rate x steps of the job, or None if that is not known; it is called only for
+    arms with a default grid. Raises SettingsError.
     """
     found: list[Arm] = []
     for word in words:
-        found += _of_form(word, rate_times_steps)
-    found += [_own_arm(text) for text in own]
+        found += _parse_form(word, rate_times_steps)
+    found += [_parse_own_arm(text) for text in own]
     names = [arm.name for arm in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -71,7 +71,7 @@ def chosen_arms(words: Sequence[str], own: Sequence[str], rate_times_steps: Call
     return found
 
 
-def _of_form(word: str, rate_times_steps: Callable[[], Optional[float]]) -> list[Arm]:
+def _parse_form(word: str, rate_times_steps: Callable[[], Optional[float]]) -> list[Arm]:
     kind, _, value = word.partition(":")
     if kind not in DEFAULT_ARMS:
         raise SettingsError(f"unknown arm {word!r}{nearest(kind, DEFAULT_ARMS)}; arms: {FORMS}")
@@ -82,17 +82,17 @@ def _of_form(word: str, rate_times_steps: Callable[[], Optional[float]]) -> list
     if kind == "original":
         return [Arm("original", "original law", "the published PI law, its defaults, penalty that acts", ORIGINAL)]
     if kind == "model":
-        return [_model(word, value)]
+        return [_model_arm(word, value)]
     if kind == "schedule":
-        unit = _unit(rate_times_steps)
-        return [_schedule(word, shape, unit) for shape in ([value] if value else SHAPES)]
+        unit = _value_per_decay(rate_times_steps)
+        return [_schedule_arm(word, shape, unit) for shape in ([value] if value else SHAPES)]
     if value:
-        return [_strength(kind, _number(word, value))]
-    unit, decays = _unit(rate_times_steps), FIXED_DECAYS if kind == "fixed" else WEIGHT_DECAY_GRID
-    return [_strength(kind, _rounded(decay * unit)) for decay in decays]
+        return [_constant_arm(kind, _parse_positive(word, value))]
+    unit, decays = _value_per_decay(rate_times_steps), FIXED_DECAYS if kind == "fixed" else WEIGHT_DECAY_GRID
+    return [_constant_arm(kind, _rounded(decay * unit)) for decay in decays]
 
 
-def _unit(rate_times_steps: Callable[[], Optional[float]]) -> float:
+def _value_per_decay(rate_times_steps: Callable[[], Optional[float]]) -> float:
     known = rate_times_steps()
     if not known:
         raise SettingsError(
@@ -103,11 +103,11 @@ def _unit(rate_times_steps: Callable[[], Optional[float]]) -> float:
 
 
 def _rounded(value: float) -> float:
-    """To one significant digit: a grid that a person would type."""
+    """Round to one significant digit, as a person would type the value."""
     return float(f"{value:.1g}")
 
 
-def _number(word: str, text: str) -> float:
+def _parse_positive(word: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -117,7 +117,7 @@ def _number(word: str, text: str) -> float:
     return value
 
 
-def _strength(kind: str, value: float) -> Arm:
+def _constant_arm(kind: str, value: float) -> Arm:
     if kind == "fixed":
         settings = {"scu": True, "scu_law": "fixed", "scu_lambda_init": value}
         return Arm(f"fixed_{value:g}", f"fixed lambda {value:g}", f"lambda is {value:g} throughout", settings)
@@ -125,7 +125,7 @@ def _strength(kind: str, value: float) -> Arm:
     return Arm(f"weight_decay_{value:g}", f"weight decay {value:g}", what, {"scu": False, "weight_decay": value})
 
 
-def _schedule(word: str, shape: str, unit: float) -> Arm:
+def _schedule_arm(word: str, shape: str, unit: float) -> Arm:
     if shape not in SHAPES:
         raise SettingsError(f"arm {word!r}: unknown shape {shape!r}{nearest(shape, SHAPES)}; shapes: linear, cosine")
     final = _rounded(SCHEDULE_DECAY * unit)
@@ -134,22 +134,22 @@ def _schedule(word: str, shape: str, unit: float) -> Arm:
     return Arm(f"schedule_{shape}", f"{shape} ramp", f"lambda goes from 0 to {final:g}, {shape}", settings)
 
 
-def _model(word: str, value: str) -> Arm:
+def _model_arm(word: str, value: str) -> Arm:
     settings: dict[str, Any] = {"scu": True, "scu_law": "model"}
     if not value:
         return Arm("model", "model law", "the loop of this package, at scu_target_s", settings)
-    target = _number(word, value)
+    target = _parse_positive(word, value)
     what = f"the loop of this package, at S = {target:g}"
     return Arm(f"model_{target:g}", f"model law, S {target:g}", what, {**settings, "scu_target_s": target})
 
 
-def _plain_value(arm: str, text: str) -> Any:
+def _parse_value(arm: str, text: str) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = None
     if isinstance(value, bool) and text.strip().lower() not in ("true", "false"):
-        return text.strip()  # mixed_precision=no is a word
+        return text.strip()  # YAML 1.1 reads "no" as false, but mixed_precision=no is a word
     if value is None or isinstance(value, (list, dict)):
         raise SettingsError(
             f"--arm {arm!r}: {text!r} is not a number, word, true or false; put it into the configuration"
@@ -157,15 +157,15 @@ def _plain_value(arm: str, text: str) -> Any:
     return value
 
 
-def _own_arm(text: str) -> Arm:
-    """``text``: NAME:field=value,field=value. Values are read as YAML, as in a recipe."""
+def _parse_own_arm(text: str) -> Arm:
+    """Parse an arm of the form NAME:field=value,field=value. Values are read as YAML, as in a recipe."""
     name, _, fields = text.partition(":")
     settings = {}
     for field in filter(None, fields.split(",")):
         key, equals, value = field.partition("=")
         if not equals or not key.strip():
             raise SettingsError(f"--arm {text!r}: {field!r} is not field=value; write NAME:field=value,field=value")
-        settings[key.strip().replace("-", "_")] = _plain_value(text, value)
+        settings[key.strip().replace("-", "_")] = _parse_value(text, value)
     if NAME.fullmatch(name) is None or not settings:
         raise SettingsError(
             f"--arm {text!r} must read NAME:field=value,field=value, with a name of letters, digits, '.', '_', '-'"

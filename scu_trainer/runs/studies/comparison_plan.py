@@ -1,9 +1,8 @@
-"""What a comparison trains, written down before its first run, so that the same command goes on with it.
+"""The plan of a comparison, written before its first run, so that the same command can resume the comparison.
 
-OUT/plan.json          arms, seeds, threads of a run, and every setting of every arm as it was resolved
-OUT/arms/ARM.yaml      those settings as a configuration file: a recipe that is edited later changes nothing
-OUT/console/RUN.log    what a run printed
-OUT/runs/ARM-seedN/    ordinary run directories
+OUT/plan.json arms, seeds, threads per run, and all resolved settings of each arm OUT/arms/ARM.yaml those settings as a
+configuration file: later edits of a recipe have no effect OUT/console/RUN.log what a run printed OUT/runs/ARM-seedN/
+ordinary run directories
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from scu_trainer.runs.studies.comparison_arms import Arm
 
 PLAN_FILE, FORMAT = "plan.json", 1
 PLACE = frozenset("output_dir run_name seed resume_from_checkpoint".split())
-"""Settings that say where and which run of an arm it is: they differ between runs that are compared."""
+"""Settings that identify a run of an arm and its directory. They may differ between the runs of a comparison."""
 
 BUDGET = (
     "task data_seed dataset dataset_config_name dataset_split dataset_size eval_dataset validation_split_percentage "
     "max_eval_documents block_size packing max_steps num_train_epochs per_device_train_batch_size "
     "gradient_accumulation_steps"
 ).split()
-"""Settings that decide which tokens are trained and scored: the same in all arms."""
+"""Settings that determine which tokens are trained and scored. They must be the same in all arms."""
 
 SHARED_DATA = ("eval_dataset", "data_seed")
-"""Settings with which all seeds are scored on the same documents."""
+"""Settings that make all seeds use the same held-out documents."""
 
 HOLD_SOMETHING_OUT = "nothing is held out; give eval_dataset or validation_split_percentage above 0"
 
@@ -41,9 +40,9 @@ SELECTING = ("noise_guard", "acmds", "infobatch")
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """``resolved``: by arm, every setting under its name. ``texts``: by arm, the same as YAML.
+    """What a comparison trains. ``resolved``: all settings of each arm, by name; ``texts``: the same as YAML.
 
-    ``threads``: of each run. Sums over another number of threads are rounded otherwise, so it stays what it was.
+    ``threads``: per run. A resume keeps it, because sums over another number of threads are rounded differently.
     """
 
     folder: Path
@@ -57,7 +56,7 @@ class ComparisonPlan:
 
     @property
     def runs(self) -> list[tuple[str, int]]:
-        """(arm, seed), all arms of a seed before the next: pairs are complete as early as possible."""
+        """(arm, seed) of each run. All arms of a seed come before the next seed, so that pairs are complete early."""
         return [(arm.name, seed) for seed in self.seeds for arm in self.arms]
 
     def run_folder(self, arm: str, seed: int) -> Path:
@@ -75,13 +74,13 @@ def run_name(arm: str, seed: int) -> str:
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Of all settings but those of PLACE: 16 hexadecimal digits."""
+    """Return a hash of all settings except PLACE, as 16 hexadecimal digits."""
     acting = {name: value for name, value in settings.items() if name not in PLACE}
     return hashlib.sha256(json.dumps(acting, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Settings that differ, but for those of PLACE, each as "name was x, now y"."""
+    """Return the settings that differ, except PLACE, each as "name was x, now y"."""
     names = [name for name in {**before, **now} if name not in PLACE]
     return [
         f"{name} was {_shown(before, name)}, now {_shown(now, name)}"
@@ -98,40 +97,40 @@ def _shown(settings: Mapping[str, Any], name: str) -> str:
 
 
 def check_comparable(arm: str, settings: Mapping[str, Any]) -> None:
-    """Raise SettingsError where an arm would not train the same tokens as the others, or would choose by the held-out
-    loss that is compared. ``settings``: resolved."""
+    """Raise SettingsError if an arm would not train the same tokens as the others, or would make choices by the
+    held-out loss that is compared. ``settings``: the resolved settings of the arm."""
     if settings.get("push_to_hub"):
         raise SettingsError(
-            f"arm {arm} has push_to_hub: true, and all runs would go to one repository and overwrite each other; drop "
-            "it, and give the run that you want to scu-trainer push"
+            f"arm {arm} has push_to_hub: true, so all runs would overwrite each other in one repository; drop it, and "
+            "upload the run that you choose with scu-trainer push"
         )
-    reason = _obstacle(settings)
+    reason = _comparison_obstacle(settings)
     if reason is not None:
         raise SettingsError(f"arm {arm} cannot be compared at equal tokens: {reason}")
 
 
 def check_steers(arm: Arm, settings: Mapping[str, Any]) -> None:
-    """Raise SettingsError for an arm of a law that follows S, where the job says no S to follow."""
+    """Raise SettingsError if the control law of an arm needs a target for S, but the job sets none."""
     if arm.settings.get("scu_law") in ("model", "original") and settings.get("scu_target_s") is None:
         raise SettingsError(
-            f"arm {arm.name} would measure S and steer nothing: the job has no scu_target_s; add --scu_target_s 0.1, "
-            "or name the target with the arm: --arms none,model:0.1"
+            f"arm {arm.name} would measure S but not control it, because the job has no scu_target_s; add "
+            "--scu_target_s 0.1, or name the target with the arm: --arms none,model:0.1"
         )
 
 
 def check_equal_budget(resolved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise SettingsError where arms would train or be scored on different tokens. ``resolved``: settings by arm."""
+    """Raise SettingsError if arms would train or be scored on different tokens. ``resolved``: the settings by arm."""
     first, expected = next(iter(resolved.items()))
     for arm, settings in resolved.items():
         for name in BUDGET:
             if settings.get(name) != expected.get(name):
                 raise SettingsError(
-                    f"arm {arm} cannot be compared at equal tokens: its {name} is {settings.get(name)}, that of "
-                    f"{first} {expected.get(name)}; give --{name} for all arms, or drop it"
+                    f"arm {arm} cannot be compared at equal tokens: its {name} is {settings.get(name)}, but that of "
+                    f"{first} is {expected.get(name)}; give --{name} for all arms, or drop it"
                 )
 
 
-def _obstacle(settings: Mapping[str, Any]) -> Optional[str]:
+def _comparison_obstacle(settings: Mapping[str, Any]) -> Optional[str]:
     if settings.get("scu_stop_at_target"):
         return "scu_stop_at_target ends the run early; set scu_stop_at_target: false"
     if settings.get("scu") and settings.get("scu_target_s") == "auto":
@@ -159,7 +158,7 @@ def holds_nothing_out(settings: Mapping[str, Any]) -> bool:
 
 
 def write_plan(plan: ComparisonPlan) -> None:
-    """The plan and the recipe of each arm. Raises StorageError."""
+    """Write the plan and the recipe of each arm. Raises StorageError."""
     for folder in ("arms", "console", "runs"):
         try:
             (plan.folder / folder).mkdir(parents=True, exist_ok=True)
@@ -185,7 +184,8 @@ def write_plan(plan: ComparisonPlan) -> None:
 
 
 def read_plan(folder: Path) -> Optional[ComparisonPlan]:
-    """The plan of a comparison that is there; None where none is. Raises StorageError."""
+    """Return the plan of the comparison in ``folder``, or None if there is none. Raises StorageError for a file that
+    this version cannot read."""
     path = folder / PLAN_FILE
     if not path.is_file():
         return None
@@ -199,10 +199,10 @@ def read_plan(folder: Path) -> Optional[ComparisonPlan]:
 
 
 def require_same(before: ComparisonPlan, now: ComparisonPlan) -> None:
-    """Raise SettingsError naming the difference where the folder holds another comparison. Threads may differ: those
-    of before hold."""
-    found = _other("seeds", before.seeds, now.seeds)
-    found += _other("arms", [arm.name for arm in before.arms], [arm.name for arm in now.arms])
+    """Raise SettingsError, which names the differences, if the folder holds another comparison. The number of threads
+    may differ; the earlier one is kept."""
+    found = _changed("seeds", before.seeds, now.seeds)
+    found += _changed("arms", [arm.name for arm in before.arms], [arm.name for arm in now.arms])
     for name in before.resolved.keys() & now.resolved.keys():
         if fingerprint(before.resolved[name]) != fingerprint(now.resolved[name]):
             found += [f"{text} (arm {name})" for text in differences(before.resolved[name], now.resolved[name])]
@@ -213,6 +213,6 @@ def require_same(before: ComparisonPlan, now: ComparisonPlan) -> None:
         )
 
 
-def _other(what: str, before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+def _changed(what: str, before: Sequence[Any], now: Sequence[Any]) -> list[str]:
     same = sorted(map(str, before)) == sorted(map(str, now))
     return [] if same else [f"{what} were {' '.join(map(str, before))}, now {' '.join(map(str, now))}"]

@@ -1,4 +1,4 @@
-"""Where each run of a comparison stands, found from the files that it left: which are done, failed, or still to do."""
+"""The state of each run of a comparison, read from its files: finished, failed, or missing."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ NOT_STARTED = "not started yet"
 
 @dataclass(frozen=True)
 class ArmState:
-    """``status``: finished, failed, running, or missing (to be done). ``error``: why it is not finished."""
+    """The state of one run. ``status``: finished, failed, running, or missing (still to be trained). ``error``: why it
+    is not finished."""
 
     status: str
     error: Optional[str] = None
 
 
 def found_states(plan: ComparisonPlan, before: Sequence[Mapping[str, Any]], retry_failed: bool) -> dict[Key, ArmState]:
-    """``before``: the runs of comparison.json, which knows of failures that left no run directory. Raises SettingsError
-    where a directory holds a run of other settings."""
+    """Return the state of each run. ``before``: the runs in comparison.json, which also records failures that left no
+    run directory. Raises SettingsError if a directory holds a run with other settings."""
     known = {(run["arm"], run["seed"]): run for run in before}
-    return {key: _found(plan, key, known.get(key, {}), retry_failed) for key in plan.runs}
+    return {key: _state_of(plan, key, known.get(key, {}), retry_failed) for key in plan.runs}
 
 
-def _found(plan: ComparisonPlan, key: Key, before: Mapping[str, Any], retry_failed: bool) -> ArmState:
+def _state_of(plan: ComparisonPlan, key: Key, before: Mapping[str, Any], retry_failed: bool) -> ArmState:
     folder = plan.run_folder(*key)
-    _require_own(plan, key, folder)
+    _require_same_settings(plan, key, folder)
     if is_finished(folder):
         return ArmState("finished")
     if before.get("status") == "failed" and not retry_failed:
@@ -53,7 +54,7 @@ def is_finished(folder: Path) -> bool:
     return Run(folder).status().get("status") == "finished" and (folder / "scu_metrics.json").is_file()
 
 
-def _require_own(plan: ComparisonPlan, key: Key, folder: Path) -> None:
+def _require_same_settings(plan: ComparisonPlan, key: Key, folder: Path) -> None:
     path = folder / "training_config.json"
     if not path.is_file():
         return
@@ -64,21 +65,21 @@ def _require_own(plan: ComparisonPlan, key: Key, folder: Path) -> None:
         wrong.append(f"seed was {content.get('seed')}, now {key[1]}")
     if wrong:
         raise SettingsError(
-            f"{folder} holds a run of other settings than arm {key[0]}: {first_few(wrong, between='; ')}; move it "
+            f"{folder} holds a run with other settings than arm {key[0]}: {first_few(wrong, between='; ')}; move it "
             "away, or give another --output_dir"
         )
 
 
 def progress_line(plan: ComparisonPlan, states: Mapping[Key, ArmState]) -> str:
-    """How many runs are done and where those that run are: "7 of 33 runs done; none-seed1 120/160, ..."."""
+    """Return how many runs are done and how far the others are: "7 of 33 runs done; none-seed1 120/160, ..."."""
     done = sum(state.status == "finished" for state in states.values())
     failed = sum(state.status == "failed" for state in states.values())
-    running = [_place(plan, key) for key, state in states.items() if state.status == "running"]
+    running = [_progress_of(plan, key) for key, state in states.items() if state.status == "running"]
     failures = f", {failed} failed" if failed else ""
     return f"{done} of {len(states)} runs done{failures}; {', '.join(running) or 'none is running'}"
 
 
-def _place(plan: ComparisonPlan, key: Key) -> str:
+def _progress_of(plan: ComparisonPlan, key: Key) -> str:
     status = Run(plan.run_folder(*key)).status()
     if not status.get("max_steps"):
         return f"{run_name(*key)} starts"
@@ -86,8 +87,8 @@ def _place(plan: ComparisonPlan, key: Key) -> str:
 
 
 def last_words(console: Path, code: int) -> str:
-    """Why the newest start of a run failed, in a line: its message, else the last line that it printed, else how it
-    ended."""
+    """Return one line that says why the newest start of a run failed: the signal that killed it, else its error
+    message, else the last line that it printed."""
     _, mark, printed = tail(console).rpartition(START_LINE)
     lines = [line.strip() for line in printed.splitlines()[1 if mark else 0 :] if line.strip()]
     said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
@@ -95,4 +96,4 @@ def last_words(console: Path, code: int) -> str:
         return f"killed by signal {-code}"
     if said is None and lines:
         said = re.sub(r"\s+", " ", lines[-1])
-    return f"exit code {code}: {said or 'it said nothing'}"
+    return f"exit code {code}: {said or 'it printed nothing'}"

@@ -1,4 +1,4 @@
-"""The paths that a person can pick: what each is for, how it is started, what it needs, and what it must not exceed."""
+"""The variants of training that a user can choose: what each is for, how it is started, and what it needs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ SHARDED = {"regularization": "the regularization loop works under ZeRO stage 1 a
 
 @dataclass(frozen=True)
 class Variant:
-    """One path.
+    """One way to train.
 
     Fields:
         saves: in a few words, what it saves or is for.
-        flags: of the training command, on top of the recipe.
+        flags: flags of the training command, added to those of the recipe.
         launcher, processes: how it is started.
         needs: "gpu", "processes" (more than one), or an extra of this package.
-        peak_at_most: another variant, and the largest share of its peak memory (both above an empty process).
-        measured_on: "any" device, or "gpu" where a CPU has the same memory for both sides.
-        refused: by loop, words of the message that refuses it; the loop is off when the variant is measured.
+        peak_at_most: another variant, and the largest allowed ratio to its peak memory (both without that of an empty
+            process).
+        measured_on: the devices on which ``peak_at_most`` is checked: "any", or "gpu" if it cannot hold on a CPU,
+            because main memory and device memory are the same there.
+        refused: the loops that this variant does not support, each with part of its error message. They are turned off
+            when the variant is measured.
     """
 
     name: str
@@ -47,7 +50,7 @@ class Variant:
 
     @property
     def gpu_check(self) -> str:
-        """What running it has to show, in words."""
+        """What a run of it must show, in words."""
         bound = self.peak_at_most
         memory = "" if bound is None else f", its peak is at most {bound[1]:g} of {bound[0]}'s"
         return f"the loss falls{memory}, all loops act"
@@ -161,7 +164,7 @@ VARIANTS = (
         peak_at_most=("lora_checkpointing", 0.8),
     ),
 )
-"""Fastest first among those that train the same weights, as benchmarks/results/variants.json has them."""
+"""Among those that train the same weights the fastest comes first, as measured in benchmarks/results/variants.json."""
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 BASELINE = "lora"

@@ -1,4 +1,4 @@
-"""Runs paths for real, each in fresh processes, and reads from their run directories what they cost and what acted."""
+"""Train variants, each in fresh processes, and read from their run directories what they cost and which loops acted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scu_trainer.runs.studies.variant_table import BY_NAME, LOOPS, Variant
 LONGEST_S = 900.0
 PACKAGES = {"qlora": "bitsandbytes", "deepspeed": "deepspeed"}
 LAST_WORDS = 1500
-"""Characters of a failed process's output that are shown."""
+"""Number of characters of the output of a failed process that are shown."""
 
 SWITCHES = {
     "regularization": ("--scu", "false"),
@@ -29,7 +29,7 @@ SWITCHES = {
 
 @dataclass(frozen=True)
 class VariantPlan:
-    """What every variant trains: ``model`` for few steps with all loops on, or the job of a file ``config``."""
+    """What every variant trains: ``model`` for a few steps with all loops on, or the job of the file ``config``."""
 
     model: Optional[Path]
     scratch: Path
@@ -58,7 +58,7 @@ class VariantPlan:
             "lr_scheduler_type": "constant",
             "logging_steps": 1,
             "seed": 0,
-            # So low that lambda acts within these few steps; a cap so low that every window is cut.
+            # A target so low that lambda acts within these few steps, and a cap so low that every window is split.
             "scu_target_s": 0.001,
             "token_cap": 256 // processes,
             "curriculum": "token_budget",
@@ -68,11 +68,12 @@ class VariantPlan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one variant. ``status``: ran, failed (``message``: its last words), or missing (what to do).
+    """The result of one variant. ``status``: ran, failed (``message``: the end of its output), or missing (``message``:
+    what to install).
 
-    ``peak_bytes``: the most that the first process held during a step, above what it held before there was a model.
-    ``total_bytes``: with that. ``bpt``: held-out bits per token before and after, None where nothing was held out.
-    ``loops``: acts, idle, off, or refused. ``parts``: bytes of the predicted peak by what takes them, {} without one.
+    ``peak_bytes``: the peak of the first process during a step, minus what it held before the model was loaded.
+    ``total_bytes``: the whole peak. ``bpt``: held-out bits per token before and after; None if nothing was held out.
+    ``loops``: acts, idle, off, or refused. ``parts``: the predicted peak by part, in bytes; {} without a prediction.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Outcome:
 
 
 def missing(variant: Variant, has_gpu: bool) -> Optional[str]:
-    """What this machine lacks for ``variant``, and what to do, in one line. None where it can run."""
+    """Return what this machine lacks for ``variant`` and what to do, in one line; None if it can run."""
     if "gpu" in variant.needs and not has_gpu:
         return f"needs a GPU; there it checks: {variant.gpu_check}"
     for extra, package in PACKAGES.items():
@@ -101,7 +102,7 @@ def missing(variant: Variant, has_gpu: bool) -> Optional[str]:
 
 
 def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> Outcome:
-    """Train ``variant`` with all loops that it allows, then make sure that it refuses the others."""
+    """Train ``variant`` with all loops that it supports, then check that it refuses the others."""
     lacks = missing(variant, has_gpu)
     if lacks is not None:
         return Outcome(variant.name, "missing", lacks)
@@ -111,14 +112,14 @@ def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> Outcome:
         return outcome
     for loop, words in variant.refused.items():
         allowed = [word for other in variant.refused if other != loop for word in SWITCHES[other]]
-        outcome = _refuses(variant, plan, loop, words, allowed, has_gpu, outcome)
+        outcome = _check_refused(variant, plan, loop, words, allowed, has_gpu, outcome)
     return outcome
 
 
 def _measured(variant: Variant, plan: VariantPlan, off: Sequence[str], has_gpu: bool) -> Outcome:
     folder = plan.scratch / variant.name
     shutil.rmtree(folder, ignore_errors=True)
-    code, words = _started(variant, plan, [*off, "--output_dir", str(folder)], has_gpu)
+    code, words = _run_command(variant, plan, [*off, "--output_dir", str(folder)], has_gpu)
     if code != 0:
         return Outcome(variant.name, "failed", f"exit code {code}: {words}")
     metrics = read_json(folder / "scu_metrics.json")
@@ -130,22 +131,24 @@ def _measured(variant: Variant, plan: VariantPlan, off: Sequence[str], has_gpu: 
         peak_bytes=None if highest is None or before is None else highest - before,
         total_bytes=highest,
         step_s=costs["seconds_per_step"],
-        bpt=_held_out(metrics),
+        bpt=_bits_before_and_after(metrics),
         loops=loops_of(folder, metrics),
         device=costs["device"],
         parts=(metrics["memory_estimate"] or {}).get("predicted_parts") or {},
     )
 
 
-def _held_out(metrics: dict[str, Any]) -> Optional[tuple[float, float]]:
+def _bits_before_and_after(metrics: dict[str, Any]) -> Optional[tuple[float, float]]:
     if not metrics["held_out_documents"]:
         return None
     return tuple(metrics[f"held_out_bpt_{when}"]["value"] for when in ("before", "after"))
 
 
-def _refuses(variant, plan: VariantPlan, loop: str, words: str, allowed, has_gpu: bool, outcome: Outcome) -> Outcome:
+def _check_refused(
+    variant, plan: VariantPlan, loop: str, words: str, allowed, has_gpu: bool, outcome: Outcome
+) -> Outcome:
     folder = plan.scratch / f"{variant.name}-refused"
-    code, said = _started(variant, plan, [*allowed, "--output_dir", str(folder)], has_gpu)
+    code, said = _run_command(variant, plan, [*allowed, "--output_dir", str(folder)], has_gpu)
     if code == 0 or words not in " ".join(said.split()):
         return replace(
             outcome, status="failed", message=f"{loop} should be refused ({words!r}), exit code {code}: {said}"
@@ -153,9 +156,9 @@ def _refuses(variant, plan: VariantPlan, loop: str, words: str, allowed, has_gpu
     return replace(outcome, loops={**outcome.loops, loop: "refused"})
 
 
-def _started(variant: Variant, plan: VariantPlan, flags: Sequence[str], has_gpu: bool) -> tuple[int, str]:
-    """Run the command to its end. Exit code and last words."""
-    # Our own files wherever one stands; what a person typed is found from where they are.
+def _run_command(variant: Variant, plan: VariantPlan, flags: Sequence[str], has_gpu: bool) -> tuple[int, str]:
+    """Run the command to its end. Returns its exit code and the end of its output."""
+    # Our files are found from any directory; paths that the user typed are relative to the current one.
     places = [str(ROOT / word) if word.startswith("ds_configs/") else word for word in variant.flags]
     own = [word.replace("{scratch}", str(plan.scratch)) for word in places]
     flags = [*plan.flags(variant.processes), *own, *flags, *([] if has_gpu else ["--use_cpu", "true"])]
@@ -172,15 +175,15 @@ def _started(variant: Variant, plan: VariantPlan, flags: Sequence[str], has_gpu:
         try:
             process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
-            pass  # reported by the exit code of the process that is killed now
+            pass  # the exit code of the process, which is killed now, reports it
         finally:
-            _end(process)
+            _kill_tree(process)
     return process.returncode, log.read_text(errors="replace")[-LAST_WORDS:].strip()
 
 
-def _end(process: subprocess.Popen) -> None:
-    """It and all that it started, also after Ctrl-C here: ranks must not outlive the one who waits for them, and
-    torchrun gives each a session of its own."""
+def _kill_tree(process: subprocess.Popen) -> None:
+    """Kill the process and all that it started, also after Ctrl-C: ranks must not outlive the process that waits for
+    them. Killing the session would not suffice, because torchrun starts each rank in its own."""
     import psutil
 
     try:
@@ -188,9 +191,9 @@ def _end(process: subprocess.Popen) -> None:
         tree = [*launcher.children(recursive=True), launcher]
     except psutil.NoSuchProcess:
         tree = []
-    for one in tree:
+    for member in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            member.kill()
     process.wait()
 
 
@@ -198,17 +201,17 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def loops_of(folder: Path, metrics: dict[str, Any]) -> dict[str, str]:
-    """Which loops acted in a run: decayed weights, cut a window, planned an epoch."""
+    """Return which loops acted in a run: whether they decayed weights, split a window, or planned an epoch."""
     memory = metrics.get("memory")
     evidence = {
-        "regularization": _acted(folder / "scu_history.json", lambda row: row["lambda"] and row["s"]),
+        "regularization": _any_row(folder / "scu_history.json", lambda row: row["lambda"] and row["s"]),
         "memory": None if memory is None else memory["chunks"] > memory["windows"],
-        "curriculum": _acted(folder / "curriculum.json", lambda row: row["curriculum"] != "none" and row["seen"]),
+        "curriculum": _any_row(folder / "curriculum.json", lambda row: row["curriculum"] != "none" and row["seen"]),
     }
     return {loop: {True: "acts", False: "idle", None: "off"}[evidence[loop]] for loop in LOOPS}
 
 
-def _acted(history: Path, in_row: Callable[[dict[str, Any]], Any]) -> Optional[bool]:
+def _any_row(history: Path, in_row: Callable[[dict[str, Any]], Any]) -> Optional[bool]:
     return any(map(in_row, read_rows(history))) if history.is_file() else None
 
 
@@ -216,9 +219,9 @@ def _acted(history: Path, in_row: Callable[[dict[str, Any]], Any]) -> Optional[b
 
 
 def broken_promises(outcomes: Sequence[Outcome], loops_are_on: bool = True) -> list[str]:
-    """What does not hold: a variant that failed, a loss that did not fall, a peak above its bound, an idle loop.
+    """Return what went wrong: a variant failed, a loss did not fall, a peak is above its bound, or a loop was idle.
 
-    ``loops_are_on``: whether the job turned all of them on; a job of one's own need not.
+    ``loops_are_on``: whether the job turned all loops on, which the user's own job need not do.
     """
     by_name = {outcome.name: outcome for outcome in outcomes}
     found = []
