@@ -19,7 +19,7 @@ HOMES = {"Loop": "train.loop", "SCUTrainer": "train.trainer", "with_loops": "tra
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: commands that only read a run must not wait for torch.
+    # Imported lazily, so that commands which only read a run do not wait for torch.
     if name in HOMES:
         with without_collector():
             return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""``python -m scu_trainer COMMAND ...``, where the program ``scu-trainer`` is not on the path."""
+"""Entry point of ``python -m scu_trainer COMMAND ...``, for systems where ``scu-trainer`` is not on the path."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 
 from scu_trainer.cli.main import main
 
-if __name__ == "__main__":  # loader workers that are spawned import this module again
+if __name__ == "__main__":  # spawned data loader workers import this module too
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""Errors that a user can fix. One base class, one subclass per cause.
+"""Errors that a user can fix: one base class, and one subclass per cause.
 
-The command line turns every ``UserError`` into one message on stderr and exit code 2, without a traceback.
+The command line prints a ``UserError`` as one message on stderr and exits with its ``exit_code``, without a traceback.
 A message says what was found, what is allowed, and what to type instead.
 """
 
@@ -12,27 +12,27 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import Optional
 
-RUN_AGAIN = "run the same command again: it resumes from the newest checkpoint, or starts over where none was written"
-"""What to type after an end that may have come before the first checkpoint."""
+RUN_AGAIN = "run the same command again: it resumes from the newest checkpoint, or starts over if none was written"
+"""Advice after an end that may have come before the first checkpoint."""
 
 
 class UserError(Exception):
-    """Base of everything that the person at the keyboard can put right."""
+    """Base class of all errors that the user can fix."""
 
     exit_code = 2
     label = "error: "
-    """What the command line prints before the message."""
+    """The text that the command line prints before the message."""
 
 
 class Stopped(UserError):
-    """Somebody asked the run to end, and it has, with a checkpoint."""
+    """The run ended on request, after writing a checkpoint."""
 
     exit_code = 3
     label = ""
 
 
 class SettingsError(UserError):
-    """A configuration value is unknown, of the wrong type, or contradicts another one."""
+    """A configuration value is unknown, has the wrong type, or contradicts another one."""
 
 
 class DataError(UserError):
@@ -40,11 +40,11 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
-    """A model or adapter cannot be found, loaded or tuned as asked."""
+    """A model or adapter cannot be found, loaded or tuned as requested."""
 
 
 class StorageError(UserError):
-    """A directory cannot be written, or the disk has not enough room."""
+    """A file or directory cannot be read or written, or the disk does not have enough space."""
 
 
 class RequirementError(UserError):
@@ -52,51 +52,51 @@ class RequirementError(UserError):
 
 
 class ControlError(UserError):
-    """A controller cannot do what it was asked with this model, optimizer or launcher."""
+    """A controller does not support this model, optimizer or launcher as configured."""
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint cannot be resumed as asked. The stock Trainer raises ValueError where it notices."""
+    """A checkpoint cannot be resumed as requested. It is a ValueError too, because the stock Trainer raises that."""
 
 
 class PreflightError(UserError):
-    """Preflight found a mistake that would cost the run."""
+    """Preflight found a mistake that would make the run fail or useless."""
 
 
 class OutOfMemory(UserError):
-    """Something does not fit in memory even in its smallest part. ``steps_done``: of the run whose training it ended;
-    None outside of a training."""
+    """Something does not fit in memory, even split into its smallest parts. ``steps_done``: the steps that the run had
+    completed when this ended its training; None outside of training."""
 
     steps_done: Optional[int] = None
 
 
 class HubError(UserError):
-    """The Hub refuses what was asked of it, or cannot be reached."""
+    """The Hub refused a request, or cannot be reached."""
 
 
 class NonFiniteLoss(UserError):
-    """Loss, gradient or weights are no finite numbers, and not because of single rows."""
+    """The loss, gradients or weights are not finite, and single rows are not the cause."""
 
 
 class Diverged(UserError):
-    """The training loss has left its own course for good, and the settings say to stop then."""
+    """The training loss has diverged without recovering, and the settings say to stop in that case."""
 
 
 NEAR = 0.65
-"""Share of equal letters, in their order, from which on two words are near."""
+"""The similarity ratio of ``difflib`` from which two words count as near."""
 
 
 def nearest(name: str, allowed: Iterable[str], cutoff: float = NEAR) -> str:
-    """Phrase that names the allowed word nearest to ``name``: " (did you mean 'block_size'?)"; nothing if none is near,
-    for a far one sends people the wrong way."""
-    spelled = {word.lower(): word for word in allowed}  # 'LoRA' is as near to 'lora' as can be
+    """Return a phrase that suggests the allowed word nearest to ``name``, such as " (did you mean 'block_size'?)".
+    Returns "" if none is near, because a wrong suggestion would mislead."""
+    spelled = {word.lower(): word for word in allowed}  # so that 'LoRA' matches 'lora'
     matches = difflib.get_close_matches(name.lower(), list(spelled), n=1, cutoff=cutoff)
     return f" (did you mean {spelled[matches[0]]!r}?)" if matches else ""
 
 
 def require_packages(purpose: str, extra: str, modules: Sequence[str], loads: bool = False) -> None:
-    """Raise RequirementError, with the extra of ours that installs them, where one of ``modules`` is missing.
-    ``loads``: import them, and raise it also for one that is broken."""
+    """Raise RequirementError, which names the extra that installs them, if one of ``modules`` is missing. ``loads``:
+    also import them, and raise RequirementError if one is broken."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
         raise RequirementError(

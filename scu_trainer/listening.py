@@ -1,8 +1,9 @@
-"""An address of this machine at which a program of ours listens, and whose questions it takes there.
+"""Open a port for our servers, and decide which requests they accept.
 
-Other programs can reach a port on loopback, and so can every web site that is open in a browser of this machine. The
-header Host says by which name we were asked: another one than ours is a site that had its own name point at this
-machine (DNS rebinding). Origin says which page asked: browsers send it with what a page of another site asks for.
+Other programs can reach a port on loopback, and so can every web site that is open in a browser on this machine. The
+Host header has the name that a request was sent to: if that is not ours, a site has pointed its own name at this
+machine (DNS rebinding). The Origin header has the page that sent the request: browsers add it to requests from other
+sites.
 """
 
 from __future__ import annotations
@@ -19,44 +20,44 @@ from scu_trainer.errors import SettingsError
 HOST = "127.0.0.1"
 MOST_PORT, PORT_OF_HTTP = 65535, 80
 FOREIGN_HOST, FOREIGN_ORIGIN = 421, 403
-"""Status codes of HTTP: Misdirected Request, Forbidden."""
+"""HTTP status codes: Misdirected Request, Forbidden."""
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises SettingsError where nothing can listen."""
+    """Raise SettingsError if ``host`` is not an IP address, or ``port`` is out of range."""
     if not 0 <= port <= MOST_PORT:
         raise SettingsError(f"--port is {port}; give 1 to {MOST_PORT}, or 0 for a free one")
     try:
-        _address(host)
+        _parse_address(host)
     except ValueError as error:
         raise SettingsError(f"--host is {host!r}; give an address of this machine, such as {HOST}") from error
 
 
 def is_loopback(host: str) -> bool:
-    return _address(host).is_loopback
+    return _parse_address(host).is_loopback
 
 
 def is_every_address(host: str) -> bool:
-    return _address(host).is_unspecified
+    return _parse_address(host).is_unspecified
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(HOST if host == "localhost" else host)
 
 
 def in_address(host: str) -> str:
-    """As it stands in an address of HTTP."""
+    """Return ``host`` as it is written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 def own_names(host: str, port: int) -> set[str]:
-    """What may stand in the header Host, as "127.0.0.1:7860"; clients leave out the port of HTTP."""
+    """Return the accepted values of the Host header, such as "127.0.0.1:7860". Clients leave out the port of HTTP."""
     names = {in_address(name) for name in ({host, HOST, "localhost"} if is_loopback(host) else {host})}
     return {f"{name}:{port}" for name in names} | (names if port == PORT_OF_HTTP else set())
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises SettingsError where the port is taken."""
+    """Return a listening socket. Raises SettingsError if the port is in use or cannot be opened."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,8 +72,8 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def stranger(hosts: Collection[str], headers: Mapping[str, str], host_count: int) -> Optional[int]:
-    """The status code for a question that did not come by one of our names or comes from another page; None for ours.
-    ``host_count``: how many headers Host there are."""
+    """Return the status code that refuses a request which was sent to another name than ours, or came from a foreign
+    page; None if the request is accepted. ``host_count``: the number of Host headers."""
     if headers.get("host", "").lower() not in hosts or host_count != 1:
         return FOREIGN_HOST
     origin = headers.get("origin")
@@ -81,5 +82,5 @@ def stranger(hosts: Collection[str], headers: Mapping[str, str], host_count: int
 
 
 def is_same_secret(given: str, secret: bytes) -> bool:
-    """In the same time wherever they differ."""
+    """Compare in constant time, so that the time does not reveal where the secrets differ."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), secret)

@@ -1,14 +1,13 @@
-"""The files of a run directory: written while the run goes, readable at any moment, by any program.
+"""The files of a run directory. They are written during training, and any program can read them at any moment.
 
-- ``write_json``, ``write_state``: a file that is there whole or not at all.
-- ``History``: a JSON array that gains rows one by one and stays valid JSON after each of them.
-- ``RunStatus``: run.json, the state of a run in one small object.
-- ``require_room``, ``require_writable``: find out before the work starts, not after it.
+- ``write_json``, ``write_state``: write a file atomically, so that it is never incomplete. - ``History``: a JSON array
+to which rows are appended, and which is valid JSON after each of them. - ``RunStatus``: run.json, the state of a run in
+one small object. - ``require_room``, ``require_writable``: check the disk before the work starts.
 
-NaN and infinity are written as ``null``: they are not JSON, and strict readers (browsers, jq) refuse the whole file.
-``write_state`` keeps them, for a program that reads its own state.
-Tokens and passwords are written as ``***``, see secrets.py.
-Only the standard library is used, so that programs which only read a run start at once.
+NaN and infinity are written as ``null``, because JSON does not have them, and strict readers (browsers, jq) reject the
+whole file. ``write_state`` keeps them, for programs that read their own state. Tokens and passwords are written as
+``***``, see secrets.py. This module uses only the standard library, so that programs which only read a run start
+quickly.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ STATUS_FIELDS = (
 )
 
 RESERVE_BYTES = 4096
-"""Size of run.json, with spaces at its end: on a full disk the last words of a run take no new block."""
+"""Size to which run.json is padded with spaces, so that the final status of a run needs no new block on a full disk."""
 
 _CLOSING = b"\n]"
 _BETWEEN_ROWS = re.compile(r"\s*,?\s*")
@@ -63,22 +62,23 @@ _DECODER = json.JSONDecoder()
 
 
 def write_json(path: AnyPath, data: Any) -> None:
-    """Replace ``path`` by ``data`` as JSON: after a crash it holds the old content or the new one, never a part.
+    """Replace the content of ``path`` by ``data`` as JSON. After a crash the file has the old or the new content, never
+    a part.
 
-    Raises StorageError if the directory cannot be written or is full, TypeError if ``data`` is not JSON.
+    Raises StorageError if the directory is not writable or is full, and TypeError if ``data`` is not JSON-compatible.
     """
     _replace(Path(path), _as_json(data))
 
 
 def write_state(path: AnyPath, state: Any) -> None:
-    """As ``write_json``, for what its writer reads back: NaN and infinity stay, as in the trainer_state.json of
-    transformers. Raises TypeError also for what would come back as another thing: no dict, a key that is no text.
-    """
+    """Like ``write_json``, for a state that its writer reads back: NaN and infinity are kept, as transformers does in
+    trainer_state.json. Raises TypeError if the state is not a dict or has keys that are not strings, because it would
+    read back as something else."""
     _replace(Path(path), state_text(state).encode())
 
 
 def state_text(state: Any) -> str:
-    """What ``write_state`` writes, and the TypeError that it raises."""
+    """Return the text that ``write_state`` writes. Raises the same TypeError."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a {type(state).__name__} is not a dict")
     return json.dumps(_plain(state, exact=True), indent=2) + "\n"
@@ -89,12 +89,12 @@ def _as_json(data: Any) -> bytes:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Replace ``path`` by ``text``, whole or not at all, as ``write_json`` does. Raises StorageError."""
+    """Replace the content of ``path`` by ``text`` atomically, as ``write_json`` does. Raises StorageError."""
     _replace(Path(path), redact(text).encode())
 
 
 def read_json(path: AnyPath) -> Any:
-    """Content of a JSON file. Raises StorageError if it is missing or is not JSON."""
+    """Return the content of a JSON file. Raises StorageError if the file is missing or is not valid JSON."""
     with _as_storage_error(Path(path), "read"):
         content = Path(path).read_bytes()
     try:
@@ -104,7 +104,8 @@ def read_json(path: AnyPath) -> Any:
 
 
 def read_status(path: AnyPath) -> dict[str, Any]:
-    """Content of run.json, which other programs write, too, with other things in it. Raises StorageError for these."""
+    """Return the content of run.json. Raises StorageError if it has fields of the wrong type, because other programs
+    may write the file too."""
     found = read_json(path)
     if not isinstance(found, Mapping):
         raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
@@ -117,14 +118,16 @@ def read_status(path: AnyPath) -> dict[str, Any]:
 
 
 def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
-    """Content of a file. Raises OSError for a pipe or a device, which may have no end or never begin, and for a file of
-    more than ``most_bytes``."""
-    with open(path, "rb", opener=_without_waiting) as file:
+    """Return the content of a file. Raises OSError for a pipe or a device, where reading might never end, and for a
+    file of more than ``most_bytes``."""
+    with open(path, "rb", opener=_open_nonblocking) as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
-            raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
         if most_bytes is not None and state.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has {readable(state.st_size)}, too much for what it is", str(path))
+            raise OSError(
+                errno.EFBIG, f"it has {readable(state.st_size)}, which is too much for a file of its kind", str(path)
+            )
         return file.read()
 
 
@@ -132,18 +135,18 @@ NOT_FETCHED = "holds only the address of its content, as git writes it without L
 
 
 def is_not_fetched(path: AnyPath) -> bool:
-    """Whether a regular file stands for one that Git LFS has yet to fetch."""
+    """Whether a regular file is a Git LFS pointer, so that its content has not been fetched yet."""
     with open(path, "rb") as file:
         return file.read(64).startswith(b"version https://git-lfs.github.com/spec/")
 
 
-def _without_waiting(path: AnyPath, flags: int) -> int:
-    """A pipe that nobody writes to would keep ``open`` waiting."""
+def _open_nonblocking(path: AnyPath, flags: int) -> int:
+    """Open without blocking, as opening a pipe without a writer would."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_rows(path: AnyPath) -> list[Row]:
-    """All complete rows of a history file, also of one that is torn or being written. Never changes the file.
+    """Return all complete rows of a history file, even if it is torn or being written. Never changes the file.
 
     Raises StorageError if the file is missing or does not hold an array of objects.
     """
@@ -153,11 +156,11 @@ def read_rows(path: AnyPath) -> list[Row]:
 
 
 class History:
-    """Rows of a run as a JSON array, one row per line. One writer; any number of readers at the same time.
+    """A file with rows of a run as a JSON array, one row per line, for one writer and any number of readers.
 
-    An append is one ``pwrite`` over the closing bracket, so a killed writer leaves a valid array. Only a machine that
-    goes down can leave a torn last row. Opening the file again keeps every complete row and cuts the rest;
-    ``torn_bytes`` says how much that was, for the caller to report.
+    An append is one ``pwrite`` over the closing bracket, so a killed writer leaves a valid array. Only a crash of the
+    machine can leave a torn last row. Opening the file keeps all complete rows and cuts off the rest. ``torn_bytes`` is
+    the number of bytes that were cut off, for the caller to report.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -165,18 +168,18 @@ class History:
         self._descriptor = -1
         content = self._open()
         rows, self.torn_bytes = _parse_rows(content, self.path)
-        if content == _array(rows):
+        if content == _array_json(rows):
             self._row_count, self._closing_offset = len(rows), len(content) - len(_CLOSING)
         else:
             self._rewrite(rows)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row. Raises StorageError if the disk is full; the file then still holds the rows before it."""
+        """Add one row. Raises StorageError if the disk is full; the file then keeps its earlier rows."""
         self.append_many([row])
 
     def append_many(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows in one write: after a kill either all of them are there or none."""
-        lines = [_line(row) for row in rows]
+        """Add rows in one write. After a kill the file has either all of them or none."""
+        lines = [_row_json(row) for row in rows]
         if not lines:
             return
         added = (b",\n" if self._row_count else b"\n") + b",\n".join(lines)
@@ -189,9 +192,9 @@ class History:
         self._closing_offset += len(added)
 
     def truncate_after(self, step: int) -> int:
-        """Drop the rows whose "step" is above ``step`` (a resumed run writes them again); rows without one stay.
+        """Drop the rows with a "step" above ``step``, which a resumed run writes again. Rows without a step are kept.
 
-        Returns the number of rows dropped, for the caller to report.
+        Returns the number of dropped rows, for the caller to report.
         """
         rows = read_rows(self.path)
         kept = [row for row in rows if row.get("step") is None or row["step"] <= step]
@@ -200,7 +203,7 @@ class History:
         return len(rows) - len(kept)
 
     def close(self) -> None:
-        """Give the file back; closing twice is harmless."""
+        """Close the file. Closing twice is harmless."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -213,26 +216,26 @@ class History:
 
     def _open(self) -> bytes:
         if not self.path.exists():
-            _replace(self.path, _array([]))  # nobody may see it empty, not even at birth
+            _replace(self.path, _array_json([]))  # created atomically: an empty file would not be valid JSON
         with _as_storage_error(self.path, "open"):
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             return self.path.read_bytes()
 
     def _rewrite(self, rows: list[Row]) -> None:
-        _replace(self.path, _array(rows))
+        _replace(self.path, _array_json(rows))
         self.close()  # the descriptor still refers to the file that was just replaced
         self._row_count, self._closing_offset = len(rows), len(self._open()) - len(_CLOSING)
 
     def _close_array(self) -> None:
-        """Undo a write that stopped half-way. Cutting it off makes the room that the bracket needs on a full disk."""
+        """Undo an incomplete write. On a full disk, truncating it frees the space that the bracket needs."""
         os.ftruncate(self._descriptor, self._closing_offset)
         _pwrite_all(self._descriptor, _CLOSING, self._closing_offset)
 
 
 class RunStatus:
-    """run.json of one run. Other programs may set fields too: what they wrote is kept unless it is set here again.
+    """The file run.json of one run. Other programs may set fields too; these are kept, unless they are set here again.
 
-    Progress is written at most once in ``min_interval_s`` seconds; a new status or error at once.
+    Progress is written at most once in ``min_interval_s`` seconds; a new status or error is written immediately.
     """
 
     def __init__(self, path: AnyPath, clock: Callable[[], float] = time.time, min_interval_s: float = 1.0) -> None:
@@ -245,9 +248,9 @@ class RunStatus:
         self._pending: Row = {}
 
     def update(self, **changes: Any) -> bool:
-        """Set fields of run.json and say whether they were written now. Name ``status`` only to change it.
+        """Set fields of run.json, and return whether they were written now. Pass ``status`` only to change it.
 
-        Raises ValueError for an unknown status, TypeError for an unknown field.
+        Raises ValueError for an unknown status, and TypeError for an unknown field.
         """
         unknown = sorted(set(changes) - set(STATUS_FIELDS))
         if unknown:
@@ -255,7 +258,8 @@ class RunStatus:
         if changes.get("status", STATUSES[0]) not in STATUSES:
             raise ValueError(f"status is {changes['status']!r}; allowed: {', '.join(STATUSES)}")
         self._pending.update(changes)
-        is_due = not 0 <= self._clock() - self._written_at_s < self._min_interval_s  # also when the clock was set back
+        # A negative difference means that the clock was set back.
+        is_due = not 0 <= self._clock() - self._written_at_s < self._min_interval_s
         news = [name for name in ("status", "error") if name in changes and changes[name] != self._written.get(name)]
         if is_due or news:
             self.flush()
@@ -263,7 +267,7 @@ class RunStatus:
         return False
 
     def flush(self) -> None:
-        """Write what ``update`` held back."""
+        """Write the changes that ``update`` has not written yet."""
         now_s = self._clock()
         now = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds")
         on_disk = read_json(self.path) if self.path.exists() else {}
@@ -274,14 +278,14 @@ class RunStatus:
 
 
 def free_bytes(path: AnyPath) -> int:
-    """Bytes that this user may still write at ``path``, or at its nearest parent that exists."""
+    """Return how many bytes this user can still write at ``path``, or at its nearest existing parent."""
     return shutil.disk_usage(nearest_existing(Path(path))).free
 
 
 def make_room() -> str:
-    """What to do where something could not be written. Libraries lose the number of the error, so a limit on the size
-    of a file is named wherever there is one."""
-    with contextlib.suppress(ImportError):  # of POSIX
+    """Return what to do when a file could not be written. A limit on the file size is mentioned whenever there is one,
+    because libraries lose the error number that would tell whether it was exceeded."""
+    with contextlib.suppress(ImportError):  # only POSIX systems have it
         import resource
 
         if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
@@ -290,7 +294,7 @@ def make_room() -> str:
 
 
 def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") -> None:
-    """Raise StorageError if the disk at ``path``, which ``setting`` names, has less than ``needed_bytes`` free."""
+    """Raise StorageError if the disk at ``path``, the value of ``setting``, has less than ``needed_bytes`` free."""
     free = free_bytes(path)
     if free < needed_bytes:
         raise StorageError(
@@ -300,11 +304,11 @@ def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") 
 
 
 def require_writable(path: AnyPath, setting: str = "output_dir") -> None:
-    """Raise StorageError if the directory ``path`` cannot be written, or could not be made. Leaves nothing behind."""
-    # A link that leads nowhere counts: no directory can be made in its place.
+    """Raise StorageError if the directory ``path`` is not writable, or could not be created. Leaves no files behind."""
+    # A broken link counts as existing, because no directory can be created at its path.
     existing = nearest_existing(Path(path), os.path.lexists)
     if not existing.is_dir():
-        what = f"a link to {os.readlink(existing)}, which is not there" if existing.is_symlink() else "a file"
+        what = f"a link to {os.readlink(existing)}, which does not exist" if existing.is_symlink() else "a file"
         what = "a file" if existing.is_file() else what
         raise StorageError(f"{existing} is {what} where a directory is needed; set {setting} to another path")
     try:
@@ -315,23 +319,23 @@ def require_writable(path: AnyPath, setting: str = "output_dir") -> None:
         ) from error
 
 
-def _array(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return b"[" + b",".join(b"\n" + _line(row) for row in rows) + _CLOSING
+def _array_json(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"[" + b",".join(b"\n" + _row_json(row) for row in rows) + _CLOSING
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
+def _row_json(row: Mapping[str, Any]) -> bytes:
     return json.dumps(_plain(row), allow_nan=False).encode()
 
 
 def _plain(value: Any, exact: bool = False) -> Any:
-    """``value`` with every secret replaced by ``***`` and, unless ``exact``, every NaN and infinity by None, at any
-    depth. ``exact``: raises TypeError for a key that JSON would make a text of."""
+    """Return a copy of ``value`` in which all secrets are ``***`` and, unless ``exact``, all NaN and infinities are
+    None. ``exact``: raise TypeError for a key that is not a string, which JSON would convert."""
     if isinstance(value, float):
         return value if exact or math.isfinite(value) else None
     if isinstance(value, Mapping):
-        odd = [key for key in value if not isinstance(key, str)] if exact else ()
-        if odd:
-            raise TypeError(f"the key {odd[0]!r} would come back as a text")
+        converted = [key for key in value if not isinstance(key, str)] if exact else ()
+        if converted:
+            raise TypeError(f"the key {converted[0]!r} is not a string, and would be read back as one")
         return {key: _plain(item, exact) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, exact) for item in value]
@@ -339,7 +343,7 @@ def _plain(value: Any, exact: bool = False) -> Any:
 
 
 def _parse_rows(content: bytes, path: Path) -> tuple[list[Row], int]:
-    """The complete rows at the start of ``content``, and the number of bytes of a torn row after them."""
+    """Return the complete rows at the start of ``content``, and the number of bytes of a torn row after them."""
     text = content.decode(errors="replace")
     if text and not text.startswith("["):
         raise StorageError(f"{path} does not hold a JSON array, so it is not a history; move it away")
@@ -373,8 +377,9 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _replace_or_overwrite(path: Path, content: Row) -> None:
-    """As ``write_json``, with a reserve at the end. Where a full disk takes no new file, in the place of the old one:
-    one write into the blocks that it has."""
+    """Replace run.json atomically, padded with spaces. On a full disk, overwrite the old file with one write into the
+    blocks that it already has; if the content does not fit there, the notices and the text of the error are
+    shortened."""
     text = _as_json(content)
     try:
         _replace(path, text.ljust(RESERVE_BYTES))
@@ -394,7 +399,7 @@ def _is_full(error: Optional[BaseException]) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make what was written to a file, or renamed in a folder, last through a power cut."""
+    """Flush a file, or the renames in a folder, to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -403,19 +408,19 @@ def sync(path: Path) -> None:
 
 
 def give_usual_mode(files: Iterable[Path]) -> None:
-    """Let those read the safetensors among ``files`` who may read what else lies beside them: their library makes them
-    for their owner alone, whatever the umask says, and a server or a backup may belong to somebody else. A file of
-    another mode, or behind a link, has it from somebody who meant it."""
-    mask = os.umask(0o077)  # it can only be read by setting it; strictly, for what another thread makes meanwhile
+    """Give the safetensors among ``files`` the usual mode, which follows from the umask. Their library makes them
+    readable by their owner only, but a server or a backup may run as another user. Links and files with another mode
+    are left alone, because somebody chose that mode."""
+    mask = os.umask(0o077)  # it can only be read by setting it; a strict one, in case another thread creates a file now
     os.umask(mask)
     for path in files:
-        with contextlib.suppress(OSError):  # a disk that has no modes, or a file of somebody else
+        with contextlib.suppress(OSError):  # a disk without modes, or a file of another user
             if path.suffix == ".safetensors" and path.lstat().st_mode == stat.S_IFREG | 0o600:
                 path.chmod(0o666 & ~mask)
 
 
 def _pwrite_all(descriptor: int, content: bytes, offset: int) -> None:
-    """One ``pwrite``; more only if the system took less than all of it (a nearly full disk)."""
+    """Write with one ``pwrite``, or with more if the system wrote only a part, as on a nearly full disk."""
     while content:
         written = os.pwrite(descriptor, content, offset)
         content, offset = content[written:], offset + written
@@ -430,43 +435,46 @@ def _as_storage_error(path: Path, action: str) -> Iterator[None]:
 
 
 def storage_error(path: AnyPath, action: str, error: OSError) -> StorageError:
-    """What a person is to read in the place of ``error``. ``action``: what was done to ``path``, as "read"."""
+    """Return a StorageError with a message for the user. ``action``: what failed at ``path``, such as "read"."""
     if _is_full(error):
         return StorageError(
-            f"the disk is full: {path} cannot be written, {readable(free_bytes(path))} are free; free some"
+            f"the disk is full: {path} cannot be written, {readable(free_bytes(path))} are free; free some space"
         )
     return StorageError(f"cannot {action} {path}: {error.strerror}; check the path and its permissions")
 
 
 def nearest_existing(path: Path, exists: Callable[[Path], bool] = Path.exists) -> Path:
-    """``path``, or the nearest of its parents that is there."""
+    """Return ``path``, or the nearest of its parents that exists."""
     path = path.absolute()
     return next(filter(exists, (path, *path.parents)))
 
 
 def found_above(name: str, folder: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str:
-    """Where the relative path ``name`` leads that a file in ``folder`` holds: a run is most often started in a folder
-    above its own, and used from anywhere. As it is where nothing wanted has that name, as with a Hub id."""
+    """Resolve the relative path ``name``, which a file in ``folder`` holds.
+
+    A run is usually started in a folder above its own, and later used from anywhere, so the folders above are searched
+    too. Returns ``name`` unchanged if no path with that name is wanted, as for a Hub id.
+    """
     if Path(name).expanduser().is_absolute():
         return name
-    folder = folder.resolve()  # a run in runs/gpt2 is not its own base
+    folder = folder.resolve()  # compared below: a run in runs/gpt2 must not be taken for its own base model gpt2
     here, above = Path.cwd(), folder.parents
     places = (here, *above) if here in above else (*above, here)
     place = next((place for place in places if (place / name).resolve() != folder and is_wanted(place / name)), here)
-    return name if place == here else _said_found(name, os.path.normpath(place / name))
+    return name if place == here else _warn_found_above(name, os.path.normpath(place / name))
 
 
 @functools.cache
-def _said_found(name: str, path: str) -> str:
-    logger.warning("%s is taken from %s, above the folder whose files name it", name, path)
+def _warn_found_above(name: str, path: str) -> str:
+    logger.warning("%s is read from %s, which is above the folder of the run that names it", name, path)
     return path
 
 
 def readable(size_bytes: float) -> str:
-    """Bytes in words: "1.5 GiB", "0.3 MiB"."""
+    """Format a number of bytes: "1.5 GiB", "0.3 MiB"."""
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def gib(size_bytes: float) -> str:
-    """As ``readable``, for figures below each other."""
+    """Format a number of bytes in GiB, for figures in a column."""
     return f"{size_bytes / 2**30:.2f} GiB"

@@ -1,10 +1,10 @@
-"""What is a secret, and text without it.
+"""Find secrets, and remove them from text.
 
-First the values that are known to be secret on this machine, wherever they appear: environment variables whose names
-say so, the Hub token that was given or stored. Then what has the shape of a credential. Hashes of commits and files
-have no such shape and stay: a long hexadecimal number is hidden only if it is a known value.
+Two kinds are hidden: values that are known to be secret on this machine, such as environment variables with a telling
+name and the Hub token that was given or stored; and text that has the format of a credential. Hashes of commits and
+files do not: a long hexadecimal number is hidden only if it is a known value.
 
-Only the standard library is used, so that every room can call this.
+This module uses only the standard library, so that every other module can import it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any, Optional
 HIDDEN = "***"
 
 SHORTEST = 8
-"""Characters. Shorter values are words like "true" or "dummy" that stand everywhere."""
+"""Characters. Shorter values are words like "true" or "dummy", which appear everywhere and are not hidden."""
 
 LONGEST_WORD = 15
-"""Characters. Up to here digits alone, or letters of one case, are taken for a number or a word."""
+"""Characters. Up to this length, a value of only digits or only letters of one case counts as a number or a word."""
 
 SECRET_PARTS = {
     *("TOKEN", "SECRET", "APIKEY", "PAT"),
     *("PASSWORD", "PASSWD", "PGPASSWORD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS"),
 }
 KEY_PARTS = {"API", "ACCESS", "PRIVATE", "AUTH", "MASTER", "SIGNING", "ENCRYPTION"}
-"""Parts of a name beside KEY that tell a secret key from that of a cache or a table."""
+"""Parts of a name that, next to KEY, mark a secret key, unlike the key of a cache or a table."""
 
 POINTER_PARTS = {"FILE", "PATH", "DIR", "NAME", "TYPE", "LENGTH", "LIMIT", "CAP"}
-"""Last parts of names that say where a secret lies, or how long it is."""
+"""Last parts of names whose values say where a secret is stored or how long it is, not the secret itself."""
 
 SHAPES = re.compile(
     r"""
       \bhf_[A-Za-z0-9]{20,}\b                                        # Hugging Face
     | \bapi_org_[A-Za-z0-9]{20,}\b                                   # the same, of an organization
-    | \bsk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}                     # OpenAI, Anthropic and their like
+    | \bsk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}                     # OpenAI, Anthropic and similar
     | \bgh[pousr]_[A-Za-z0-9]{30,}\b                                 # GitHub
     | \bgithub_pat_[A-Za-z0-9_]{20,}\b
     | \bglpat-[\w-]{20,}                                             # GitLab
@@ -57,16 +57,16 @@ HEADERS = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic|t
 SECRET_KEYS = re.compile(
     r"(?i)(?:^|_)(?:(?:api|access|auth|secret|private|hub|hf)_?(?:key|token)|password|passwd|secret)$"
 )
-"""Names of entries whose values are secret. A bare ``token`` is not among them: tokenizers have many."""
+"""Names of entries whose values are secret. A bare ``token`` is not among them, because tokenizers have many."""
 
 RANDOM_LOOKING = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\w{16,}")
-"""What the value of a key must look like where its name does not say what the key is for."""
+"""The format that the value of a variable ending in KEY must have to count as secret, if its name says no more."""
 
 _known: set[str] = set()
 
 
 class Secret(str):
-    """Text that works as it is, and is gone from every copy on disk: it is pickled as None."""
+    """A string that is usable in memory, but never written to disk: it is pickled as None."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple]:
         return type(None), ()
@@ -82,7 +82,7 @@ class Secret(str):
 
 
 def secret(value: Optional[str]) -> Optional[Secret]:
-    """``value`` for use in memory alone, from here on a known secret; None stays None."""
+    """Mark ``value`` as a known secret, and return it for use in memory only. None stays None."""
     if value is None:
         return None
     remember(value)
@@ -90,12 +90,12 @@ def secret(value: Optional[str]) -> Optional[Secret]:
 
 
 def remember(*values: str) -> None:
-    """From here on these are hidden wherever they appear; those that are too short or plain words are not."""
+    """Hide these values wherever they appear from now on, except those that are too short or are plain words."""
     _known.update(str(value) for value in values if not _is_plain(value))
 
 
 def remember_environment(environment: Optional[Mapping[str, str]] = None) -> None:
-    """Learn the secrets of ``environment`` (default: of this process) and the Hub token that was stored by a login."""
+    """Remember the secrets in ``environment`` (default: that of this process), and the Hub token stored by a login."""
     environment = os.environ if environment is None else environment
     remember(*(value for name, value in environment.items() if says_secret(name)))
     keys = (value for name, value in environment.items() if name.upper().endswith("KEY"))
@@ -111,15 +111,16 @@ def says_secret(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """``text`` with ``***`` in place of every secret."""
-    for value in sorted(_known, key=len, reverse=True):  # one may be part of another
+    """Return ``text`` with all secrets replaced by ``***``."""
+    for value in sorted(_known, key=len, reverse=True):  # longest first, because one may be part of another
         if value in text:
             text = re.sub(_pattern(value), HIDDEN, text)
     return SHAPES.sub(HIDDEN, HEADERS.sub(rf"\1{HIDDEN}", text))
 
 
 def redact_data(data: Any) -> Any:
-    """A copy of JSON-like ``data`` without secrets at any depth: in texts, and whole under names like ``api_key``."""
+    """Return a copy of JSON-like ``data`` without secrets at any depth. Secrets inside texts are replaced; values under
+    names like ``api_key`` are replaced as a whole."""
     if isinstance(data, str):
         return redact(data)
     if isinstance(data, Mapping):
@@ -130,18 +131,18 @@ def redact_data(data: Any) -> Any:
 
 
 def where_secret(data: Mapping[str, Any]) -> Optional[str]:
-    """The first name of ``data`` whose value holds a secret, at any depth; None if none does."""
+    """Return the first name in ``data`` with a value that holds a secret, at any depth; None if there is none."""
     return next((name for name, value in data.items() if redact_data(value) != _as_lists(value)), None)
 
 
 def hide_in_tracebacks() -> None:
-    """What the interpreter prints of an error that nobody caught goes through ``redact``."""
+    """Redact the tracebacks that the interpreter prints for uncaught errors."""
     sys.excepthook = _print_redacted
     threading.excepthook = lambda thrown: _print_redacted(thrown.exc_type, thrown.exc_value, thrown.exc_traceback)
 
 
 def _print_redacted(kind: type[BaseException], error: Any, trace: Any) -> None:
-    if not issubclass(kind, SystemExit):  # which only a thread brings here, and means no error there
+    if not issubclass(kind, SystemExit):  # reaches this hook only in a thread, where it is not an error
         print(redact("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
@@ -151,19 +152,19 @@ def _redacted_entry(key: Any, value: Any) -> Any:
 
 
 def _as_lists(data: Any) -> Any:
-    """As ``redact_data`` gives what holds no secret."""
+    """Return ``data`` with lists instead of tuples, as ``redact_data`` returns data without secrets."""
     if isinstance(data, Mapping):
         return {key: _as_lists(value) for key, value in data.items()}
     return [_as_lists(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
 def _pattern(value: str) -> str:
-    """A short value is hidden as a word of its own only, not inside of a longer one."""
+    """Return a pattern for ``value``. A short value matches as a separate word only, not inside a longer one."""
     return re.escape(value) if len(value) > LONGEST_WORD else rf"(?<!\w){re.escape(value)}(?!\w)"
 
 
 def _is_plain(value: str) -> bool:
-    """Whether hiding ``value`` would tear holes into text that has nothing to do with it."""
+    """Whether ``value`` is an ordinary word, number or path, which would also be hidden in unrelated text."""
     if len(value) < SHORTEST or value.startswith(("/", "~", "./", "../")):
         return True
     is_word = value.isdigit() or (value.isalpha() and (value.islower() or value.isupper() or value.istitle()))
@@ -171,11 +172,11 @@ def _is_plain(value: str) -> bool:
 
 
 def _stored_token(environment: Mapping[str, str]) -> str:
-    """What ``hf auth login`` has left; empty where nobody logged in or may read it."""
+    """Return the token that ``hf auth login`` stored; "" if there is none or it is not readable."""
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
     home = environment.get("HF_HOME") or f"{cache}/huggingface"
     path = Path(environment.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
     try:
         return path.read_text().strip()
     except (FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError):
-        return ""  # the libraries cannot read it either, so it cannot leak from here
+        return ""  # the Hub libraries cannot read it either, so it cannot leak

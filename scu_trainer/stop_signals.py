@@ -1,7 +1,7 @@
-"""What asks a command that works for hours to stop: signals, and output that nobody can read any more.
+"""Detect requests to stop a long command: signals, and output that nobody can read any more.
 
-A terminal that is closed sends SIGHUP, and takes what is written to it from then on with an error; of a pipe whose
-reader leaves only the error is seen. nohup lets a command outlive its terminal by ignoring SIGHUP.
+A closed terminal sends SIGHUP, and writing to it raises an error from then on. A pipe without a reader only raises the
+error. nohup makes a command outlive its terminal by ignoring SIGHUP.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ HANGUP = getattr(signal, "SIGHUP", None)
 
 
 def outlives_terminal() -> bool:
+    """Whether this process ignores the end of its terminal, as it does under nohup."""
     return HANGUP is None or signal.getsignal(HANGUP) == signal.SIG_IGN
 
 
 @contextlib.contextmanager
 def listening(receive: Callable[[int, Optional[FrameType]], None], closed: Callable[[], None]) -> Iterator[None]:
-    """Inside, signals that ask to stop go to ``receive``, and ``closed`` is called for each of stdout and stderr that
-    nobody can read any more; what is written there is dropped. Call it in the main thread."""
-    heard = [signal.SIGTERM, signal.SIGINT, *([] if outlives_terminal() else [HANGUP])]
-    before = {number: signal.signal(number, receive) for number in heard}
+    """Pass signals that ask to stop to ``receive`` in this context. Call ``closed`` for each of stdout and stderr that
+    nobody can read any more, and drop what is written there. Must be used in the main thread."""
+    numbers = [signal.SIGTERM, signal.SIGINT, *([] if outlives_terminal() else [HANGUP])]
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         with contextlib.ExitStack() as outputs:
-            if sys.stdout is not None:  # as where a command was started with >&-
+            if sys.stdout is not None:  # it is None if the command was started with >&-
                 outputs.enter_context(contextlib.redirect_stdout(_Output(sys.stdout, closed)))
             if sys.stderr is not None:
                 outputs.enter_context(contextlib.redirect_stderr(_Output(sys.stderr, closed)))
@@ -41,12 +42,12 @@ def listening(receive: Callable[[int, Optional[FrameType]], None], closed: Calla
 
 
 class Asked:
-    """Something that can be asked to stop, and counts how often: ``listening(self._receive, self._closed)``."""
+    """Base class that counts how often it was asked to stop: ``listening(self._receive, self._closed)``."""
 
     asked = 0
 
     def _receive(self, number: int, frame: Optional[FrameType]) -> None:
-        self.asked += number != HANGUP or not self.asked  # a terminal that is closed may say so twice
+        self.asked += number != HANGUP or not self.asked  # a closed terminal may send SIGHUP twice
 
     def _closed(self) -> None:
         if not (self.asked or outlives_terminal()):
@@ -54,7 +55,8 @@ class Asked:
 
 
 class _Output:
-    """``stream``, of which a full disk, too, may drop what it does not take: the log file of a run waits for room."""
+    """Wraps ``stream`` and calls ``closed`` once nobody can read it any more. Text that a full disk does not take is
+    dropped here too; the log file of a run keeps it until there is space."""
 
     def __init__(self, stream: TextIO, closed: Callable[[], None]) -> None:
         self._stream, self._closed = stream, closed
@@ -63,13 +65,13 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._unless_closed(lambda: self._stream.write(text))
+        self._run_unless_closed(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._unless_closed(self._stream.flush)
+        self._run_unless_closed(self._stream.flush)
 
-    def _unless_closed(self, act: Callable[[], object]) -> None:
+    def _run_unless_closed(self, act: Callable[[], object]) -> None:
         try:
             act()
             return
@@ -79,6 +81,6 @@ class _Output:
             is_closed = error.errno in (errno.EPIPE, errno.EIO)
         if is_closed:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # for what writes there by other ways, too
+            os.dup2(nowhere, self._stream.fileno())  # also for code that writes to the descriptor directly
             os.close(nowhere)
             self._closed()

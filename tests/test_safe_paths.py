@@ -89,14 +89,14 @@ def test_the_run_itself_may_be_a_link(run):
     ["..", ".", "", "../outside", "checkpoint-5/inner", "/etc", "checkpoint-5\n", "checkpoint-x", "run.json", "a\0"],
 )
 def test_other_names_are_refused(run, outside, name):
-    with pytest.raises(StorageError, match="is no name that a run gives"):
+    with pytest.raises(StorageError, match="is not a name that a run may delete"):
         remove_inside(run, name, OURS)
     assert (run / "checkpoint-5" / "a").exists()
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../outside", "checkpoint-5/inner"])
 def test_no_pattern_allows_a_name_that_leads_elsewhere(run, outside, name):
-    with pytest.raises(StorageError, match="is no name"):
+    with pytest.raises(StorageError, match="is not a name that a run may delete"):
         remove_inside(run, name, re.compile(r"[\w./-]*", re.DOTALL))
     assert (run / "checkpoint-5" / "inner").exists()
 
@@ -106,7 +106,7 @@ def test_folders_of_the_system_and_homes_are_refused(run, monkeypatch, tmp_path)
     to_root = tmp_path / "to_root"
     to_root.symlink_to("/")
     for root in ("/", "/etc", "/usr", "/home/somebody", run, to_root):
-        with pytest.raises(StorageError, match="nothing is deleted"):
+        with pytest.raises(StorageError, match="where no run may delete files"):
             remove_inside(root, "checkpoint-5", OURS)
     assert (run / "checkpoint-5" / "a").exists()
 

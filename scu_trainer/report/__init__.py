@@ -1,1 +1,1 @@
-"""Run directories and comparisons -> figures, tables, images, pages. Reads files only."""
+"""Turn run directories and comparisons into figures, tables, images and pages. Reads files only."""

@@ -1,7 +1,7 @@
-"""A folder that ``scu-trainer compare`` has written, as plots: held-out bits per arm, paired differences, trajectories.
+"""Plots of a comparison by ``scu-trainer compare``: held-out bits per arm, paired differences, and curves over steps.
 
-Arms that failed or are missing keep their row, with the reason. The figures are those of comparison.json; nothing is
-estimated again here.
+Arms that failed or are missing keep their row, with the reason. All values come from comparison.json; none is estimated
+again here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MOST_TARGETS = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """``content``: of comparison.json. ``runs``: (arm, seed) -> files of the runs that are there."""
+    """A comparison. ``content``: the content of comparison.json. ``runs``: the files of each run that exists, by arm
+    and seed."""
 
     folder: Path
     content: Row
@@ -41,12 +42,12 @@ class Comparison:
 
     @property
     def is_alive(self) -> bool:
-        """Whether runs of it are still to come."""
+        """Whether some of its runs have not ended yet."""
         return any(run["status"] in ("running", "missing") for run in self.content["runs"])
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Raises StorageError for a file that this version cannot read."""
+    """Read a comparison and its runs. Raises StorageError for a comparison.json that this version cannot read."""
     content = read_record(folder)
     found = {}
     for run in content["runs"]:
@@ -57,24 +58,26 @@ def read_comparison(folder: Path) -> Comparison:
 
 
 def _folder_of(folder: Path, run: Row) -> Optional[Path]:
-    """Where a run is: as written, or below the folder if that was moved."""
+    """Return where a run is: the recorded path, or the path below ``folder`` if that was moved; None if it is
+    missing."""
     named = Path(run["folder"] or "")
     places = (folder / named, folder / "runs" / named.name, folder / "runs" / f"{run['arm']}-seed{run['seed']}")
     return next((place for place in places if run["folder"] is not None and place.is_dir()), None)
 
 
 def comparison_plots(found: Comparison) -> list[Plot]:
-    return [_arms(found), _differences(found), _s(found), _curves(found)]
+    return [_arms_plot(found), _differences_plot(found), _s_plot(found), _curves_plot(found)]
 
 
-def _held_out(found: Comparison, arm: str) -> list[tuple[int, float]]:
-    """(seed, value) of the finished runs of an arm that count: one with an error was left out of the table too."""
+def _held_out_bits(found: Comparison, arm: str) -> list[tuple[int, float]]:
+    """Return (seed, held-out bits) of the finished runs of an arm, without those that the table left out for an
+    error."""
     runs = [run for run in found.content["runs"] if run["arm"] == arm and run["status"] == "finished"]
     values = [(run["seed"], run["metrics"].get("held_out_bpt")) for run in runs if not run["error"]]
     return [(seed, value) for seed, value in values if value is not None]
 
 
-def _rows(found: Comparison, figure: str, seeds: dict[str, list[float]]) -> list[ValueRange]:
+def _interval_rows(found: Comparison, figure: str, seeds: dict[str, list[float]]) -> list[ValueRange]:
     rows = {row["arm"]: row for row in found.content["table"]}
     drawn = []
     for place, arm in enumerate(found.arms):
@@ -89,18 +92,20 @@ def _rows(found: Comparison, figure: str, seeds: dict[str, list[float]]) -> list
     return drawn
 
 
-def _arms(found: Comparison) -> Plot:
-    seeds = {arm: [value for _, value in _held_out(found, arm)] for arm in found.arms}
-    rows = _rows(found, "held_out_bpt", seeds)
+def _arms_plot(found: Comparison) -> Plot:
+    seeds = {arm: [value for _, value in _held_out_bits(found, arm)] for arm in found.arms}
+    rows = _interval_rows(found, "held_out_bpt", seeds)
     title = f"Mean, {_confidence(found)} interval; dots: seeds"
     return _interval_plot("arms", "Held-out bits per arm", title, f"held-out bits per {found.unit}", rows, False)
 
 
-def _differences(found: Comparison) -> Plot:
+def _differences_plot(found: Comparison) -> Plot:
     reference = found.content["reference"]
-    base = dict(_held_out(found, reference))
-    paired = {arm: [value - base[seed] for seed, value in _held_out(found, arm) if seed in base] for arm in found.arms}
-    rows = [row for row in _rows(found, "difference", paired) if row.label != reference]
+    base = dict(_held_out_bits(found, reference))
+    paired = {
+        arm: [value - base[seed] for seed, value in _held_out_bits(found, arm) if seed in base] for arm in found.arms
+    }
+    rows = [row for row in _interval_rows(found, "difference", paired) if row.label != reference]
     title = f"Difference from {reference}, paired by seed: mean and {_confidence(found)} interval"
     label = f"bits per {found.unit}, below 0: lower loss"
     return _interval_plot("differences", "Paired differences", title, label, rows, True)
@@ -127,16 +132,16 @@ def _confidence(found: Comparison) -> str:
 # -- trajectories ------------------------------------------------------------------------------------------------------
 
 
-def _s(found: Comparison) -> Plot:
-    lines, without = _means(found, "control", "s_ema")
+def _s_plot(found: Comparison) -> Plot:
+    lines, without = _mean_lines(found, "control", "s_ema")
     levels = _target_levels(found)
     notes = [f"{', '.join(without)}: S was not measured"] if without else []
     return _curve_plot("s-arms", "S of each arm", "Information ratio S, mean of the seeds", "S", lines, notes, levels)
 
 
 def _target_levels(found: Comparison) -> list[Level]:
-    """The targets of S, each with its arms where there are several; none where they are too many to be
-    distinguished."""
+    """Return a level for each target of S, named after its arm if only one of several has it. Returns none if there are
+    more than MOST_TARGETS, which nobody could distinguish."""
     arms: dict[float, list[str]] = {}
     for (arm, _), run in found.runs.items():
         for target in (row["s_target"] for row in run.control[-1:] if row.get("s_target")):
@@ -148,8 +153,8 @@ def _target_levels(found: Comparison) -> list[Level]:
     return [Level(target, f"target {target:g}{names[target]}") for target in sorted(arms)]
 
 
-def _curves(found: Comparison) -> Plot:
-    lines, without = _means(found, "logs", "eval_bpt")
+def _curves_plot(found: Comparison) -> Plot:
+    lines, without = _mean_lines(found, "logs", "eval_bpt")
     notes = [f"{', '.join(without)}: no evaluation during training"] if without else []
     title = f"Held-out bits per {found.unit}, mean of the seeds"
     return _curve_plot("curves", "Held-out bits during training", title, f"bits per {found.unit}", lines, notes)
@@ -166,8 +171,9 @@ def _curve_plot(
     return Plot(key, title, [drawn], f"{panel}. {ends}.", notes)
 
 
-def _means(found: Comparison, part: str, name: str) -> tuple[list[Line], list[str]]:
-    """A line per arm: the mean over seeds at the steps that all of them have. And the arms without one."""
+def _mean_lines(found: Comparison, part: str, name: str) -> tuple[list[Line], list[str]]:
+    """Return a line per arm, the mean over its seeds at the steps that all of them have, and the names of the arms
+    without such a line."""
     lines, without = [], []
     for place, arm in enumerate(found.arms):
         runs = [run for (of_arm, _), run in found.runs.items() if of_arm == arm]
@@ -186,14 +192,14 @@ def _means(found: Comparison, part: str, name: str) -> tuple[list[Line], list[st
 ACCURACY = (("held_out_accuracy", ".1f"), ("accuracy_difference", "+.1f"))
 
 FIGURES = re.compile(r"(: | by )[+-]?[\d.]+ \([^)]*\)")
-"""In a verdict: the difference and its interval, which have a column of their own."""
+"""Matches the difference and its interval in a verdict, which the table shows in another column."""
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def result_rows(found: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of results, every arm in it."""
+    """Return the head and the rows of the table of results, with a row for every arm."""
     of_classes = has_accuracy(found.content)
     minus = f"difference from {found.content['reference']}"
     accuracy = ["held-out accuracy in %", f"{minus}, in points"] if of_classes else []

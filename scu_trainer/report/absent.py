@@ -1,4 +1,4 @@
-"""Why a plot of a run is not there, in words that stand in its place."""
+"""Explain why a plot of a run is missing. The report shows the explanation instead of the plot."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ SCORES = ("eval_bpt", "eval_loss")
 
 
 def why_no_log(run: RunFiles) -> str:
-    """Of a run without rows of logs."""
+    """Return why a run has no log rows."""
     if run.has_torn_logs:
-        return f"{LOG_FILE} holds no whole row: it is torn, or something else"
+        return f"{LOG_FILE} holds no complete row: it is torn, or is not a log"
     if run.is_alive or run.state in ("queued", "starting"):
         return "nothing has been logged yet"
     return "it ended before its first log"
 
 
 def why_no_row(run: RunFiles) -> str:
-    """Empty where steps of training were logged."""
+    """Return why no training step was logged; "" if one was."""
     if not run.logs or _is_logged(run, "loss"):
         return ""
-    every = run.settings.get("logging_steps")
-    return "no training step was logged" + (f" (logging_steps: {every:g})" if every else "")
+    interval = run.settings.get("logging_steps")
+    return "no training step was logged" + (f" (logging_steps: {interval:g})" if interval else "")
 
 
 def why_half_a_loss(run: RunFiles) -> str:
-    """Of a run that has training or evaluations to draw; empty where it has both, or neither. Or of torn logs, or of
-    figures that are all NaN."""
+    """Return why a run has only a training loss or only evaluations to draw; "" if it has both, or neither. The reason
+    may also be that its logs are torn, or that all values are NaN."""
     if run.has_torn_logs:
         return why_no_log(run)
     kinds = (("training loss", ("loss",)), ("score of an evaluation", SCORES))
-    unfit = [kind for kind, names in kinds if _is_logged(run, *names) and not _is_drawn(run, *names)]
-    if unfit:
-        return f"no {' and no '.join(unfit)} in its logs is finite"
+    not_finite = [kind for kind, names in kinds if _is_logged(run, *names) and not _is_drawn(run, *names)]
+    if not_finite:
+        return f"no {' and no '.join(not_finite)} in its logs is finite"
     is_trained, is_evaluated = _is_drawn(run, "loss") or bool(run.control), _is_drawn(run, *SCORES)
     if is_trained == is_evaluated:
         return ""
     if is_evaluated:
         return why_no_row(run)
     strategy = f" (eval_strategy: {run.settings['eval_strategy']})" if "eval_strategy" in run.settings else ""
-    between = "scores on the way, for there was " if run.metrics.get("held_out_bpt_before") else ""
-    return f"{between}no evaluation {'yet' if run.is_alive else 'during training'}{strategy}"
+    subject = "scores of intermediate steps, because there was " if run.metrics.get("held_out_bpt_before") else ""
+    return f"{subject}no evaluation {'yet' if run.is_alive else 'during training'}{strategy}"
 
 
 def _is_logged(run: RunFiles, *names: str) -> bool:

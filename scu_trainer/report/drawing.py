@@ -1,6 +1,6 @@
-"""What is drawn, as data: a plot is a title and panels below each other; a panel is lines over one axis.
+"""Plots as data: a plot has a title and panels below each other; a panel has lines over one axis.
 
-Colours are numbers into a palette, so that the same plot is drawn for light and dark pages.
+Colours are indices into a palette, so that the same plot can be drawn for light and dark pages.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 DASHES: tuple[str | tuple, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-"""Told apart without colours."""
+"""Line styles, which distinguish lines without colours."""
 
 INK, MUTED = -1, -2
-"""Colours beside the palette: of text, and of what is only there to compare with."""
+"""Colours outside the palette: of text, and of lines that are only references."""
 
 MOST_POINTS = 700
-"""Of a line: more cannot be distinguished on a screen."""
+"""Points that are drawn of a line: more cannot be distinguished on a screen."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points joined by a line. ``label``: "" leaves it out of the legend. ``color``: number in the palette. ``faint``:
-    noise behind another line. ``is_step``: a value holds until the next one."""
+    """A line through points. ``label``: "" leaves it out of the legend. ``color``: index in the palette. ``faint``:
+    drawn thin, as noise behind another line. ``is_step``: each value holds until the next one. ``is_joined``: False
+    draws the points only."""
 
     label: str
     x: Sequence[float]
@@ -37,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line over the whole width, with its name."""
+    """A horizontal line over the whole width, with a label."""
 
     y: float
     label: str
@@ -56,8 +57,8 @@ class Band:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """A value in a row of its own: ``low`` to ``high`` around ``value``, and single ``points``. ``value`` None: only
-    ``label``, with ``note`` in the place of the figure."""
+    """A row with one value: the interval ``low`` to ``high`` around ``value``, and single ``points``. Without a value
+    only ``label`` is shown, with ``note`` below it."""
 
     label: str
     value: Optional[float] = None
@@ -70,8 +71,9 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class Panel:
-    """``from_zero``: the y axis begins at 0. ``intervals``: rows instead of lines; then ``x_label`` is of their values
-    and ``zero_line`` marks 0."""
+    """One panel. ``from_zero``: the y axis begins at 0. ``whole_x``: all x are whole numbers, such as epochs.
+    ``intervals``: rows instead of lines; then ``x_label`` describes their values, and ``zero_line`` marks 0.
+    ``height``: relative to the usual one."""
 
     title: str
     y_label: str = ""
@@ -88,8 +90,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Plot:
-    """``key``: names its files. ``alt``: what it shows, for those who cannot see it. ``notes``: what is not in it, and
-    why. Without panels the notes stand in its place."""
+    """One plot. ``key``: the name of its files. ``alt``: a description for readers who cannot see it. ``notes``: what
+    is missing, and why; without panels the notes are shown instead of the plot."""
 
     key: str
     title: str
@@ -99,7 +101,7 @@ class Plot:
 
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most MOST_POINTS of them, with the lowest and highest of every stretch: no peak is lost."""
+    """Return at most MOST_POINTS of the points: the lowest and the highest of each stretch, so that no peak is lost."""
     if len(x) <= MOST_POINTS:
         return list(x), list(y)
     stretches = max(1, (MOST_POINTS - 2) // 2)

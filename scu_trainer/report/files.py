@@ -1,4 +1,4 @@
-"""The files of one run, read as far as possible: missing or torn files are named, and never crash."""
+"""Read the files of one run as far as possible. A missing or torn file is reported and never raises an error."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ SAMPLES_FILE = "samples.json"
 SUSPECTS_FILE = "suspects.jsonl"
 
 BEGUN = (CONFIG_FILE, LOG_FILE, CONTROL_FILE, MEMORY_FILE, CURRICULUM_FILE, STOCK_LOG_FILE)
-"""Files that training writes: with one of them a folder is a run that has begun."""
+"""Files that training writes. A folder with one of them is a run that has begun."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """``state``: what the run is doing, in a word; ``detail``: in more words. ``faults``: files that could not be read,
-    each with the reason. ``has_torn_logs``: there are no logs because log_history.json is torn or no log. Rows are as
-    in the files; an absent file has none."""
+    """The content of the files of a run. Rows are as in the files; a missing file has none.
+
+    ``state``: what the run is doing, in one word; ``detail``: an explanation. ``epochs``: rows of curriculum.json.
+    ``suspects``: number of rows of suspects.jsonl. ``faults``: the files that could not be read, each with the reason.
+    ``has_torn_logs``: there are no logs because log_history.json is torn or is not a log.
+    """
 
     name: str
     folder: Path
@@ -60,17 +63,18 @@ class RunFiles:
 
     @property
     def unit(self) -> str:
-        """What bits are counted per; by the task until scu_metrics.json says so."""
+        """The unit that bits are counted per, from scu_metrics.json, or from the task before that file exists."""
         return self.metrics.get("unit") or UNITS.get(self.settings.get("task", ""), "token")
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether training has written anything there yet."""
+    """Whether training has written any file to ``folder`` yet."""
     return any((folder / name).is_file() for name in BEGUN) or newest_stock_log(folder) is not None
 
 
 def is_run(folder: Path) -> bool:
-    """Whether ``folder`` is a run, also one that waits for its turn, or that its owner alone may look into."""
+    """Whether ``folder`` is a run. A run that still waits in a queue counts, and so does a folder that this user may
+    not read."""
     try:
         waits = (folder / STATUS_FILE).is_file() or (folder / "background" / "start.json").is_file()
         return folder.is_dir() and (waits or has_begun(folder))
@@ -79,8 +83,8 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", is_alive: bool = False) -> RunFiles:
-    """Everything of a run. ``name``: in plots and tables. ``state``, ``detail``, ``is_alive``: from the caller, who can
-    look for its process."""
+    """Read all files of a run. ``name``: the name of the run in plots and tables. ``state``, ``detail`` and
+    ``is_alive`` come from the caller, which can check its process."""
     reader = _Reader(folder)
     return RunFiles(
         name=name,
@@ -103,7 +107,8 @@ def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", 
 
 
 def newest_stock_log(folder: Path) -> Optional[Path]:
-    """``trainer_state.json`` of the folder itself or of its newest checkpoint: the stock Trainer's own rows."""
+    """Return ``trainer_state.json`` of the folder, or of its newest checkpoint. It holds the logs of the stock
+    Trainer."""
     if (folder / STOCK_LOG_FILE).is_file():
         return folder / STOCK_LOG_FILE
     found = [path for path in folder.glob(f"checkpoint-*/{STOCK_LOG_FILE}") if path.parent.name[11:].isdigit()]
@@ -111,8 +116,8 @@ def newest_stock_log(folder: Path) -> Optional[Path]:
 
 
 def _is_torn(log: Path) -> bool:
-    """Whether log_history.json, which gave no rows, holds something else than the empty list of before the first log,
-    or cannot be read."""
+    """Whether log_history.json, which gave no rows, cannot be read or holds anything but an empty list, as it does
+    before the first log."""
     try:
         return b"".join(log.read_bytes().split()) != b"[]"
     except OSError as error:
@@ -120,7 +125,7 @@ def _is_torn(log: Path) -> bool:
 
 
 class _Reader:
-    """Reads what is there; collects what cannot be read in ``faults``."""
+    """Reads the files that exist, and collects the errors in ``faults``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.faults, self.has_torn_logs = folder, [], False
@@ -139,7 +144,7 @@ class _Reader:
         return [row for row in self.read(name, read_rows, []) if isinstance(row, dict)]
 
     def logs(self) -> Sequence[Row]:
-        """Our rows; without them, or with a torn file, those of the stock Trainer."""
+        """Return the rows of log_history.json. If that is missing or torn, return those of the stock Trainer."""
         known = len(self.faults)
         rows = self.rows(LOG_FILE)
         is_torn = not rows and _is_torn(self.folder / LOG_FILE)
@@ -147,7 +152,9 @@ class _Reader:
             return rows
         rows = self.stock_logs()
         if rows and is_torn and len(self.faults) == known:
-            self.faults.append(f"{LOG_FILE} holds no whole row; those of the newest {STOCK_LOG_FILE} are shown")
+            self.faults.append(
+                f"{LOG_FILE} holds no complete row; the rows of the newest {STOCK_LOG_FILE} are shown instead"
+            )
         self.has_torn_logs = is_torn and not rows
         return rows
 
@@ -173,7 +180,7 @@ class _Reader:
 
 
 def points(rows: Sequence[Row], name: str, x: str = "step", factor: float = 1.0) -> tuple[list[float], list[float]]:
-    """(x, y) of the rows that have a finite number under ``name``."""
+    """Return the x and the y values of the rows that have a finite number under ``name``. ``factor`` scales y."""
     found = [(row[x], row[name] * factor) for row in rows if _is_number(row.get(x)) and _is_number(row.get(name))]
     found = [(at, value) for at, value in found if math.isfinite(at) and math.isfinite(value)]
     return [at for at, _ in found], [value for _, value in found]
@@ -184,5 +191,5 @@ def _is_number(value: Any) -> bool:
 
 
 def newest(rows: Sequence[Row], name: str) -> Any:
-    """The last value under ``name`` that is a number; None without one."""
+    """Return the last value under ``name`` that is a number, or None if there is none."""
     return next((row[name] for row in reversed(rows) if _is_number(row.get(name))), None)

@@ -1,5 +1,5 @@
-"""What the files of a run hold, as far as a report reads it. People and other programs edit these files: a value that
-no run writes is named and left out, and all others are shown."""
+"""The types of the values that a report reads from the files of a run. People and other programs may edit these files,
+so a value of another type is reported and left out, and all others are shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 NUMBER = (int, float)
 EACH = "*"
-"""Stands for all names that are not there."""
+"""Stands for all names that are not listed."""
 
 INTERVAL = {"value": NUMBER, "low": NUMBER, "high": NUMBER}
 CONFIG: Row = {
@@ -45,13 +45,13 @@ EPOCH: Row = {
 
 
 def fitting(found: Row, kinds: Row, file: Any, faults: list[str], within: str = "") -> Row:
-    """``found``, the content of ``file``, without what is of another kind than ``kinds`` says; that is added to
-    ``faults``."""
+    """Return ``found``, the content of ``file``, without the values whose type differs from ``kinds``. Each of those is
+    reported in ``faults``. ``within``: prefix of the names in these reports."""
     kept = {}
     for name, value in found.items():
         kind, path = kinds.get(name, kinds.get(EACH, object)), f"{within}{name}"
-        if not _is(value, kind):
-            faults.append(f"{file} holds {_short(value)} as its {path}, which no run writes; it is left out")
+        if not _is_of_kind(value, kind):
+            faults.append(f"{file} holds {_shortened(value)} as its {path}, which no run writes; it is left out")
         elif isinstance(kind, Mapping) and value is not None:
             kept[name] = fitting(value, kind, file, faults, f"{path}.")
         elif isinstance(kind, list) and value is not None:
@@ -62,8 +62,8 @@ def fitting(found: Row, kinds: Row, file: Any, faults: list[str], within: str = 
     return kept
 
 
-def _is(value: Any, kind: Any) -> bool:
-    """Nothing, null in the file, may stand for anything."""
+def _is_of_kind(value: Any, kind: Any) -> bool:
+    """Whether ``value`` is of type ``kind``. None, which is null in the file, fits every type."""
     if value is None or kind is object:
         return True
     if isinstance(kind, (Mapping, list)):
@@ -71,6 +71,6 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

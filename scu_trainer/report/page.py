@@ -1,4 +1,4 @@
-"""One self-contained HTML page: what is on it as data, and the template that lays it out."""
+"""One self-contained HTML page: its content as data, and its rendering by a template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ GENERATOR = "scu-trainer report"
 
 @dataclass(frozen=True)
 class Table:
-    """``head``: of all columns. Each row begins with its name. ``keeps_lines``: cells are texts with lines."""
+    """A table. ``head``: titles of all columns. The first cell of a row is its name. ``keeps_lines``: line breaks in
+    cells are kept."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -29,7 +30,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """A sentence, or with ``is_code`` a block that is copied as it stands; with ``fold`` behind a line to click."""
+    """A sentence, or with ``is_code`` a block to copy. ``fold``: the title of a fold that hides the text until
+    clicked."""
 
     text: str
     is_code: bool = False
@@ -39,7 +41,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Stretches:
-    """A text in stretches: (text, whether it is marked)."""
+    """A text of which parts are highlighted. ``parts``: (text, whether it is highlighted)."""
 
     caption: str
     parts: Sequence[tuple[str, bool]]
@@ -48,7 +50,7 @@ class Stretches:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A plot in two widths; without panels its notes alone."""
+    """A plot as SVG in two widths. A plot without panels is shown as its notes."""
 
     plot: Plot
     wide: str = ""
@@ -64,8 +66,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """``pills``: (text, mood) beside the title, mood one of good, bad, live, calm. ``reload_s``: seconds after which an
-    open page reads itself again; None for one that stays as it is."""
+    """The content of a page. ``lead``: the text below the title. ``pills``: (text, style) of the labels next to the
+    title, where the style is good, bad, live or calm. ``written``: the text of the footer. ``reload_s``: seconds after
+    which an open page reloads itself; None if it does not."""
 
     title: str
     lead: str
@@ -82,13 +85,13 @@ def drawing(plot: Plot) -> Drawing:
 
 
 def html(page: Page) -> str:
-    """The whole page. Every word of a run is escaped; only our own drawings, styles and script are not."""
+    """Render the page. All text from runs is escaped; only our own drawings, styles and script are not."""
     return environment("scu_trainer.report").get_template("page.html").render(page=page, generator=GENERATOR)
 
 
 @functools.cache
 def environment(*packages: str) -> Environment:
-    """Of the templates in ``packages``; the theme is that of our drawings."""
+    """Return the Jinja environment for the templates in ``packages``, with the colours and fonts of our drawings."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     found = Environment(

@@ -1,4 +1,4 @@
-"""Run directories, or a comparison -> the page about them."""
+"""Build the report page for runs, or for a comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOODS = {
     "not there yet": "calm",
     "unknown": "calm",
 }
-"""Every other state is a bad end."""
+"""The style of the label of each state. All other states are bad ends."""
 
 NOTICES = "Warnings and notices"
 
@@ -42,25 +42,29 @@ def page_of(
     subject: Sequence[RunFiles] | Comparison, drawings: Sequence[Drawing], written: str, files: Sequence[Path],
     reload_s: Optional[float] = None,
 ) -> Page:  # fmt: skip
-    """``written``: when, for the foot of the page. ``files``: the configuration of each run as a file, to repeat it."""
+    """Build the page. ``written``: when it was written, for the footer. ``files``: the file with the configuration of
+    each run, for the command that repeats it."""
     if isinstance(subject, Comparison):
         return _comparison_page(subject, drawings, written, reload_s)
     many = len(subject) > 1
     title = " and ".join(run.name for run in subject) if len(subject) < 4 else f"{len(subject)} runs"
     pills = [(f"{run.name}: {run.state}" if many else run.state, MOODS.get(run.state, "bad")) for run in subject]
     sections = [
-        Section("Key figures", [*_changes(subject), *_not_alike(subject), Table(*_figures(subject))]),
+        Section(
+            "Key figures",
+            [*_changes_tables(subject), *_different_data_warning(subject), Table(*_figures_table(subject))],
+        ),
         *samples.sections(subject),
         *(Section(item.plot.title, [item]) for item in drawings),
-        Section(NOTICES, _warnings(subject)),
-        Section("Settings", _settings(subject)),
-        Section("Hardware and versions", _hardware(subject)),
-        Section("Repeat it", _repeat(subject, files)),
+        Section(NOTICES, _warning_blocks(subject)),
+        Section("Settings", _settings_blocks(subject)),
+        Section("Hardware and versions", _hardware_blocks(subject)),
+        Section("Repeat it", _repeat_blocks(subject, files)),
     ]
-    return Page(title, _lead(subject), pills, sections, written, reload_s)
+    return Page(title, _lead_text(subject), pills, sections, written, reload_s)
 
 
-def _lead(runs: Sequence[RunFiles]) -> str:
+def _lead_text(runs: Sequence[RunFiles]) -> str:
     if len(runs) > TOLD_APART:
         return f"Only {TOLD_APART} runs can be told apart by colour and line style, so the plots name none; give fewer."
     if len(runs) > 1:
@@ -68,27 +72,28 @@ def _lead(runs: Sequence[RunFiles]) -> str:
     return runs[0].detail
 
 
-def _head(runs: Sequence[RunFiles], first: str) -> list[str]:
+def _table_head(runs: Sequence[RunFiles], first: str) -> list[str]:
     return [first, *(run.name if len(runs) > 1 else "value" for run in runs)]
 
 
-def _figures(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
-    """Without what the table before it says; runs beside each other have it here once more, to be compared."""
+def _figures_table(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and rows of the key figures. For a single run the figures of the table before are left out; for
+    several runs they are repeated here, side by side."""
     said = {row.what.strip() for row in before_and_after(runs[0].metrics)} if len(runs) == 1 else set()
     rows = as_rows([{k: v for k, v in key_figures(run) if k not in said} for run in runs])
-    return _head(runs, "figure"), [row for row in rows if set(row[1:]) != {"-"}]
+    return _table_head(runs, "figure"), [row for row in rows if set(row[1:]) != {"-"}]
 
 
-def _changes(runs: Sequence[RunFiles]) -> list[Table]:
-    """Before and after training, as the table at the end of a run has it."""
+def _changes_tables(runs: Sequence[RunFiles]) -> list[Table]:
+    """Return the table of scores before and after training, as a run prints it at its end."""
     many = len(runs) > 1
     rows = [[*([run.name] if many else []), *row] for run in runs for row in before_and_after(run.metrics)]
     head = [*(["run"] if many else []), "figure", "before", "after", "change (95 % interval)"]
     return [Table(head, rows)] if rows else []
 
 
-def _not_alike(runs: Sequence[RunFiles]) -> list[Text]:
-    """Scores beside each other are read as a comparison, which they are only on the same documents."""
+def _different_data_warning(runs: Sequence[RunFiles]) -> list[Text]:
+    """Return a warning if runs were scored on different held-out data, because readers compare scores side by side."""
     scored = [run for run in runs if "held_out_tokens" in run.metrics]
     if len({scored_on(run.metrics) for run in scored}) < 2:
         return []
@@ -96,13 +101,13 @@ def _not_alike(runs: Sequence[RunFiles]) -> list[Text]:
     command = shlex.join(["scu-trainer", "eval", first, "--against", *others, "--eval_dataset", "FILE"])
     return [
         Text(
-            "These runs were not scored on the same held-out data (or not on the same tokens of them), so their scores "
-            f"cannot be compared. With data that none of them has learned: {command}"
+            "These runs were not scored on the same held-out data (or not on the same tokens of it), so their scores "
+            f"cannot be compared. To compare them on data that none of them was trained on: {command}"
         )
     ]
 
 
-def _warnings(runs: Sequence[RunFiles]) -> list[Table | Text]:
+def _warning_blocks(runs: Sequence[RunFiles]) -> list[Table | Text]:
     many, blocks = len(runs) > 1, []
     rows = [[run.name, *row] if many else list(row) for run in runs for row in warnings(run)]
     if rows:
@@ -113,30 +118,30 @@ def _warnings(runs: Sequence[RunFiles]) -> list[Table | Text]:
     return [*blocks, Text("\n".join(said), True, "preflight notes")] if said else blocks
 
 
-def _settings(runs: Sequence[RunFiles]) -> list[Table | Text]:
+def _settings_blocks(runs: Sequence[RunFiles]) -> list[Table | Text]:
     if len(runs) > 1:
         rows = differences(runs)
         if not rows:
             return [Text("The runs have the same settings, data, code and versions.")]
-        return [Table(_head(runs, "setting"), rows, "what differs between the runs")]
+        return [Table(_table_head(runs, "setting"), rows, "what differs between the runs")]
     run = runs[0]
     if not run.settings:
         return [Text("The run has no training_config.json: its settings are not known.")]
     everything = Text("\n".join(f"{name}: {show(value)}" for name, value in run.settings.items()), True, "all settings")
     rows = [list(row) for row in changed(run)]
     if not rows:
-        return [Text("Its files do not say which defaults its version had."), everything]
+        return [Text("The files of the run do not record the defaults of its version."), everything]
     return [Table(["setting", "value", "default"], rows, "what differs from the defaults"), everything]
 
 
-def _hardware(runs: Sequence[RunFiles]) -> list[Table | Text]:
+def _hardware_blocks(runs: Sequence[RunFiles]) -> list[Table | Text]:
     rows = as_rows([dict(hardware(run)) for run in runs])
     if not rows:
-        return [Text("The files do not say what it ran on.")]
-    return [Table(_head(runs, "part"), rows)]
+        return [Text("The files do not record the hardware.")]
+    return [Table(_table_head(runs, "part"), rows)]
 
 
-def _repeat(runs: Sequence[RunFiles], files: Sequence[Path]) -> list[Table | Text]:
+def _repeat_blocks(runs: Sequence[RunFiles], files: Sequence[Path]) -> list[Table | Text]:
     blocks: list[Table | Text] = []
     for run, path in zip(runs, files, strict=True):
         text = repeat_yaml(run)
@@ -167,14 +172,14 @@ def _comparison_page(found: Comparison, drawings: Sequence[Drawing], written: st
     sections = [
         Section("Results", [Table(*result_rows(found)), *(Text(text) for text in content["notes"])]),
         *(Section(item.plot.title, [item]) for item in drawings),
-        Section("Arms", [_arms(found)]),
-        Section("Runs", [_runs(found)]),
+        Section("Arms", [_arms_table(found)]),
+        Section("Runs", [_runs_table(found)]),
         Section("Repeat it", [Text(content["command"] or "comparison.json holds no command", is_code=True)]),
     ]
     return Page(f"Comparison {found.folder.name}", content["verdict"], pills, sections, written, reload_s)
 
 
-def _arms(found: Comparison) -> Table:
+def _arms_table(found: Comparison) -> Table:
     rows = [
         [
             arm["name"],
@@ -186,7 +191,7 @@ def _arms(found: Comparison) -> Table:
     return Table(["arm", "what it is", "settings"], rows)
 
 
-def _runs(found: Comparison) -> Table:
+def _runs_table(found: Comparison) -> Table:
     rows = []
     for run in found.content["runs"]:
         bits = or_dash(run["metrics"].get("held_out_bpt"), ".4f")

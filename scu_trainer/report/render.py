@@ -1,6 +1,6 @@
-"""Plots as SVG and PNG by matplotlib. One drawing serves light and dark pages: its colours are names until the end.
+"""Draw plots as SVG and PNG with matplotlib. One SVG serves light and dark pages: its colours are variables.
 
-Text stays text: it can be searched and copied, and is as sharp as the page around it.
+Text in an SVG stays text, so that it can be searched and copied, and is as sharp as the page around it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, distinguished by colour-blind readers too; on dark ground its light ones.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish too; the light ones on a dark ground.
 THEMES: dict[str, dict[str, str]] = {
     "light": {
         "c0": "#0072b2", "c1": "#d55e00", "c2": "#009e73", "c3": "#cc79a7", "c4": "#e69f00", "c5": "#56b4e9",
@@ -34,50 +34,51 @@ THEMES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 COLORS = 7
 TOLD_APART = COLORS * len(DASHES)
-"""Of more lines some look alike, and no legend can name them."""
+"""How many lines look different. With more, a legend could not name them."""
 
 NAMES = tuple(THEMES["light"])
 HELD_PLACES = {name: f"#0a0b{number:02x}" for number, name in enumerate(NAMES)}
-"""Colours that stand for names until a theme is chosen."""
+"""Placeholder colours, which are replaced by the colour names of a theme after drawing."""
 
 FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "DejaVu Sans", sans-serif'
 WIDE_IN, NARROW_IN = 9.6, 4.7
 PANEL_IN = {WIDE_IN: 2.35, NARROW_IN: 2.15}
 FONT_PT = {WIDE_IN: 10.0, NARROW_IN: 10.5}
 LETTER, MARK, AXIS_PT = 0.58, 4.6, 60
-"""Widths: of a letter and of the mark before a name, both in sizes of the font, and of what stands left of the axes."""
+"""Widths: of a letter and of the legend mark, in multiples of the font size, and of the space left of the axes in
+pt."""
 
 ROW_IN = 0.34
 LEAST_SPAN = 0.01
-"""Of a y axis, as a share of its values."""
+"""Smallest span of a y axis, as a share of its values."""
 
 SMALL = 1e-3
-"""An axis whose values are all below reads 4e-05, without a factor above it, where the legend is."""
+"""The ticks of an axis with only smaller values read 4e-05, because a common factor would overlap the legend."""
 
 PNG_DPI = 140
 AS_IT_STANDS = {"text.parse_math": False}
-"""A name with two dollar signs is a name."""
+"""Options that keep dollar signs in names from being read as formulas."""
 
 
 def svg(plot: Plot, width_in: float) -> str:
-    """The drawing as an ``<svg>`` element whose colours are CSS variables (``var(--c0)``)."""
+    """Return the plot as an ``<svg>`` element whose colours are CSS variables (``var(--c0)``)."""
     import matplotlib
 
     options = {"svg.fonttype": "none", "svg.hashsalt": plot.key, "font.size": FONT_PT[width_in], **AS_IT_STANDS}
     buffer = io.StringIO()
     with matplotlib.rc_context(options), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a browser has the letters that the measuring font lacks
+        warnings.filterwarnings("ignore", "Glyph")  # the browser has letters that matplotlib's font lacks
         drawn = figure(plot, width_in, HELD_PLACES, with_title=False)
         drawn.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     for name, color in HELD_PLACES.items():
         text = text.replace(color, f"var(--{name})")
-    return _own_names(_own_fonts(text), f"{plot.key}-{round(width_in)}")
+    return _with_unique_ids(_with_page_fonts(text), f"{plot.key}-{round(width_in)}")
 
 
 def in_theme(text: str, theme: str, plot: Plot) -> str:
-    """An SVG file of its own: the colours of ``theme`` on its ground, with the description inside."""
+    """Return ``text``, an SVG element, as a standalone SVG file with the colours of ``theme`` and a description."""
     for name, color in THEMES[theme].items():
         text = text.replace(f"var(--{name})", color)
     head = text.index(">") + 1
@@ -88,7 +89,7 @@ def in_theme(text: str, theme: str, plot: Plot) -> str:
 
 
 def png(plot: Plot, theme: str) -> bytes:
-    """The drawing as an image, with its title."""
+    """Return the plot as a PNG image, with its title."""
     import matplotlib
 
     buffer = io.BytesIO()
@@ -101,7 +102,7 @@ def png(plot: Plot, theme: str) -> bytes:
 
 
 def boxed_letters(plots: Sequence[Plot]) -> str:
-    """Letters of the plots that their PNG files show as boxes: the font lacks them."""
+    """Return the letters in ``plots`` that PNG files show as boxes, because the font lacks them."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))
@@ -110,15 +111,15 @@ def boxed_letters(plots: Sequence[Plot]) -> str:
     return "".join(letter for letter in dict.fromkeys(text) if not font.get_char_index(ord(letter)))
 
 
-def _own_fonts(text: str) -> str:
-    """The page's fonts in the place of the one that widths were measured with, which is a wide one."""
+def _with_page_fonts(text: str) -> str:
+    """Replace the font that matplotlib measured widths with, a wide one, by the fonts of the page."""
     text = re.sub(r"(font: [^;\"]*?)'[^;\"]*", rf"\1{FONTS.replace(chr(34), chr(39))}", text)
     return re.sub(r'(<svg [^>]*?) width="[^"]*" height="[^"]*"|(<svg [^>]*?) height="[^"]*" width="[^"]*"',
                   lambda found: found[1] or found[2], text, count=1)  # fmt: skip
 
 
-def _own_names(text: str, prefix: str) -> str:
-    """Several drawings in one page must not share ids."""
+def _with_unique_ids(text: str, prefix: str) -> str:
+    """Prefix all ids of an SVG, because several drawings in one page must not share them."""
     text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
     return re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", text)
 
@@ -132,7 +133,8 @@ def _figure_class() -> type[Figure]:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     class DrawnOnce(Figure):
-        """To save a figure is to draw it twice, first into nothing, for its layout: here for that alone."""
+        """Compute the layout only, if there is one. Saving a figure draws it twice, and the first time is for
+        layout."""
 
         def draw(self, renderer):
             engine = self.get_layout_engine()
@@ -171,7 +173,7 @@ def _height_in(panel: Panel, width_in: float) -> float:
 
 
 def _title_lines(panel: Panel, width_in: float) -> list[str]:
-    """The title begins where the axes do, right of the names of their ticks."""
+    """Wrap the title to the width of the axes: it begins where they do, to the right of their tick labels."""
     rows = [_row_name(item, width_in) for item in panel.intervals]
     names = max((len(line) for row in rows for line in row.split("\n")), default=8)
     room_pt = width_in * 72 - 20 - names * 0.6 * FONT_PT[width_in]
@@ -187,11 +189,11 @@ def _draw(axes: Axes, panel: Panel, width_in: float, colors: dict[str, str]) -> 
     else:
         _draw_lines(axes, panel, colors)
         nice = {"steps": [1, 2, 2.5, 5, 10]}
-        whole = {"integer": True, "min_n_ticks": 1}  # two ticks beside a single step would be parts of it
+        whole = {"integer": True, "min_n_ticks": 1}  # with two ticks, those around a single step would be fractions
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if width_in == WIDE_IN else 5, **whole, **nice))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=panel.whole_x and _is_whole(panel), **nice))
-        if _largest(panel) < SMALL or _largest(panel) >= 10_000:
-            axes.yaxis.set_major_formatter("{x:g}" if _largest(panel) < SMALL else "{x:,.0f}")
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=panel.whole_x and _has_whole_values(panel), **nice))
+        if _largest_value(panel) < SMALL or _largest_value(panel) >= 10_000:
+            axes.yaxis.set_major_formatter("{x:g}" if _largest_value(panel) < SMALL else "{x:,.0f}")
     rows, columns = _legend_size(panel, width_in)
     size = FONT_PT[width_in]
     title = "\n".join(_title_lines(panel, width_in))
@@ -201,17 +203,17 @@ def _draw(axes: Axes, panel: Panel, width_in: float, colors: dict[str, str]) -> 
     if rows:
         named = [item for item in [*axes.collections, *axes.lines] if item.get_label() in _labels(panel)]
         axes.legend(
-            named, [_folded(item.get_label(), width_in) for item in named],
+            named, [_wrapped_label(item.get_label(), width_in) for item in named],
             loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, borderaxespad=0.1,
             labelcolor=colors["ink"], fontsize=size - 0.5, handlelength=2.4, columnspacing=1.4, borderpad=0.1,
         )  # fmt: skip
 
 
-def _largest(panel: Panel) -> float:
+def _largest_value(panel: Panel) -> float:
     return max((abs(value) for line in panel.lines for value in line.y), default=0.0)
 
 
-def _is_whole(panel: Panel) -> bool:
+def _has_whole_values(panel: Panel) -> bool:
     return all(float(value).is_integer() for line in panel.lines for value in line.y)
 
 
@@ -243,13 +245,13 @@ def _draw_lines(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
     low, high = axes.get_ylim()
     if panel.from_zero:
         axes.set_ylim(0, 1.04 * high if high > 0 and any(max(line.y) > 0 for line in panel.lines) else 1)
-    elif high - low < LEAST_SPAN * abs(high):  # else noise in the last digit would look like an event
+    elif high - low < LEAST_SPAN * abs(high):  # otherwise noise in the last digit would look like a change
         middle = (low + high) / 2
         axes.set_ylim(middle - LEAST_SPAN * abs(middle), middle + LEAST_SPAN * abs(middle))
 
 
 def _draw_intervals(axes: Axes, panel: Panel, width_in: float, colors: dict[str, str]) -> None:
-    """One row per interval, the first on top; every single result is a point."""
+    """Draw one row per interval, the first on top, and each single result as a point."""
     for row, item in enumerate(panel.intervals):
         paint = _color(item.color, colors)
         axes.plot(item.points, [row + 0.2] * len(item.points), "o", color=paint, alpha=0.55, markersize=4.5, mew=0)
@@ -266,7 +268,7 @@ def _draw_intervals(axes: Axes, panel: Panel, width_in: float, colors: dict[str,
 
 
 def _row_name(item: ValueRange, width_in: float) -> str:
-    """At most a third of the width."""
+    """Return the label of a row, wrapped to a third of the width, and its note."""
     label = "\n".join(textwrap.wrap(item.label, int(width_in * 24 / (LETTER * FONT_PT[width_in])))) or item.label
     return f"{label}\n{item.note}" if item.note else label
 
@@ -282,8 +284,8 @@ def _labels(panel: Panel) -> list[str]:
 
 
 def _legend_size(panel: Panel, width_in: float) -> tuple[int, int]:
-    """(lines of text, columns) of a legend above the panel; (0, 1) where the title says it all."""
-    labels = [_folded(label, width_in).split("\n") for label in _labels(panel)]
+    """Return (lines of text, columns) of the legend above a panel; (0, 1) without a legend."""
+    labels = [_wrapped_label(label, width_in).split("\n") for label in _labels(panel)]
     if not labels:
         return 0, 1
     entry_pt = (max(len(line) for label in labels for line in label) * LETTER + MARK) * FONT_PT[width_in]
@@ -295,7 +297,7 @@ def _legend_line_pt(width_in: float) -> float:
     return 1.55 * FONT_PT[width_in]
 
 
-def _folded(label: str, width_in: float) -> str:
-    """A name that is wider than the panel, on several lines: it is not to push the axes aside."""
+def _wrapped_label(label: str, width_in: float) -> str:
+    """Wrap a name that is wider than the panel, because it would shrink the axes otherwise."""
     most = int(((width_in * 72 - AXIS_PT) / FONT_PT[width_in] - MARK) / LETTER)
     return "\n".join(textwrap.wrap(label, most)) or label

@@ -1,5 +1,5 @@
-"""The plots of one run, or of several overlaid, from their files. A run without rows for a plot is named with the
-reason; a plot without any rows is only that reason."""
+"""The plots of one run, or of several overlaid, from their files. A run without rows for a plot is listed in a note
+with the reason. A plot without any rows consists of these notes only."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from scu_trainer.report.statistics_plots import curriculum_panels
 
 GIB = 2**30
 SAME_SCORE = 0.002
-"""Share by which an evaluation in batches and the scoring of documents differ in rounding and means."""
+"""Relative difference up to which an evaluation in batches and the scoring of documents count as the same score. They
+differ in rounding and in how they average."""
 FAR_LIMIT = 2.5
-"""A limit this many times the peak is reported in words: drawn, it would flatten everything else."""
+"""A limit of this many times the peak is written in the title, because drawing it would flatten all other lines."""
 MOST_NAMED = 8
 
 Draw = Callable[[Sequence[RunFiles]], list[Panel]]
 
 
 def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
-    """All plots of a report, in the order of the page."""
+    """Return all plots of a report, in the order of the page."""
     kinds: tuple[tuple[str, str, Draw, Callable[[RunFiles], str]], ...] = (
         ("loss", "Loss and held-out bits", _loss_panels, why_no_loss),
         ("s", "S: the share of the trained weights", _s_panels, why_no_s),
@@ -44,20 +45,20 @@ def run_plots(runs: Sequence[RunFiles]) -> list[Plot]:
         ("rate", "Learning rate and gradient", partial(_logged_panels, figures=RATES), why_no_loss),
     )
     loss, *others = (_plot(key, title, draw, why, runs) for key, title, draw, why in kinds)
-    said = _said(runs, why_half_a_loss, is_alone=len(runs) == 1)
+    said = _notes(runs, why_half_a_loss, is_alone=len(runs) == 1)
     return [replace(loss, notes=[*dict.fromkeys([*loss.notes, *said])]), *others]
 
 
 def _plot(key: str, title: str, draw: Draw, why: Callable[[RunFiles], str], runs: Sequence[RunFiles]) -> Plot:
     panels = [panel for panel in draw(runs) if panel.lines or panel.bands]
     empty = [run for run in runs if not draw([run])]
-    notes = _said(empty, why, is_alone=len(runs) == 1)
+    notes = _notes(empty, why, is_alone=len(runs) == 1)
     shown = panels if 1 < len(runs) <= TOLD_APART else [_without_needless_legend(panel, len(runs)) for panel in panels]
-    return Plot(key, title, shown, _alt(title, panels, runs), notes)
+    return Plot(key, title, shown, _alt_text(title, panels, runs), notes)
 
 
-def _said(runs: Sequence[RunFiles], why: Callable[[RunFiles], str], is_alone: bool) -> list[str]:
-    """Each reason once, after the names of its runs; a run without a reason is not named."""
+def _notes(runs: Sequence[RunFiles], why: Callable[[RunFiles], str], is_alone: bool) -> list[str]:
+    """Return each reason once, after the names of the runs that it applies to. Runs without a reason are left out."""
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(why(run), []).append(run.name)
@@ -65,15 +66,15 @@ def _said(runs: Sequence[RunFiles], why: Callable[[RunFiles], str], is_alone: bo
 
 
 def _without_needless_legend(panel: Panel, runs: int) -> Panel:
-    """One line is named by the title; of more than TOLD_APART runs a legend helps nobody, and most of the time that a
-    report takes would be its."""
+    """Remove the legend of a panel with a single line, which the title names, and of more than TOLD_APART runs, whose
+    legend would be unreadable and take most of the time that a report takes."""
     if runs == 1 and (len(panel.lines) > 1 or panel.levels or panel.bands):
         return panel
     return replace(panel, lines=[replace(line, label="") for line in panel.lines])
 
 
-def _alt(title: str, panels: Sequence[Panel], runs: Sequence[RunFiles]) -> str:
-    """What is drawn and where each line ends, in words."""
+def _alt_text(title: str, panels: Sequence[Panel], runs: Sequence[RunFiles]) -> str:
+    """Describe a plot: its panels, and the last value of each line."""
     said = [f"{title} of {', '.join(run.name for run in runs)}."]
     for panel in panels:
         ends = [f"{line.label or 'line'} ends at {number(line.y[-1])}" for line in panel.lines if line.label and line.y]
@@ -82,14 +83,14 @@ def _alt(title: str, panels: Sequence[Panel], runs: Sequence[RunFiles]) -> str:
 
 
 def number(value: Optional[float]) -> str:
-    """For people: four digits, thousands with commas."""
+    """Format a number for people: four digits, and commas in thousands; "-" if it is missing or not finite."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 class Style:
-    """How lines differ: by what they show for one run, by run for several."""
+    """The looks of lines: they differ by quantity in plots of one run, and by run in plots of several."""
 
     def __init__(self, runs: Sequence[RunFiles]) -> None:
         self.is_alone = len(runs) == 1
@@ -103,7 +104,7 @@ class Style:
         return Line(name, *xy, color=color if self.is_alone else place, dash=0 if self.is_alone else place, **looks)
 
 
-def _drawn(lines: Iterable[Line]) -> list[Line]:
+def _not_empty(lines: Iterable[Line]) -> list[Line]:
     return [line for line in lines if len(line.x)]
 
 
@@ -111,6 +112,7 @@ def _drawn(lines: Iterable[Line]) -> list[Line]:
 
 
 def in_bits(run: RunFiles) -> bool:
+    """Whether the losses of the run can be drawn in bits."""
     return any("eval_bpt" in row for row in run.logs) or any("data_bpt" in row for row in run.control[:1])
 
 
@@ -119,10 +121,10 @@ def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     is_bits = all(in_bits(run) for run in runs if run.logs or run.control)
     unit = f"bits per {' or '.join(dict.fromkeys(run.unit for run in runs))}" if is_bits else "loss"
     factor = bits_of(1.0) if is_bits else 1.0
-    training = Panel("Training loss", unit, lines=_drawn(_training_lines(runs, style, factor, is_bits)))
-    held_out = Panel(_held_out_title(runs), unit, lines=_drawn(_held_out_lines(runs, style, is_bits)))
+    training = Panel("Training loss", unit, lines=_not_empty(_training_lines(runs, style, factor, is_bits)))
+    held_out = Panel(_held_out_title(runs), unit, lines=_not_empty(_held_out_lines(runs, style, is_bits)))
     right = [style.line(run, "accuracy", points(run.logs, "eval_accuracy", factor=100), 2, marker="o") for run in runs]
-    accuracy = Panel("Held-out accuracy", "%", lines=_drawn(right))
+    accuracy = Panel("Held-out accuracy", "%", lines=_not_empty(right))
     return [panel for panel in (training, held_out, accuracy) if panel.lines]
 
 
@@ -151,7 +153,7 @@ def _held_out_lines(runs: Sequence[RunFiles], style: Style, is_bits: bool) -> It
 
 
 def _with_final(run: RunFiles, x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Add the score of the model that was kept, at the last step, unless it is the last evaluation."""
+    """Add the score of the model that was kept, at the last step, unless the last evaluation gave the same score."""
     after, step = (run.metrics.get("held_out_bpt_after") or {}).get("value"), run.metrics.get("steps")
     if after is None or step is None or (x and x[-1] >= step and math.isclose(y[-1], after, rel_tol=SAME_SCORE)):
         return [*x], [*y]
@@ -168,25 +170,25 @@ def _s_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     targets = sorted({target for run in found for target in points(run.control[-1:], "s_target")[1] if target})
     levels = [Level(target, f"target {target:g}") for target in targets] if len(targets) <= 3 else []
     band = _target_band(found, targets)
-    lines = _drawn(_s_lines(runs, style))
+    lines = _not_empty(_s_lines(runs, style))
     steered = [run for run in found if not only_measured(run)]
     strength = [style.line(run, "lambda", points(run.control, "lambda"), 1) for run in steered]
     return [
         Panel("Information ratio S", "S", lines=lines, levels=levels, bands=band, from_zero=True),
-        Panel("Lambda: decay toward the start", "lambda", lines=_drawn(strength),
+        Panel("Lambda: decay toward the start", "lambda", lines=_not_empty(strength),
               from_zero=True, height=0.85),
     ]  # fmt: skip
 
 
 def only_measured(run: RunFiles) -> bool:
-    """Whether nothing was steered: lambda has stayed 0, and there was no target."""
+    """Whether S was measured but not controlled: lambda stayed 0, and there was no target."""
     has_goal = run.settings.get("scu_target_s") is not None
     return not has_goal and not any(row.get("lambda") or row.get("s_target") for row in run.control)
 
 
 def _s_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
     for run in runs:
-        if style.is_alone and not only_measured(run):  # which is as it is logged
+        if style.is_alone and not only_measured(run):  # if it is only measured, each step logs the average
             yield style.line(run, "S of each step", points(run.control, "s"), 0, faint=True)
         yield style.line(run, "S, averaged", points(run.control, "s_ema"), 0)
 
@@ -207,17 +209,17 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     found = [run for run in runs if run.memory or newest(run.logs, "memory/chunks") is not None]
     if not found:
         return []
-    used, sizes = _drawn(_memory_lines(found, style)), _drawn(_size_lines(found, style))
+    used, sizes = _not_empty(_memory_lines(found, style)), _not_empty(_size_lines(found, style))
     limits = _limits(found)
     far = " and ".join(f"{limit / GIB:.1f} GiB" for limit in limits if not _is_near(limit, used))
     levels = [Level(limit / GIB, f"limit {limit / GIB:.1f} GiB") for limit in limits if _is_near(limit, used)]
     is_shared = all(
         (run.config.get("hardware") or {}).get("device") == "cpu" and run.settings.get("memory_limit_gb") is None
-        for run in found  # that limit is on the process alone, and what is in use is, too
+        for run in found  # with memory_limit_gb, the memory in use is that of the process only
     )
     title = "Memory in use" + (", all programs" if is_shared else "") + (f" (limit {far}, far above)" if far else "")
     count = sum(len(ooms(run.memory)) for run in found)
-    counted = " or ".join(sorted({_counted(run) for run in found}, reverse=True))
+    counted = " or ".join(sorted({_size_unit(run) for run in found}, reverse=True))
     crosses = f"crosses: out of memory, {count} in all" if count else "never out of memory"
     return [
         Panel(title, "GiB", lines=used, levels=levels, from_zero=True),
@@ -225,8 +227,9 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     ]
 
 
-def _counted(run: RunFiles) -> str:
-    """What its sizes are of: an input without a length counts as one token."""
+def _size_unit(run: RunFiles) -> str:
+    """Return what micro-batch sizes are counted in: tokens, or rows if each row counts as one token because it has no
+    length."""
     tokens, rows = (points(run.logs, f"memory/{name}_per_chunk")[1] for name in ("tokens", "rows"))
     return "rows" if tokens and tokens == rows else "tokens"
 
@@ -256,26 +259,26 @@ def _size_lines(runs: Sequence[RunFiles], style: Style) -> Iterator[Line]:
     for run in runs:
         yield style.line(run, "largest micro-batch that ran", points(run.logs, "memory/tokens_per_chunk"), 0)
         if style.is_alone:
-            yield style.line(run, "most that is allowed", _held(points(run.memory, "tokens_per_chunk"), run), 2,
+            yield style.line(run, "largest allowed", _extended(points(run.memory, "tokens_per_chunk"), run), 2,
                              is_step=True)  # fmt: skip
         yield style.line(run, "out of memory" if style.is_alone else "", points(ooms(run.memory), "tokens_per_chunk"),
                          1, marker="x", is_joined=False)  # fmt: skip
 
 
-def _held(xy: tuple[list[float], list[float]], run: RunFiles) -> tuple[list[float], list[float]]:
-    """Extend a value that holds until it is changed to the newest step of the run."""
+def _extended(xy: tuple[list[float], list[float]], run: RunFiles) -> tuple[list[float], list[float]]:
+    """Extend a step function to the newest step of the run."""
     x, y = xy
     newest_step = newest(run.logs, "step")
     return ([*x, newest_step], [*y, y[-1]]) if x and newest_step and newest_step > x[-1] else xy
 
 
 def ooms(rows: Sequence[Row]) -> list[Row]:
-    """Rows of memory_history.json that an out-of-memory has made."""
+    """Return the rows of memory_history.json that an out-of-memory error caused."""
     return [row for row in rows if str(row.get("reason", "")).startswith("out of memory")]
 
 
 def merged(first: tuple[list[float], list[float]], second: tuple[list[float], list[float]]) -> tuple[list, list]:
-    """Points of two files in the order of their steps."""
+    """Merge the points of two files, sorted by step."""
     pairs = sorted([*zip(*first, strict=True), *zip(*second, strict=True)])
     return [x for x, _ in pairs], [y for _, y in pairs]
 
@@ -289,9 +292,9 @@ RATES = (("learning_rate", "Learning rate", "rate"), ("grad_norm", "Gradient nor
 
 
 def _logged_panels(runs: Sequence[RunFiles], figures: Sequence[tuple[str, str, str]]) -> list[Panel]:
-    """A panel for each (name in the logs, title, unit) that is there."""
+    """Return a panel for each (name in the logs, title, unit) of ``figures`` that the logs contain."""
     style, found = Style(runs), []
     for color, (name, title, unit) in enumerate(figures):
-        lines = _drawn(style.line(run, title, points(run.logs, name), color) for run in runs)
+        lines = _not_empty(style.line(run, title, points(run.logs, name), color) for run in runs)
         found.append(Panel(title, unit, lines=lines, from_zero=True, height=0.85))
     return [panel for panel in found if panel.lines]

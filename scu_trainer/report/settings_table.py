@@ -1,4 +1,5 @@
-"""What distinguishes runs, or one run from the defaults; on what it ran; and the command that repeats it."""
+"""How runs differ from each other or from the defaults, the hardware they ran on, and the command that repeats a
+run."""
 
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ from scu_trainer.report.run_plots import number
 from scu_trainer.run_files import readable
 
 PLACES = ("output_dir", "run_name", "logging_dir")
-"""Settings that say where a run is, not what it is."""
+"""Settings that say where a run is stored, not how it trains."""
 
 MISSING = "-"
 
 
 def differences(runs: Sequence[RunFiles]) -> list[list[str]]:
-    """Name, and value of each run, of the settings, data, code and versions in which the runs differ."""
+    """Return a row for each setting, data fingerprint, commit or version in which the runs differ: its name, then its
+    value in each run."""
     facts = [_facts(run) for run in runs]
     shown = as_rows([{name: show(value) for name, value in known.items() if name not in PLACES} for known in facts])
     return [row for row in shown if len(set(row[1:])) > 1]
 
 
 def changed(run: RunFiles) -> list[tuple[str, str, str]]:
-    """(name, value, default) of what one run was given instead of the defaults of its version."""
+    """Return (name, value, default) of each setting of a run that differs from the default of its version."""
     defaults, settings = run.config.get("changed_from") or {}, run.settings
     rows = [(name, show(settings[name]), show(defaults[name])) for name in defaults if name in settings]
     return [row for row in rows if row[0] not in PLACES and row[1] != row[2]]
@@ -44,7 +46,7 @@ def _facts(run: RunFiles) -> dict[str, Any]:
 
 
 def show(value: Any) -> str:
-    """A setting as it would be typed."""
+    """Format a setting as a user would type it."""
     if value is None:
         return "not set"
     if isinstance(value, bool):
@@ -53,7 +55,7 @@ def show(value: Any) -> str:
 
 
 def hardware(run: RunFiles) -> list[tuple[str, str]]:
-    """Name and value; empty for a run whose files do not say."""
+    """Return the names and values that describe the machine and versions; [] if the files of the run hold none."""
     found, versions = run.config.get("hardware") or {}, run.config.get("versions") or {}
     rows = []
     if found:
@@ -82,18 +84,18 @@ def _size(size_bytes: Optional[float]) -> str:
 
 
 def repeat_yaml(run: RunFiles) -> str:
-    """The resolved configuration as ``scu-trainer train --config`` reads it; "" where the run has none."""
+    """Return the resolved configuration as YAML for ``scu-trainer train --config``; "" if the run has none."""
     import yaml
 
     kept = {name: value for name, value in run.settings.items() if value is not None and value != []}
-    kept.pop("resume_from_checkpoint", None)  # the same again begins where the first part of the run began
+    kept.pop("resume_from_checkpoint", None)  # a repeated run starts from the beginning
     if run.settings.get("report_to") == []:
         kept["report_to"] = "none"  # an empty list in a file means the default
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
 
 
 def repeat_command(run: RunFiles, config: Path) -> str:
-    """What to type to train the same again, beside the run and not over it."""
+    """Return the command that repeats the run in a new directory next to it."""
     again = run.folder if run.folder.name not in ("", "..") else run.folder.resolve()
     words = ["--config", str(config), "--output_dir", f"{again}-again"]
     processes = int(run.config.get("world_size") or 1)
@@ -102,6 +104,6 @@ def repeat_command(run: RunFiles, config: Path) -> str:
 
 
 def as_rows(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Tables of several runs as rows: a name, and a value for each; a name that one lacks is a dash there."""
+    """Merge the values of several runs into rows: a name, then the value of each run, or a dash if a run lacks it."""
     names = list(dict.fromkeys(name for column in columns for name in column))
     return [[name, *(column.get(name, MISSING) for column in columns)] for name in names]

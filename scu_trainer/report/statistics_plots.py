@@ -1,4 +1,4 @@
-"""The curriculum's statistics: which rows an epoch had, how hard they were, what padding cost."""
+"""Plots of the curriculum statistics: the rows of each epoch, their difficulty, and the cost of padding."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from scu_trainer.report.files import Row, RunFiles, points
 
 
 def curriculum_panels(runs: Sequence[RunFiles]) -> list[Panel]:
-    """For one run all of its statistics; for several the rows, the median difficulty and the padding of each."""
+    """Return the panels: all statistics for one run; rows, median difficulty and padding for several runs."""
     found = [run for run in runs if run.epochs]
     if not found:
         return []
-    panels = _of_one(found[0].epochs) if len(runs) == 1 else _of_several(runs)
+    panels = _panels_of_one_run(found[0].epochs) if len(runs) == 1 else _panels_of_several_runs(runs)
     return [panel for panel in panels if panel.lines]
 
 
@@ -22,7 +22,7 @@ def _panel(title: str, label: str, lines: Sequence[Line], **more: Any) -> Panel:
     return Panel(title, label, "epoch", [line for line in lines if line.x], whole_x=True, **more)
 
 
-def _of_one(epochs: Sequence[Row]) -> list[Panel]:
+def _panels_of_one_run(epochs: Sequence[Row]) -> list[Panel]:
     rows = flat(epochs)
     names = [
         "rows",
@@ -39,16 +39,17 @@ def _of_one(epochs: Sequence[Row]) -> list[Panel]:
         for place, name in enumerate(names)
     ]
     return [
-        _panel(f"Rows of each epoch{_in_part(epochs)}", "rows", lines, from_zero=True, height=0.9),
+        _panel(f"Rows of each epoch{_partial_note(epochs)}", "rows", lines, from_zero=True, height=0.9),
         _difficulty(rows),
         _panel("Processed tokens per real token", "ratio", [Line("", *points(rows, "padding", "epoch"), marker="o")],
                height=0.8),
     ]  # fmt: skip
 
 
-def _in_part(*statistics: Sequence[Row]) -> str:
-    """Said in a title: the last point is of an epoch that was not trained to its end."""
-    return " (the last epoch in part)" if any(book and book[-1].get("complete") is False for book in statistics) else ""
+def _partial_note(*statistics: Sequence[Row]) -> str:
+    """Return an addition to a title if the last epoch was not trained to its end."""
+    is_partial = any(epochs and epochs[-1].get("complete") is False for epochs in statistics)
+    return " (the last epoch in part)" if is_partial else ""
 
 
 def _difficulty(rows: Sequence[Row]) -> Panel:
@@ -62,8 +63,8 @@ def _difficulty(rows: Sequence[Row]) -> Panel:
     return _panel("Difficulty: running loss of rows", "nats", [median], bands=bands if len(median.x) > 1 else ())
 
 
-def _of_several(runs: Sequence[RunFiles]) -> list[Panel]:
-    part = _in_part(*(run.epochs for run in runs))
+def _panels_of_several_runs(runs: Sequence[RunFiles]) -> list[Panel]:
+    part = _partial_note(*(run.epochs for run in runs))
     shown = (("rows", f"Rows of each epoch{part}", "rows"), ("p50", "Difficulty: median loss of rows", "nats"),
              ("padding", "Processed tokens per real token", "ratio"))  # fmt: skip
     return [
@@ -81,7 +82,7 @@ def _of_several(runs: Sequence[RunFiles]) -> list[Panel]:
 
 
 def flat(epochs: Sequence[Row]) -> list[Row]:
-    """Rows of curriculum.json with the sums and quantiles that are drawn, one level deep."""
+    """Return the rows of curriculum.json as flat dicts, with the sums and quantiles that are drawn."""
     return [
         {
             "epoch": row.get("epoch"),

@@ -1,4 +1,4 @@
-"""Figures of a run in words, the same on every page: a missing one is a dash, never a zero."""
+"""Format the figures of a run as text, the same way on every page. A missing figure is a dash, never a zero."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NONE = "-"
 
 
 def key_figures(run: RunFiles) -> list[tuple[str, str]]:
-    """Name and value of what a person wants to know first."""
+    """Return the names and values of the most important figures."""
     control = run.metrics.get("regularization") or {}
     cost, strength = control.get("overhead_fraction"), newest(run.control, "lambda")
     speeds = points(run.logs, "throughput/tokens_per_second")[1]
     return [
         ("status", f"{run.state}: {run.detail}" if run.detail else run.state),
         ("steps", _steps(run)),
-        *_held_out(run),
+        *_held_out_figures(run),
         ("training loss, last logged", _loss(run)),
-        ("S", _s(run, control)),
+        ("S", _s_text(run, control)),
         ("lambda, newest", NONE if only_measured(run) else number(control.get("final_lambda", strength))),
         ("cost of measuring and steering S", NONE if cost is None else f"{cost:.2%} of the training time"),
         ("tokens per second, mean", number(sum(speeds) / len(speeds) if speeds else None)),
@@ -49,10 +49,10 @@ def _model(run: RunFiles) -> str:
 
 
 def _loss(run: RunFiles) -> str:
-    """In the unit of the plot; the logs have it in nats."""
+    """Return the last training loss in the unit of its plot. The logs have it in nats."""
     last = next((row["loss"] for row in reversed(run.logs) if "loss" in row), 0.0)
     if last is None or (isinstance(last, float) and not math.isfinite(last)):
-        return "not finite"  # None in our files, NaN in those of the stock Trainer
+        return "not finite"  # our files have null, those of the stock Trainer NaN
     loss = newest(run.logs, "loss")
     if loss is None:
         return NONE
@@ -68,8 +68,9 @@ def _steps(run: RunFiles) -> str:
     return f"{step:,} of {most:,}" if most else f"{step:,}"
 
 
-def _held_out(run: RunFiles) -> list[tuple[str, str]]:
-    """Figures after training if the run has ended; the table beside has those before, and the change."""
+def _held_out_figures(run: RunFiles) -> list[tuple[str, str]]:
+    """Return the held-out figures after training, or the last evaluation of a run that has not ended. Another table has
+    the figures before training, and the change."""
     found = [(row.what.strip(), row.after) for row in before_and_after(run.metrics)]
     found += [("held out", scored_on(run.metrics))] if "held_out_tokens" in run.metrics else []
     if not found:
@@ -80,7 +81,7 @@ def _held_out(run: RunFiles) -> list[tuple[str, str]]:
     return found if best is None else [*found, ("best during training", best)]
 
 
-def _s(run: RunFiles, control: Mapping[str, Any]) -> str:
+def _s_text(run: RunFiles, control: Mapping[str, Any]) -> str:
     if run.settings.get("scu") is False:
         return "regularization was off"
     if control.get("verdict") == "not measured":
@@ -134,11 +135,11 @@ def duration(seconds: Optional[float]) -> str:
 # -- what a person should know -----------------------------------------------------------------------------------------
 
 MOST_ROWS = 30
-"""Of one kind in a list of warnings; the rest is counted."""
+"""Largest number of rows of one kind in a list of warnings. The others are only counted."""
 
 
 def warnings(run: RunFiles) -> list[tuple[str, str]]:
-    """(where it was said, what) of all that went wrong or was noticed."""
+    """Return (source, message) of all errors, warnings and notices of a run."""
     found = [("this report", f"cannot be read: {fault}") for fault in run.faults]
     if run.status.get("error"):
         found.append(("run.json", str(run.status["error"])))
@@ -158,7 +159,7 @@ def warnings(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def notes(run: RunFiles) -> list[str]:
-    """The plan of the run, as preflight reported it."""
+    """Return the notes of preflight, which describe the plan of the run."""
     return [text for _, text in _preflight(run, ("note",))]
 
 

@@ -1,4 +1,4 @@
-"""The folder of a report: which files of it are ours, and how they are replaced. What others put there stays."""
+"""Write the files of a report into a folder, and replace those of an earlier report. Files of others are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def check_folder(folder: Path, names: Iterable[str]) -> None:
-    """Raise StorageError where ``names`` cannot be written, or one of them is there and not of a report of ours."""
+    """Raise StorageError if ``names`` cannot be written, or if one of them exists and no report of ours wrote it."""
     require_writable(folder, "--output")
     ours = _listed(folder)
     foreign = [name for name in (*names, LIST) if (folder / name).exists() and name not in (*ours, LIST)]
@@ -27,23 +27,23 @@ def check_folder(folder: Path, names: Iterable[str]) -> None:
         foreign.append(LIST)
     if foreign:
         raise StorageError(
-            f"{folder / foreign[0]} exists and was not written by scu-trainer report; nothing is overwritten: "
+            f"{folder / foreign[0]} exists and was not written by scu-trainer report, so it is not overwritten; "
             f"give another --output, or move it away"
         )
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    """Write or replace ``files``, each whole or not at all, after ``check_folder``. Raises StorageError."""
+    """Write or replace ``files``, each atomically. Call ``check_folder`` first. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
     ours = _listed(folder)
-    if set(files) - set(ours):  # before the files: a killed report must know its own again
+    if set(files) - set(ours):  # listed before they are written: after a kill the next report must recognize them
         write_json(folder / LIST, {"format": FORMAT, "files": sorted({*ours, *files})})
     for name, content in files.items():
         _replace(folder / name, content)
 
 
 def forget_old(folder: Path, names: Iterable[str]) -> None:
-    """Remove what an earlier report wrote and this one, with ``names``, has no more."""
+    """Remove the files that an earlier report wrote and that are not among ``names``, the files of this one."""
     kept = sorted(names)
     for name in set(_listed(folder)) - set(kept):
         (folder / name).unlink(missing_ok=True)
@@ -51,17 +51,17 @@ def forget_old(folder: Path, names: Iterable[str]) -> None:
 
 
 def plot_files(folder: Path) -> list[str]:
-    """Names of the files of plots that the report has there."""
+    """Return the names of the plot files of the report in ``folder``."""
     return [name for name in _listed(folder) if name.endswith((".png", ".svg"))]
 
 
 def repeat_file(number: int, run: str) -> str:
-    """The file of settings of one of several runs: a name that is known again as ours, whatever the run is called."""
+    """Return the name of the settings file of one of several runs. Any run name gives a name that OURS matches."""
     return f"repeat-{number}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', run).strip('-') or 'run'}.yaml"
 
 
 def _listed(folder: Path) -> list[str]:
-    """Names that a report of ours wrote there; only plain names of the kinds that we write count."""
+    """Return the names of the files that a report wrote there. Names that do not match OURS are ignored."""
     path = folder / LIST
     if not path.is_file():
         return []
@@ -72,7 +72,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _replace(path: Path, content: str | bytes) -> None:
-    """No sync to the disk: a report can be made again."""
+    """Replace a file atomically. It is not synced to the disk, because a report can be written again."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         beside.write_bytes(redact(content).encode() if isinstance(content, str) else content)

@@ -104,7 +104,7 @@ def test_a_loop_that_was_off_says_so_in_place_of_its_plot(made):
 
 
 def test_the_most_that_is_allowed_holds_to_the_end(made):
-    allowed = lines(plots(made / "one")["memory"])["most that is allowed"]
+    allowed = lines(plots(made / "one")["memory"])["largest allowed"]
     assert (allowed.x, allowed.y) == ([7, 9, 30, 60], [1024, 512, 1024, 1024])
 
 
@@ -122,7 +122,7 @@ def test_a_run_that_was_never_evaluated_says_so(made, tmp_path):
     rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
     (run / "log_history.json").write_text(json.dumps(rows))
     assert plots(run)["loss"].notes == [
-        "scores on the way, for there was no evaluation during training (eval_strategy: no)"
+        "scores of intermediate steps, because there was no evaluation during training (eval_strategy: no)"
     ]
     (run / "scu_metrics.json").unlink()  # with the scores before and after, which are drawn
     assert plots(run)["loss"].notes == ["no evaluation during training (eval_strategy: no)"]
@@ -287,11 +287,11 @@ def test_logs_without_a_whole_row_are_called_torn_and_those_of_the_stock_trainer
     (run / "log_history.json").write_text('[\n{"step": 1, "lo')
     plots = {plot.key: plot for plot in run_plots([read_run(run, "run", "killed")])}
     for key in ("loss", "throughput", "rate"):
-        assert "log_history.json holds no whole row: it is torn" in " ".join(plots[key].notes), key
+        assert "log_history.json holds no complete row: it is torn" in " ".join(plots[key].notes), key
     (run / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 9, "loss": 1.0}]}))
     found = read_run(run, "run", "killed")
     assert [row["step"] for row in found.logs] == [9]
-    assert "log_history.json holds no whole row" in str(warnings(found)), "and said"
+    assert "log_history.json holds no complete row" in str(warnings(found)), "and said"
     (run / "log_history.json").write_text("[\n]\n")
     assert read_run(run, "run", "running").logs == [], "a run that has logged nothing yet has no rows of an earlier one"
 

@@ -22,7 +22,7 @@ from scu_trainer.runs.state import Evidence, RunState, judge, report
 from scu_trainer.runs.store import ENDED, Options, Run, RunRecord
 
 HERE = Machine()
-FULL = "the disk is full: run.json cannot be written, 0.0 MiB are free; free some"
+FULL = "the disk is full: run.json cannot be written, 0.0 MiB are free; free some space"
 
 
 def record(**changes) -> RunRecord:

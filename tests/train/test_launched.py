@@ -93,7 +93,7 @@ def test_a_rank_says_in_words_that_another_one_is_gone(tmp_path):
     (tmp_path / "parted.py").write_text(PARTED)
     said = processes.run([tmp_path / "parted.py"], ranks=2).stdout
     assert said.startswith("another rank (process) ended or does not answer, and its own output says why; ")
-    assert "or starts over where none was written" in said and "gloo" in said
+    assert "or starts over if none was written" in said and "gloo" in said
 
 
 def test_ranks_that_were_started_otherwise_all_say_what_differs(tmp_path):

@@ -231,7 +231,7 @@ class FinalScalars(Named):
     [
         (Stateful({"tensor": torch.zeros(2)}), "cannot be saved as JSON"),
         (Stateful([1]), "a list is not a dict"),
-        (Stateful({"seen": [{3: 1}]}), "the key 3 would come back as a text"),
+        (Stateful({"seen": [{3: 1}]}), "the key 3 is not a string, and would be read back as one"),
         (Recording(), 'no history_file.*set history_file = "own.json"'),
         (given(Recording({"epoch": 1}), history_file="own.json"), "records {'epoch': 1}, a row without its step"),
         (given(Recording([1]), history_file="own.json"), r"records \[1\], a row without its step"),

@@ -1,4 +1,4 @@
-"""A comparison as data: comparison.json from the run directories of its arms and seeds. Reads files only."""
+"""Build the content of comparison.json from the run directories of the arms and seeds. Reads files only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scu_trainer.run_files import read_json, read_rows
 COMPARISON_FILE, FORMAT = "comparison.json", 1
 NOTHING_HELD_OUT = "nothing was held out"
 SAME_BITS = 1e-4
-"""Relative difference of held-out bits before training up to which two runs began with the same weights."""
+"""Relative difference of the held-out bits before training up to which two runs count as having the same weights."""
 
 Run = dict[str, Any]
 
@@ -25,7 +25,7 @@ TEXT = (str, type(None))
 INTERVAL = {"value": (int, float), "low": NUMBER, "high": NUMBER}
 METRICS = {"held_out_bpt": NUMBER}
 ADDED = ("unit", "item", "held_out_accuracy", "accuracy_difference")
-"""What a file of an earlier version, or of rows without classes, does not have."""
+"""Keys that are missing in files of earlier versions, and in comparisons of rows without classes."""
 SHAPE = {
     "command": str, "seeds": [int], "reference": str, "confidence": (int, float), "verdict": str, "notes": [str],
     "budget": {"steps": NUMBER, "tokens": NUMBER}, "unit": TEXT, "item": TEXT,
@@ -36,11 +36,12 @@ SHAPE = {
                "settling_step": NUMBER, "settled": NUMBER, "overhead_fraction": NUMBER,
                "held_out_accuracy": INTERVAL, "accuracy_difference": INTERVAL}],
 }  # fmt: skip
-"""What is read of comparison.json, for a file that somebody has edited."""
+"""The keys and types that comparison.json must have, which are checked because users may edit the file."""
 
 
 def misfit(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE) -> Optional[str]:
-    """What in the content of comparison.json is not of its kind, in words; None where all is."""
+    """Return a description of the first value in comparison.json that is missing or has the wrong type; None if there
+    is none."""
     if (shape is INTERVAL and value is None) or (shape is METRICS and value == {}):
         return None
     if not isinstance(value, type(shape) if isinstance(shape, (dict, list)) else shape):
@@ -59,25 +60,25 @@ def is_comparison(folder: Path) -> bool:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Content of comparison.json. Raises StorageError for one that this version cannot read."""
+    """Return the content of comparison.json. Raises StorageError if this version cannot read the file."""
     path = folder / COMPARISON_FILE
     content = read_json(path)
-    again = "move it away, and write it again with scu-trainer compare"
+    fix = "move it away, and write it again with scu-trainer compare"
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise StorageError(f"{path} is not a comparison of this version (format {found}, not {FORMAT}); {again}")
+        raise StorageError(f"{path} is not a comparison of this version (format {found}, not {FORMAT}); {fix}")
     if (wrong := misfit(content)) is not None:
-        raise StorageError(f"{path} was changed: {wrong}; {again}")
+        raise StorageError(f"{path} was changed: {wrong}; {fix}")
     return content
 
 
 def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
-    """Content of comparison.json, without its dates.
+    """Return the content of comparison.json, without its dates.
 
     ``plan``: command, config, seeds, reference, confidence and arms. ``states``: arm, seed, status, folder (below
-    ``folder``) and error of every run that was asked for, in order.
+    ``folder``) and error of every requested run, in order.
     """
-    runs = [_run(state, folder) for state in states]
+    runs = [_run_entry(state, folder) for state in states]
     names, reference = [arm["name"] for arm in plan["arms"]], plan["reference"]
     left_out = unequal_runs(runs, reference, names)
     for run in runs:
@@ -86,11 +87,11 @@ def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder:
     return {
         "format": FORMAT,
         **{key: plan[key] for key in ("command", "config", "seeds", "reference", "confidence")},
-        "budget": {"steps": _common(runs, "steps"), "tokens": _common(runs, "tokens")},
-        **{key: _common(runs, key) for key in ("unit", "item")},
+        "budget": {"steps": _common_value(runs, "steps"), "tokens": _common_value(runs, "tokens")},
+        **{key: _common_value(runs, key) for key in ("unit", "item")},
         "arms": list(plan["arms"]),
         "runs": runs,
-        "table": [_row(name, plan, runs, counted, left_out) for name in names],
+        "table": [_table_row(name, plan, runs, counted, left_out) for name in names],
         "verdict": _verdict(plan, runs, counted),
         "notes": [
             *_equality_notes(runs, left_out),
@@ -102,14 +103,14 @@ def record(plan: Mapping[str, Any], states: Sequence[Mapping[str, Any]], folder:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def _run(state: Mapping[str, Any], folder: Path) -> Run:
+def _run_entry(state: Mapping[str, Any], folder: Path) -> Run:
     is_finished = state["status"] == "finished"
     metrics = metrics_of(folder / state["folder"]) if is_finished else {}
     return {**{key: state[key] for key in ("arm", "seed", "status", "folder", "error")}, "metrics": metrics}
 
 
 def metrics_of(run: Path) -> dict[str, Any]:
-    """Figures of a finished run directory; None where it has no such figure. Raises StorageError."""
+    """Return the figures of a finished run. A figure that it does not have is None. Raises StorageError."""
     found, description = read_json(run / "scu_metrics.json"), read_json(run / "training_config.json")
     control, best = found.get("regularization") or {}, found.get("best_held_out") or {}
     settling_step = control.get("settling_step")
@@ -118,7 +119,7 @@ def metrics_of(run: Path) -> dict[str, Any]:
         "held_out_bpt": _value(found, "held_out_bpt_after"),
         "held_out_bpt_before": _value(found, "held_out_bpt_before"),
         "held_out_accuracy": _value(found, "held_out_accuracy_after"),
-        "best_held_out_bpt": None if "accuracy" in best else best.get("bpt"),  # that is not the one with fewest bits
+        "best_held_out_bpt": None if "accuracy" in best else best.get("bpt"),  # chosen by accuracy: not the fewest bits
         "tracking_error": None if settling_step is None else _tracking_error(run, control, settling_step),
         "settling_step": settling_step,
         "tracking_verdict": control.get("verdict") if "settling_step" in control else None,
@@ -126,7 +127,7 @@ def metrics_of(run: Path) -> dict[str, Any]:
         "steps": found["steps"],
         "unit": found.get("unit", "token"),
         "item": found.get("item", "document"),
-        # The curriculum and memory count real tokens, where they kept statistics.
+        # Real tokens are counted by the curriculum and by the memory loop, if their statistics were on.
         "tokens": (found.get("curriculum") or found.get("memory") or {}).get("real_tokens"),
         "data_fingerprint": (description.get("data") or {}).get("fingerprint"),
         "final_s": control.get("final_s"),
@@ -140,7 +141,8 @@ def _value(found: Mapping[str, Any], key: str) -> Optional[float]:
 
 
 def _tracking_error(run: Path, control: Mapping[str, Any], settling_step: int) -> Optional[float]:
-    """Mean of |S - target| / target from the step on from which S stayed within 10 % of its target."""
+    """Return the mean of |S - target| / target from ``settling_step`` on, after which S stayed within 10 % of the
+    target."""
     target = control["target_s"]
     rows = [row for row in read_rows(run / "scu_history.json") if row["step"] >= settling_step]
     errors = [abs(row["s_ema"] / target - 1.0) for row in rows if row.get("s_ema") is not None]
@@ -148,20 +150,21 @@ def _tracking_error(run: Path, control: Mapping[str, Any], settling_step: int) -
 
 
 def unequal_runs(runs: Sequence[Run], reference: str, arms: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Finished runs that did not train as the reference of their seed did (the first arm that has it, where it is
-    missing): why, by (arm, seed). They are not compared."""
+    """Return the finished runs that did not train like the reference with the same seed, by (arm, seed), with the
+    reason. They are left out of the comparison. If the reference has no run with a seed, the first arm that has one is
+    used."""
     found = {}
     for seed in {run["seed"]: None for run in runs}:
         group = {run["arm"]: run for run in runs if run["seed"] == seed and run["status"] == "finished"}
         against = next((name for name in (reference, *arms) if name in group), None)
         for name, run in group.items():
-            reason = _unequal(run["metrics"], group[against]["metrics"], against)
+            reason = _inequality_reason(run["metrics"], group[against]["metrics"], against)
             if reason is not None:
                 found[name, seed] = f"left out: {reason}"
     return found
 
 
-def _unequal(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Optional[str]:
+def _inequality_reason(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Optional[str]:
     if run["held_out_bpt"] is None:
         return NOTHING_HELD_OUT if run["held_out_documents"] == 0 else "it has no finite held-out figure"
     for key, what in (("tokens", f"trained {{}} {trained(run)}s"), ("steps", "took {} steps")):
@@ -176,7 +179,7 @@ def _unequal(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Opt
 
 
 def trained(found: Mapping[str, Any]) -> str:
-    """What the tokens of a training are: those of texts, words, and of classifiers the images or recordings."""
+    """Return the unit in which training data is counted: token or word, or for classifiers the item, such as image."""
     unit = found.get("unit") or "token"
     return str(found.get("item")) if unit == "label" else unit
 
@@ -191,8 +194,8 @@ def _by_seed(
     }
 
 
-def _common(runs: Sequence[Run], key: str) -> Any:
-    """The value that all finished runs have; None where they differ, as they may between seeds."""
+def _common_value(runs: Sequence[Run], key: str) -> Any:
+    """Return the value that all finished runs share, or None if they differ, as they may between seeds."""
     values = {run["metrics"][key] for run in runs if run["status"] == "finished"}
     return values.pop() if len(values) == 1 else None
 
@@ -200,7 +203,7 @@ def _common(runs: Sequence[Run], key: str) -> Any:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _row(name: str, plan: Mapping[str, Any], runs: Sequence[Run], counted, left_out) -> dict[str, Any]:
+def _table_row(name: str, plan: Mapping[str, Any], runs: Sequence[Run], counted, left_out) -> dict[str, Any]:
     reference, confidence = plan["reference"], plan["confidence"]
     own = [run for run in runs if run["arm"] == name]
     metrics = [run["metrics"] for run in own if run["seed"] in counted[name]]
@@ -216,7 +219,7 @@ def _row(name: str, plan: Mapping[str, Any], runs: Sequence[Run], counted, left_
         "held_out_bpt": _as_dict(statistics.t_interval(list(counted[name].values()), confidence)),
         "best_held_out_bpt": _mean(metrics, "best_held_out_bpt"),
         "difference": _as_dict(difference),
-        **_accuracy(name, reference, confidence, runs, left_out),
+        **_accuracy_columns(name, reference, confidence, runs, left_out),
         "tracking_error": _mean(metrics, "tracking_error"),
         "settling_step": fmean(settled) if settled else None,
         "settled": len(settled) if is_controlled else None,
@@ -225,8 +228,8 @@ def _row(name: str, plan: Mapping[str, Any], runs: Sequence[Run], counted, left_
     }
 
 
-def _accuracy(name: str, reference: str, confidence: float, runs: Sequence[Run], left_out) -> dict[str, Any]:
-    """Of classifiers; nothing else has it."""
+def _accuracy_columns(name: str, reference: str, confidence: float, runs: Sequence[Run], left_out) -> dict[str, Any]:
+    """Return the accuracy columns of a row; {} if the runs are not of a classifier."""
     own, other = (_by_seed(runs, arm, left_out, "held_out_accuracy") for arm in (name, reference))
     if not own or None in [*own.values(), *other.values()]:
         return {}
@@ -289,7 +292,7 @@ def _equality_notes(runs: Sequence[Run], left_out: Mapping[tuple[str, int], str]
 
 
 def _shared_data_note(finished: Sequence[Run]) -> list[str]:
-    """Where the data of all seeds have one fingerprint, as with data_seed."""
+    """Return a note if all seeds share their data, as with data_seed."""
     seeds, data = {run["seed"] for run in finished}, {run["metrics"]["data_fingerprint"] for run in finished}
     if len(seeds) < 2 or len(data) > 1 or None in data:
         return []

@@ -1,4 +1,4 @@
-"""Intervals over seeds, and what they allow to say. Pure: numbers in, numbers and sentences out."""
+"""Confidence intervals over seeds, and the conclusions that they allow. All functions here are pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Optional
 from scu_trainer.figures import counted
 
 FEWEST_SEEDS = 3
-"""With fewer pairs nothing is said of a difference."""
+"""With fewer pairs of seeds, a difference is not judged."""
 
 FEW_SEEDS = 10
-"""With fewer an interval depends strongly on its own scatter; that is said."""
+"""With fewer seeds a note says that an interval depends strongly on its own scatter."""
 
 BySeed = Mapping[int, float]
 
@@ -29,7 +29,8 @@ class ConfidenceInterval:
 
 
 def t_interval(values: Sequence[float], confidence: float) -> Optional[ConfidenceInterval]:
-    """Of the mean of ``values``, which are taken as independent and about normal. None without a value."""
+    """Return the interval of the mean of ``values``, assumed to be independent and roughly normal. None without
+    values."""
     if not values:
         return None
     mean = fmean(values)
@@ -40,19 +41,19 @@ def t_interval(values: Sequence[float], confidence: float) -> Optional[Confidenc
 
 
 def t_quantile(confidence: float, degrees: int) -> float:
-    """How many standard errors a two-sided interval reaches to each side."""
+    """Return how many standard errors a two-sided interval extends to each side. ``degrees``: degrees of freedom."""
     from scipy.stats import t
 
     return float(t.ppf((1.0 + confidence) / 2.0, degrees))
 
 
 def paired_difference(values: BySeed, reference: BySeed, confidence: float) -> Optional[ConfidenceInterval]:
-    """``values`` minus ``reference``, over the seeds that both have. None where there is none."""
+    """Return the mean of ``values`` minus ``reference`` over the seeds that both have; None if there are none."""
     return t_interval([values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())], confidence)
 
 
 def direction(difference: Optional[ConfidenceInterval], pairs: int) -> str:
-    """lower, higher, none (the interval holds 0), or unknown (fewer than FEWEST_SEEDS pairs)."""
+    """Return "lower", "higher", "none" (the interval contains 0), or "unknown" (fewer than FEWEST_SEEDS pairs)."""
     if difference is None or difference.low is None or pairs < FEWEST_SEEDS:
         return "unknown"
     if difference.high < 0:
@@ -61,7 +62,7 @@ def direction(difference: Optional[ConfidenceInterval], pairs: int) -> str:
 
 
 def sentence(difference: Optional[ConfidenceInterval], pairs: int, reference: str) -> str:
-    """What the interval of an arm against ``reference`` says."""
+    """Put the difference of an arm from ``reference`` into a sentence."""
     found = direction(difference, pairs)
     if found == "unknown":
         return f"too few seeds to judge: {pairs} of at least {FEWEST_SEEDS}"
@@ -75,23 +76,23 @@ def sentence(difference: Optional[ConfidenceInterval], pairs: int, reference: st
 
 
 def overall(arms: Mapping[str, BySeed], reference: str, confidence: float) -> str:
-    """The verdict over all arms. ``arms``: held-out bits per token by seed of each arm, the reference among them."""
+    """Return the verdict over all arms. ``arms``: for each arm, including the reference, the held-out bits by seed."""
     others = [name for name in arms if name != reference]
     if not others:
-        return _spread(list(arms[reference].values()), confidence)
-    found = {name: _against(arms, name, reference, confidence) for name in others}
+        return _spread_sentence(list(arms[reference].values()), confidence)
+    found = {name: _direction_against(arms, name, reference, confidence) for name in others}
     judged = [name for name in others if found[name] != "unknown"]
     if not judged:
         return f"No conclusion yet: no arm has {FEWEST_SEEDS} finished seeds in common with {reference}."
-    said = [_found(found, way, reference) for way in ("lower", "higher")]
+    said = [_found_sentence(found, kind, reference) for kind in ("lower", "higher")]
     unknown = [name for name in others if found[name] == "unknown"]
     if unknown:
         said.append(f"Not judged: {', '.join(unknown)}.")
     return " ".join([*said, best(arms, confidence)])
 
 
-def _spread(values: Sequence[float], confidence: float) -> str:
-    """Of a job that was trained with several seeds, and compared with nothing."""
+def _spread_sentence(values: Sequence[float], confidence: float) -> str:
+    """Describe the scatter of a single arm over its seeds."""
     interval = t_interval(values, confidence)
     if interval is None or interval.low is None:
         return "Fewer than two seeds are finished, so there is no spread."
@@ -101,40 +102,41 @@ def _spread(values: Sequence[float], confidence: float) -> str:
     )
 
 
-def _against(arms: Mapping[str, BySeed], name: str, other: str, confidence: float) -> str:
+def _direction_against(arms: Mapping[str, BySeed], name: str, other: str, confidence: float) -> str:
     pairs = len(arms[name].keys() & arms[other].keys())
     return direction(paired_difference(arms[name], arms[other], confidence), pairs)
 
 
-def _found(found: Mapping[str, str], way: str, reference: str) -> str:
-    names = [name for name in found if found[name] == way]
+def _found_sentence(found: Mapping[str, str], kind: str, reference: str) -> str:
+    names = [name for name in found if found[name] == kind]
     if not names:
-        return f"No arm was found {way} than {reference}."
-    return f"Found {way} than {reference}: {', '.join(names)}."
+        return f"No arm was found {kind} than {reference}."
+    return f"Found {kind} than {reference}: {', '.join(names)}."
 
 
 def best(arms: Mapping[str, BySeed], confidence: float) -> str:
-    """Names a best arm only if its interval against each other arm supports it."""
+    """Name the best arm, if its interval against every other arm supports that, or say why none is named."""
     full = {name: values for name, values in arms.items() if len(values) >= FEWEST_SEEDS}
     if len(full) < 2:
         return "No best arm is named: fewer than two have enough seeds."
     lowest = min(full, key=lambda name: fmean(full[name].values()))
-    rivals = [name for name in full if name != lowest and _against(full, lowest, name, confidence) != "lower"]
+    rivals = [name for name in full if name != lowest and _direction_against(full, lowest, name, confidence) != "lower"]
     if not rivals:
         return f"{lowest} is lower than every other arm that was judged."
     return f"No best arm is named: {lowest} has the lowest mean, and was not found lower than {', '.join(rivals)}."
 
 
 def notes(arms: Mapping[str, BySeed], reference: str, confidence: float, seeds: int) -> list[str]:
-    """What a reader must know beside the verdict: how many were compared, and what chance alone gives."""
+    """Return what a reader must know to judge the verdict: the number of seeds and comparisons, and what chance
+    gives."""
     others = [name for name in arms if name != reference]
-    judged = [name for name in others if _against(arms, name, reference, confidence) != "unknown"]
+    judged = [name for name in others if _direction_against(arms, name, reference, confidence) != "unknown"]
     found = [f"Seeds: {seeds}. {_seeds_note(seeds)}"]
     if judged:
         count = len(judged)
         expected = count * (1.0 - confidence)
         corrected = 1.0 - (1.0 - confidence) / count
-        still = [name for name in judged if _against(arms, name, reference, corrected) in ("lower", "higher")]
+        still = [name for name in judged if _direction_against(arms, name, reference, corrected) in ("lower", "higher")]
         compared = f"{count} arm{'s were' if count > 1 else ' was'} compared with {reference}"
         found.append(
             f"{compared} at {percent(confidence)}: if none of them differed, chance alone would call {expected:.2g} of "

@@ -1,6 +1,6 @@
-"""A comparison in words: cells of its table, and comparison.md. Pure: content of comparison.json in, text out.
+"""Format the content of comparison.json as text: the cells of its table, and comparison.md. All functions are pure.
 
-What takes time differs from one run to the next, so the cost of the loop stands apart from the table.
+Times differ from one execution to the next, so the cost of the loop is not part of the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTHING = "-"
 def heads(record: Record) -> tuple[str, ...]:
     minus = f"minus {record['reference']}"
     accuracy = ("accuracy in %", minus) if has_accuracy(record) else ()
-    lowest = () if accuracy else ("lowest",)  # by accuracy another evaluation is the best
+    lowest = () if accuracy else ("lowest",)  # the best evaluation by accuracy may not have the lowest loss
     return ("arm", "runs", *accuracy, "held-out bits", minus, *lowest, "S error", "settled")
 
 
@@ -29,11 +29,11 @@ def has_accuracy(record: Record) -> bool:
 
 
 def rows(record: Record) -> list[tuple[str, ...]]:
-    """A row per arm, also of those that failed."""
-    return [_row(row, has_accuracy(record)) for row in record["table"]]
+    """Return a row per arm, including arms that failed."""
+    return [_table_row(row, has_accuracy(record)) for row in record["table"]]
 
 
-def _row(row: Mapping[str, Any], has_accuracy: bool) -> tuple[str, ...]:
+def _table_row(row: Mapping[str, Any], has_accuracy: bool) -> tuple[str, ...]:
     lowest = row["best_held_out_bpt"]
     share, difference = (in_percent(row.get(key)) for key in ("held_out_accuracy", "accuracy_difference"))
     accuracy = (with_half_width(share, ".1f"), with_half_width(difference, "+.1f"))
@@ -59,7 +59,7 @@ def settled(row: Mapping[str, Any]) -> str:
 
 
 def with_half_width(interval: Optional[Mapping[str, Any]], style: str) -> str:
-    """ "6.791 ±0.120"; without the interval where a single run gives none."""
+    """Format a value with half of its interval: "6.791 ±0.120". A single run has no interval."""
     if interval is None:
         return NOTHING
     value = f"{interval['value']:{style}}"
@@ -78,7 +78,7 @@ def legend(record: Record) -> str:
 
 
 def verdicts(record: Record) -> list[tuple[str, str]]:
-    """(arm, sentence), the reference left out unless something is wrong with its runs."""
+    """Return (arm, verdict) of each arm. The reference is left out, unless some of its runs are not finished."""
     return [
         (row["arm"], row["verdict"])
         for row in record["table"]
@@ -87,7 +87,7 @@ def verdicts(record: Record) -> list[tuple[str, str]]:
 
 
 def cost_line(record: Record) -> Optional[str]:
-    """What measuring and decaying took of the training time: a figure that differs from one run to the next."""
+    """Return a line with the share of the training time that the loop took in each arm; None if it is not known."""
     costs = [(row["arm"], row["overhead_fraction"]) for row in record["table"]]
     known = [f"{arm} {cost:.1%}" for arm, cost in costs if cost is not None]
     return f"cost of the loop, share of the training time: {', '.join(known)}" if known else None
@@ -118,7 +118,7 @@ def _cell(text: str) -> str:
 
 
 def document(record: Record) -> str:
-    """comparison.md."""
+    """Return the text of comparison.md."""
     arms = [(arm["name"], arm["what"], _settings(arm["settings"])) for arm in record["arms"]]
     parts = [
         "# Controllers compared",
