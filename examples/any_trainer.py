@@ -1,4 +1,4 @@
-"""The loops in a Trainer that you have already: python examples/any_trainer.py [MODEL]"""
+"""Add the loops to a Trainer that you already have: python examples/any_trainer.py [MODEL]"""
 
 import os
 import sys
@@ -34,8 +34,8 @@ trainer = with_loops(Trainer)(  # or your own subclass of it
     args=arguments,
     train_dataset=rows,
     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-    memory=MemorySettings(),  # rows of uneven length run without padding, and running out of memory costs no step
-    regularization=RegularizationSettings(target_s=0.05),  # lambda is moved until this share is held
+    memory=MemorySettings(),  # runs rows without padding; no step is lost when memory runs out
+    regularization=RegularizationSettings(target_s=0.05),  # adjusts lambda until S reaches this value
 )
 trainer.train()
 print("split exactly:", trainer.micro_batches.reduction.is_exact)

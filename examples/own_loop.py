@@ -1,6 +1,6 @@
-"""A loop of one's own beside ours: half the learning rate at each spike of the gradient. python examples/own_loop.py
+"""Write your own loop, which halves the learning rate at each spike of the gradient: python examples/own_loop.py
 
-docs/loops.md has the hooks; state travels in checkpoints, scalars stand in every row of the logs.
+docs/loops.md describes the hooks. The state of a loop is saved in checkpoints, and its scalars are in every log row.
 """
 
 import os
@@ -15,7 +15,7 @@ from scu_trainer.settings import MemorySettings
 class Calm(Loop):
     name = "calm"
     state_file = "calm_state.json"  # in every checkpoint
-    history_file = "calm.json"  # in the run directory, a row per spike
+    history_file = "calm.json"  # in the run directory, with a row per spike
 
     def begin(self):
         self.rate_factor, self.usual = 1.0, None

@@ -1,6 +1,7 @@
-"""A network and a loss of one's own, cut into micro-batches with the same gradient: python examples/own_loss.py
+"""Train your own network with your own loss, in micro-batches with the same gradient: python examples/own_loss.py
 
-Nothing tells the memory loop what kind of loss this is: it finds a mean over rows, and audits that as the run goes.
+The memory loop is not given the kind of loss. It finds out that this one is a mean over rows, and checks that during
+training.
 """
 
 import os
@@ -13,7 +14,7 @@ from scu_trainer.settings import MemorySettings
 
 
 def focal_loss(logits, classes):
-    """Cross-entropy that looks away from rows which are right already (Lin et al., 2017)."""
+    """Return the cross-entropy with little weight on rows that are already right (Lin et al., 2017)."""
     missed = torch.nn.functional.cross_entropy(logits, classes, reduction="none")
     return ((1 - torch.exp(-missed)) ** 2 * missed).mean()
 
@@ -33,7 +34,7 @@ trainer = SCUTrainer(
         report_to="none",
     ),
     train_dataset=list(zip(points, classes, strict=True)),
-    memory=MemorySettings(max_batch_size=4),  # as if only four rows fit: the optimizer sees 24 all the same
+    memory=MemorySettings(max_batch_size=4),  # as if only four rows fit; the optimizer still sees 24
 )
 trainer.train()
 trainer.save_model()  # runs/own_loss/model.safetensors loads into the bare network

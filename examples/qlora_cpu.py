@@ -1,6 +1,6 @@
-"""QLoRA without a GPU: weights in 4 bits, adapters trained. python examples/qlora_cpu.py   (pip install bitsandbytes)
+"""Train adapters on 4-bit weights without a GPU (QLoRA): python examples/qlora_cpu.py (pip install bitsandbytes)
 
-Flags of `scu-trainer train` may follow: --model_name_or_path your/model --dataset your.jsonl --max_steps 50
+You can add flags of `scu-trainer train`: --model_name_or_path your/model --dataset your.jsonl --max_steps 50
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A run merged into its base, checked, and what a push would send: python examples/share.py runs/animals me/animals
+"""Merge a run into its base, and show what a push would upload: python examples/share.py runs/animals me/animals
 
-Nothing is sent. To send it: hf auth login, then scu-trainer push runs/animals-merged --repo_id me/animals
+Nothing is uploaded. To upload it: hf auth login, then scu-trainer push runs/animals-merged --repo_id me/animals
 """
 
 import sys

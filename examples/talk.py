@@ -1,6 +1,6 @@
 """Ask a run, an adapter or a model: python examples/talk.py runs/animals "What does the duck say?"
 
-On a terminal `scu-trainer chat runs/animals --against base` does this as a conversation.
+In a terminal, `scu-trainer chat runs/animals --against base` holds a conversation.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by TRL under the loops: python examples/trl_sft.py [MODEL]   (pip install trl)"""
+"""Fine-tune with TRL's SFTTrainer and the loops: python examples/trl_sft.py [MODEL]   (pip install trl)"""
 
 import os
 import sys
@@ -27,11 +27,11 @@ trainer = with_loops(SFTTrainer)(
         max_length=256,
         report_to="none",
         use_cpu=not HAS_GPU,
-        bf16=HAS_GPU,  # TRL's default, which a CPU run of its refuses
+        bf16=HAS_GPU,  # true is TRL's default, which it refuses on a CPU
     ),
     train_dataset=Dataset.from_dict(pairs),
     memory=MemorySettings(),
-    curriculum=CurriculumSettings("token_budget"),  # batches of equal tokens
+    curriculum=CurriculumSettings("token_budget"),  # batches with about the same number of tokens
 )
 trainer.train()
 trainer.save_model()

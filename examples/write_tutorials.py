@@ -1,7 +1,8 @@
-"""Writes the tutorials' pages and notebooks out of the scripts that have cells: python examples/write_tutorials.py
+"""Write the pages and notebooks of the tutorials from the scripts with cells: python examples/write_tutorials.py
 
-A script is in jupytext's percent format: `# %% [markdown]` begins a text in comments, `# %%` a piece of code. Each
-becomes docs/tutorials/NAME.md and examples/notebooks/NAME.ipynb; first_run.ipynb is the main job and the first of them.
+The scripts are in jupytext's percent format: `# %% [markdown]` begins text in comments, `# %%` begins code. Each
+becomes docs/tutorials/NAME.md and examples/notebooks/NAME.ipynb. first_run.ipynb has the main job and the first
+tutorial.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).parent
-TUTORIALS = {  # name: extras that it takes
+TUTORIALS = {  # name: the extras of the package that it needs
     "first_finetune": "",
     "trl_dpo": "benchmarks",
     "memory_limit": "",
@@ -23,12 +24,12 @@ INSTALL = """\
 REPOSITORY = 'https://github.com/OWNER/scu-trainer'  # where you found this notebook
 !git clone -q --depth 1 $REPOSITORY scu-trainer
 %pip install -q './scu-trainer{}'
-import sys; sys.argv[1:] = []  # those of the notebook's own process are no flags of ours"""
+import sys; sys.argv[1:] = []  # the arguments of the notebook process are not flags of scu-trainer"""
 Cells = list[tuple[str, str]]
 
 
 def cells(name: str) -> Cells:
-    """("markdown" or "code", text) in order; the docstring is the first."""
+    """Return ("markdown" or "code", text) of each cell. The first one is the docstring."""
     text = (HERE / f"{name}.py").read_text(encoding="utf-8")
     _, about, rest = text.split('"""', 2)
     title, _, more = about.partition(": python examples/")
@@ -69,8 +70,8 @@ def cell(number: int, part: tuple[str, str]) -> dict:
 def first_run() -> Cells:
     title, *rest = cells("first_finetune")
     return [
-        ("markdown", "# scu-trainer: a first run\n\nOn a GPU if the runtime has one, else on its CPU."),
-        ("markdown", "The main job: a small model learns docstrings while S is held. Data and model are made here."),
+        ("markdown", "# scu-trainer: a first run\n\nIt runs on a GPU if the runtime has one, otherwise on its CPU."),
+        ("markdown", "A small model learns docstrings while S is held at its target. Data and model are made here."),
         ("code", "!scu-trainer train --config scu_lora"),
         ("code", "!scu-trainer report runs/scu_lora"),
         ("markdown", title[1].replace("# ", "## ", 1)),
@@ -79,7 +80,7 @@ def first_run() -> Cells:
 
 
 def written() -> dict[Path, str]:
-    """All files that this makes, and their text."""
+    """Return the path and text of each file."""
     notebooks = {f"{name}.ipynb": notebook(cells(name), extras) for name, extras in TUTORIALS.items()}
     notebooks["first_run.ipynb"] = notebook(first_run())
     files = {HERE / "notebooks" / name: text for name, text in notebooks.items()}
