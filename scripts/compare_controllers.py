@@ -1,4 +1,4 @@
-"""``scu-trainer compare`` as a file: controllers against each other at equal tokens, over several seeds."""
+"""Run ``scu-trainer compare``, which compares controllers at equal tokens over several seeds."""
 
 import sys
 

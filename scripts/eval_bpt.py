@@ -1,4 +1,4 @@
-"""``scu-trainer eval`` as a file: held-out bits per token of a run, an adapter or a model."""
+"""Run ``scu-trainer eval``, which measures the held-out bits per token of a run, an adapter or a model."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``scu-trainer report`` as a file: runs or a comparison as plots and one HTML page."""
+"""Run ``scu-trainer report``, which shows runs or a comparison as plots and one HTML page."""
 
 import sys
 

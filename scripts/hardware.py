@@ -1,4 +1,4 @@
-"""``scu-trainer hardware`` as a file: profile, check, monitor, optimize."""
+"""Run ``scu-trainer hardware``: profile, check, monitor, optimize."""
 
 import sys
 

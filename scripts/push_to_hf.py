@@ -1,4 +1,4 @@
-"""``scu-trainer push`` as a file: a run to the Hub, adapter or merged, with a model card."""
+"""Run ``scu-trainer push``, which uploads a run to the Hub, as an adapter or merged, with a model card."""
 
 import sys
 

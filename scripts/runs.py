@@ -1,4 +1,4 @@
-"""``scu-trainer runs`` as a file: start, list, status, monitor, logs, stop, resume."""
+"""Run ``scu-trainer runs``: start, list, status, monitor, logs, stop, resume."""
 
 import sys
 

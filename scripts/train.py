@@ -1,4 +1,4 @@
-"""``scu-trainer train`` for launchers that want a file: python, accelerate launch, torchrun, deepspeed."""
+"""Run ``scu-trainer train``, as a script for launchers that need one: python, accelerate, torchrun, deepspeed."""
 
 import sys
 

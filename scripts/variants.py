@@ -1,4 +1,4 @@
-"""``scu-trainer variants`` as a file: every memory-efficient path for a few real steps; --limit finds one that fits."""
+"""Run ``scu-trainer variants``: train each memory-efficient variant for a few steps, or find one within --limit."""
 
 import sys
 
