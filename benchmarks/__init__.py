@@ -1,21 +1,21 @@
-"""Measurements of the project: each script says in its first lines what it asks and how it is called.
+"""Benchmarks of the project. The first lines of each script say what it measures and how to start it.
 
-    headline/   what the README and the pages claim: against stock and TRL, memory, speed, start, recipes, predictions;
-                ``regressions.py`` says what moved since the results
-    loops/      what one loop, check or campaign costs or does
-    gpu/        what is meant for a CUDA device, or asks what would cost time on one
-    studies/    questions asked once: other families, limits, scaling; ``same_runs.py`` holds the runs
-                of two states of the project against each other
-    lib/        what the scripts share
-    results/    a dated file of each benchmark, with the command that gave it
+    headline/   the claims of the README and the docs: comparison with stock and TRL, memory, speed, start-up, recipes,
+                predictions; ``regressions.py`` reports what changed since the stored results
+    loops/      the cost and the effect of single loops, checks and test campaigns
+    gpu/        benchmarks for a CUDA device, or of what would cost time on one
+    studies/    questions that were asked once: other families, limits, scaling; ``same_runs.py`` compares the runs of
+                two versions of the project
+    lib/        code that the scripts share
+    results/    a dated file for each benchmark, with the command that wrote it
 
-A script is started as ``python benchmarks/FOLDER/NAME.py``. One line, the same in all, puts the repository in front of
-the path of imports: it finds ``benchmarks.lib``, and measures the package beside it.
+Start a script with ``python benchmarks/FOLDER/NAME.py``. The same line in each script puts the repository first on the
+import path, so that it finds ``benchmarks.lib`` and measures the package in this repository.
 """
 
 import logging
 
-# As they are imported, torchao and bitsandbytes look for kernels of other machines and torch warns of what torchao
-# registers: long lines from each process, before the first that a benchmark has to say.
-for _talkative in ("torchao", "torch.utils._pytree", "bitsandbytes"):
-    logging.getLogger(_talkative).setLevel(logging.ERROR)
+# During import, torchao and bitsandbytes search for kernels of other machines, and torch warns about what torchao
+# registers. That would print long lines from each process before the output of the benchmark.
+for _noisy in ("torchao", "torch.utils._pytree", "bitsandbytes"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""Many small language models on bytes, trained side by side: thousands of sound optimizer steps per minute on a CPU.
+"""Train many small byte-level language models at once: thousands of healthy optimizer steps per minute on a CPU.
 
-Each of them has its own seed, order of rows, learning rate, warm-up and schedule; every tensor has an axis of models in
-front, and since no model sees another, the gradient of the sum of their losses holds that of each. Text, AdamW and
-clipping are real, so the tails of loss and gradient norm are those of training and not of a distribution.
+Each model has its own seed, row order, learning rate, warm-up and schedule. The first axis of every tensor is the
+model. The models are independent, so the gradient of the sum of their losses contains that of each one. Text, AdamW and
+clipping are real, so the tails of loss and gradient norm are those of real training, not of an assumed distribution.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEDULES = ("constant", "linear", "cosine", "restarts")
 
 @dataclass(frozen=True)
 class Setup:
-    """One model's training. ``warm_up``: steps."""
+    """The training settings of one model. ``warm_up``: in steps."""
 
     rate: float
     warm_up: int
@@ -52,7 +52,8 @@ def setups(count: int, seed: int) -> list[Setup]:
 
 
 def byte_rows(texts: Sequence[str], length: int, is_even: bool, seed: int) -> torch.Tensor:
-    """(rows, length) of bytes, 0 where there is none: even rows are full, others of 8 to ``length`` bytes."""
+    """Return bytes of shape (rows, length), padded with 0. ``is_even``: all rows are full; otherwise they have 8 to
+    ``length`` bytes."""
     data = "\n".join(texts).encode()
     draw, rows, start = random.Random(seed), [], 0
     while start + length < len(data):
@@ -69,8 +70,8 @@ def train(
     steps: int,
     see: Callable[[torch.Tensor], None] = lambda row_losses: None,
 ) -> list[list[tuple[float, float]]]:
-    """Per model its (loss, gradient norm before clipping at 1) of every step. ``see``: gets the mean nats per byte of
-    each row, (models, rows), of every step."""
+    """Train the models, and return for each one the (loss, gradient norm before clipping at 1) of every step. ``see``
+    is called in every step with the mean nats per byte of each row, of shape (models, rows)."""
     models = len(given)
     weights = _weights(given, rows.size(1))
     orders = [random.Random(one.seed) for one in given]
@@ -108,7 +109,7 @@ def _weights(given: Sequence[Setup], length: int) -> dict[str, torch.Tensor]:
 
 
 def _row_losses(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(nats, bytes) of each row, (models, rows). ``tokens``: (models, rows, length)."""
+    """Return the nats and the bytes of each row, of shape (models, rows). ``tokens``: (models, rows, length)."""
     models, rows, length = tokens.shape
     picked = tokens.reshape(models, -1)
     hidden = torch.stack([table[ids] for table, ids in zip(weights["bytes"], picked, strict=True)])
@@ -136,7 +137,7 @@ def _attended(weights: dict[str, torch.Tensor], layer: int, hidden: torch.Tensor
 
 @torch.no_grad()
 def _adamw(weights: Any, gradients: Any, moments: Any, rates: torch.Tensor, factors: torch.Tensor, step: int) -> None:
-    """One step of torch's AdamW with its defaults, and a rate and a clipping factor of each model's own."""
+    """Take one step of torch's AdamW with its defaults, with a learning rate and a clipping factor for each model."""
     for weight, gradient, (first, second) in zip(weights, gradients, moments, strict=True):
         own = (-1, *([1] * (weight.dim() - 1)))
         gradient = gradient * factors.reshape(own)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the embedded base and data, a quiet run, a dated result file with machine and versions."""
+"""Shared by all benchmarks: the embedded base and data, quiet training, and result files with machine and versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scu_trainer.train.run_directory.layout import git_commit, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", ROOT / "benchmarks" / "results"))
-"""Folder of the result files; the variable is for a run that is only to be compared with them."""
+"""Folder of the result files. The variable redirects a run whose results are only compared with the stored ones."""
 
 
 def embedded_data(seed: int, **settings: Any) -> PreparedData:
@@ -38,7 +38,7 @@ def embedded_data(seed: int, **settings: Any) -> PreparedData:
 
 
 def embedded_model(seed: int, **settings: Any):
-    """The embedded base, freshly loaded, with the adapters (or full tuning) that ``ModelSettings`` asks for."""
+    """Load the embedded base, with the adapters (or full tuning) that ``ModelSettings`` asks for."""
     model_settings = ModelSettings(**settings)
     base = embedded_base(default_cache_dir(None), model_settings.embedded_base_steps)
     set_seed(seed)
@@ -53,7 +53,7 @@ def collator() -> Collator:
 
 @contextmanager
 def scratch_arguments(**changes: Any) -> Iterator[TrainingArguments]:
-    """TrainingArguments that keep nothing and print nothing."""
+    """Yield TrainingArguments that save nothing and print nothing."""
     defaults = {
         "use_cpu": True,
         "report_to": "none",
@@ -74,7 +74,7 @@ def quiet(trainer: Trainer) -> Trainer:
 
 
 def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
-    """results/NAME.json: the figures beside the command, the date, the machine and the versions that gave them."""
+    """Write results/NAME.json: the figures, and the command, date, machine and versions that they come from."""
     RESULTS.mkdir(exist_ok=True)
     record = {
         "benchmark": name,
@@ -85,20 +85,20 @@ def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
             "cores": psutil.cpu_count(),
             "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         },
-        "versions": {**versions(), **_of_others()},
+        "versions": {**versions(), **_other_versions()},
         "git_commit": git_commit(),
         **result,
     }
     path = RESULTS / f"{name}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(path)  # a file that is written again and again is whole at any time
+    part.replace(path)  # replaced atomically, because some benchmarks rewrite their file after each run
     Console().print(f"written: {path}")
     return path
 
 
-def _of_others() -> dict[str, str]:
-    """Versions of what is measured against, where it is installed."""
+def _other_versions() -> dict[str, str]:
+    """Return the versions of the packages that are compared with, if they are installed."""
     names = ("trl", "liger-kernel", "bitsandbytes", "deepspeed", "flash-attn", "unsloth", "axolotl")
     return {name: importlib.metadata.version(name) for name in names if _is_installed(name)}
 
@@ -108,7 +108,8 @@ def _is_installed(name: str) -> bool:
 
 
 def not_repeated(name: str, results: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What results/NAME.json holds of runs that ``results`` has none of; ``keys``: which fields tell runs apart."""
+    """Return the results in results/NAME.json of runs that are not in ``results``. ``keys``: the fields that identify a
+    run."""
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text())["results"] if path.is_file() else []
     now = {tuple(result[key] for key in keys) for result in results}
@@ -116,7 +117,7 @@ def not_repeated(name: str, results: list[dict[str, Any]], keys: tuple[str, ...]
 
 
 def command_line() -> str:
-    """How this program was called, as it is called from the root of the repository."""
+    """Return the command line of this program, relative to the root of the repository."""
     script = Path(sys.argv[0]).resolve()
     named = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     return shlex.join(["python", str(named), *sys.argv[1:]])

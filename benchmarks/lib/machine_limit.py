@@ -1,10 +1,10 @@
-"""What a training could be at best on this machine: the multiplications and bytes that cannot be avoided, at the peaks
-that the device was measured at.
+"""The highest possible training speed on this machine: the unavoidable operations and bytes, at the measured peak rates
+of the device.
 
-Unavoidable is what the rows ask for, no padding and nothing computed twice: every real token through the layers,
-forward and backward (a prefix that rows share in each of them), every learned token through the output head, causal
-attention over each row by itself, and the optimizer once over what is trained. A frozen weight has no gradient of its
-own. Multiplications and bytes do not overlap here, so the limit is a little low for a device that overlaps them.
+Unavoidable is the work without padding and recomputation: every real token through the layers, forward and backward (a
+prefix that rows share is counted in each of them), every learned token through the output head, causal attention within
+each row, and the optimizer once over the trained weights. A frozen weight has no gradient. Operations and memory
+traffic are assumed not to overlap, so the limit is slightly too low for a device that overlaps them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from benchmarks.lib.text_job import SHIFT, Job
 from scu_trainer.train.loss.rows.products import by_onednn, is_onednn_faster
 
 SIDES = {"cpu": 2048, "cuda": 8192}
-"""Of the square matrices whose product is the peak."""
+"""Side of the square matrices whose product measures the peak rate."""
 
 COPIED_BYTES = {"cpu": 2**28, "cuda": 2**31}
-"""Of a tensor beyond all caches."""
+"""Size of a tensor that exceeds all caches."""
 
 MEASURE_S = 1.0
 ADAMW_TENSORS_MOVED = 7
@@ -31,7 +31,7 @@ ADAMW_TENSORS_MOVED = 7
 
 @dataclass(frozen=True)
 class Work:
-    """Of a whole training. ``tokens``: those whose prediction is learned."""
+    """The work of a whole training. ``tokens``: those with a learned prediction."""
 
     tokens: int
     flops: float
@@ -44,12 +44,12 @@ class Peaks:
     bytes_per_s: float
 
     def tokens_per_second(self, work: Work) -> float:
-        """Of a training that does nothing but ``work``."""
+        """Return the speed of a training that does nothing but ``work``."""
         return work.tokens / (work.flops / self.flops_per_s + work.bytes / self.bytes_per_s)
 
 
 def unavoidable(job: Job) -> Work:
-    """Counted from the model itself, not from what anybody runs."""
+    """Count the unavoidable work of ``job`` from its model and rows."""
     model, lengths = job.model(), job.token_rows().lengths
     head, not_learned = model.get_output_embeddings(), max(SHIFT, job.template_tokens)
     tokens, learned = sum(lengths), sum(length - not_learned for length in lengths)
@@ -62,15 +62,15 @@ def unavoidable(job: Job) -> Work:
     width = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    # Scores and their values, below the diagonal: 2 products of length²/2; the backward has 4.
+    # Attention scores and values below the diagonal: 2 products of length²/2; the backward pass has 4.
     flops += sum(config.num_hidden_layers * 3 * 2 * 2 * width * length**2 / 2 for length in lengths)
     trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Work(learned, flops, job.steps * ADAMW_TENSORS_MOVED * trained_bytes)
 
 
 def measured_peaks(job: Job) -> Peaks:
-    """The best of a second each of products of square matrices, in the precision of training and by each library that
-    torch has for them, and of copies."""
+    """Measure the peak rates: the fastest run within a second of matrix products, in the precision of training and with
+    each library that torch has for them, and of copies."""
     device = torch.device(job.device)
     dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
     side, size_bytes = SIDES[device.type], COPIED_BYTES[device.type]

@@ -1,6 +1,6 @@
-"""What a benchmark of the suite leaves: a table for people, and named figures that the next run can be held against.
+"""The results of a benchmark: a table for people, and named figures that later runs are compared with.
 
-``finish`` prints both and writes results/NAME.json, from which docs/benchmarks.md and regressions.py are fed.
+``finish`` prints both and writes results/NAME.json, which docs/benchmarks.md and regressions.py read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from benchmarks.lib.common import command_line, write_result
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that a benchmark stands for, a ratio where it can be one.
+    """One number that a benchmark measures, preferably a ratio.
 
-    ``spread``: (highest - lowest) / value over the repeats, None for what does not vary or was taken once.
-    ``better``: None for a figure of somebody else, which is reported and not judged. ``target``: what it is to reach,
-    None where nothing is promised. ``tolerance``: what is no difference, in the figure's own unit, for those near 0.
+    ``spread``: (highest - lowest) / value over the repeats; None if it does not vary or was measured once. ``better``:
+    None for a figure of another project, which is reported but not judged. ``target``: the value to reach, or None.
+    ``tolerance``: differences up to this, in the unit of the figure, do not count; for figures near 0.
     """
 
     value: float
@@ -40,7 +40,7 @@ class Figure:
 
     @property
     def aim(self) -> str:
-        """Of a figure with a target, in words."""
+        """The target in words."""
         return f"{'at least' if self.better == 'higher' else 'at most'} {self.target:g}"
 
     def said(self, name: str) -> str:
@@ -55,15 +55,14 @@ class Figure:
 def figure(
     values: Sequence[float], better: Optional[Literal["higher", "lower"]], target: Optional[float] = None
 ) -> Figure:
-    """The median of the repeats, and how far they lie apart."""
+    """Return the median of the repeats, with their spread."""
     middle = median(values)
     return Figure(middle, better, (max(values) - min(values)) / middle if len(values) > 1 else None, target)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells as they stand in the terminal and in docs/benchmarks.md. The first column is the contender or the
-    subject."""
+    """A table, as text for the terminal and docs/benchmarks.md. The first column is the contender or the subject."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -17,16 +17,16 @@ BASE = "stock"
 
 @dataclass
 class Raced:
-    """One contender over all rounds. Ratios are to ``BASE`` in the same round, above 1 is faster."""
+    """The results of one contender over all rounds. Ratios are to ``BASE`` in the same round; above 1 is faster."""
 
     contender: str
     speeds: list[float] = field(default_factory=list)
-    """Tokens per second, the first steps left out."""
+    """Tokens per second, without the first steps."""
     ratios: list[float] = field(default_factory=list)
     paired_ratios: list[float] = field(default_factory=list)
-    """Medians over turns of as many tokens."""
+    """Ratios of tokens per second, as medians over pairs of turns with equal numbers."""
     whole_ratios: list[float] = field(default_factory=list)
-    """With the first steps."""
+    """Ratios over all steps, including the first ones."""
     held_out_bits: Optional[float] = None
     tokens: int = 0
     optimizer_steps: int = 0
@@ -45,7 +45,7 @@ def race(
     once: Sequence[str] = (),
     before_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Raced]:
-    """All contenders. ``once``: those that run in the first round only, because they take long."""
+    """Run all contenders. ``once``: those that run in the first round only, because they take long."""
     raced = {name: Raced(name) for name in names}
     for number in range(repeats):
         before_round()
@@ -54,11 +54,11 @@ def race(
         turns = -(-job.steps // steps_per_turn) * len(order)
         with shown(f"round {number + 1} of {repeats}", turns) as on_turn:
             found = in_turns(order, steps_per_turn, warm_up_turns=0, on_turn=on_turn)
-        _book(raced, found, steps_per_turn, warm_up_steps // steps_per_turn)
+        _record_round(raced, found, steps_per_turn, warm_up_steps // steps_per_turn)
     return raced
 
 
-def _book(raced: dict[str, Raced], found: dict[str, Ended], steps_per_turn: int, warm_up_turns: int) -> None:
+def _record_round(raced: dict[str, Raced], found: dict[str, Ended], steps_per_turn: int, warm_up_turns: int) -> None:
     pace = {name: _paces(ended, steps_per_turn) for name, ended in found.items()}
     for name, ended in found.items():
         one, mine, base = raced[name], pace[name], pace[BASE]
@@ -72,10 +72,10 @@ def _book(raced: dict[str, Raced], found: dict[str, Ended], steps_per_turn: int,
 
 
 def _paces(ended: Ended, steps_per_turn: int) -> list[tuple[int, float]]:
-    """(tokens, seconds) of each turn."""
+    """Return (tokens, seconds) of each turn."""
     tokens = ended.said["step_tokens"]
     turns = [sum(tokens[at : at + steps_per_turn]) for at in range(0, len(tokens), steps_per_turn)]
-    return list(zip(turns, ended.seconds, strict=False))  # the last turn, which ends the training, has no time
+    return list(zip(turns, ended.seconds, strict=False))  # the last turn ends the training and was not timed
 
 
 def _speed(turns: Sequence[tuple[int, float]]) -> float:
@@ -83,9 +83,10 @@ def _speed(turns: Sequence[tuple[int, float]]) -> float:
 
 
 def peak_over_own(name: str, job: Job) -> int:
-    """Bytes: the highest of a run, less what the same contender holds between steps on rows of eight tokens.
+    """Return the peak of a run in bytes, minus what the same contender holds between steps on rows of eight tokens.
 
-    Both in fresh processes, in which freed memory goes back at once. Gradients count, weights and optimizer do not.
+    Both are measured in fresh processes that return freed memory to the system immediately. The difference includes
+    gradients, but not weights and optimizer state.
     """
     allocator = {**EXACT_MEMORY, "OMP_NUM_THREADS": str(os.cpu_count())}
     own = in_fresh_process(memory, name, tiny(job), allocator=allocator)

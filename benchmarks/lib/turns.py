@@ -1,8 +1,8 @@
-"""Contenders that take turns: each in a process of its own, as its user would start it, a few optimizer steps at a
+"""Contenders that take turns: each runs in its own process, as its user would start it, a few optimizer steps at a
 time.
 
-Drift of the machine hits all contenders alike, and those that wait do nothing. A turn's time includes loading its
-batches.
+Drift of the machine affects all contenders equally, and those that wait do nothing. The time of a turn includes loading
+its batches.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from transformers import TrainerCallback
 T = TypeVar("T")
 
 WARM_UP_TURNS = 2
-"""Left out at the start of each contender: caches, lazy set-up, micro-batches that a loop measures one by one."""
+"""Turns at the start of each contender that are not counted, because of caches, lazy set-up, and loops that measure
+their first micro-batches one by one."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``work(turns, *arguments)`` runs in a process of its own and returns what the contender says at its end."""
+    """One contender. ``work(turns, *arguments)`` runs in its own process and returns the results of the contender."""
 
     name: str
     work: Callable[..., dict[str, Any]]
@@ -37,34 +38,34 @@ class Contender:
 
 
 class Turns:
-    """A contender's part: ``steps_per_turn`` optimizer steps when it is asked."""
+    """The side of a contender: it takes ``steps_per_turn`` optimizer steps whenever it has its turn."""
 
     def __init__(self, parent: Connection, steps_per_turn: int) -> None:
         self._parent, self._steps_per_turn = parent, steps_per_turn
         self._steps, self._begun_s = 0, 0.0
 
     def begin(self) -> None:
-        """Wait to be asked. All is set up by now."""
+        """Wait for the first turn, after everything is set up."""
         self._parent.send(None)
-        self._go_on()
+        self._wait_for_turn()
 
     def step(self) -> None:
         self._steps += 1
         if self._steps == self._steps_per_turn:
             self.end()
-            self._go_on()
+            self._wait_for_turn()
 
     def end(self) -> None:
-        """Of the last turn, too: it may be short."""
+        """Report the seconds of a turn. The last turn may have fewer steps."""
         self._parent.send(time.perf_counter() - self._begun_s)
 
-    def _go_on(self) -> None:
+    def _wait_for_turn(self) -> None:
         self._parent.recv()
         self._steps, self._begun_s = 0, time.perf_counter()
 
 
 class TakesTurns(TrainerCallback):
-    """Of any Trainer: the step that ends the training ends no turn."""
+    """Takes turns in any Trainer. The last step of the training does not end a turn."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -79,7 +80,8 @@ class TakesTurns(TrainerCallback):
 
 @dataclass(frozen=True)
 class Ended:
-    """One contender of one round. ``seconds``: of its turns after the first ones."""
+    """The results of one contender in one round. ``seconds``: of each turn after the warm-up; ``said``: its own
+    results."""
 
     seconds: list[float]
     said: dict[str, Any]
@@ -91,8 +93,8 @@ def in_turns(
     warm_up_turns: int = WARM_UP_TURNS,
     on_turn: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Ended]:
-    """All contenders to their end. Processes start in the order of ``contenders``. ``on_turn`` gets the name of who
-    has had a turn. Raises RuntimeError for a contender that fails."""
+    """Run all contenders to their end. Their processes start in the order of ``contenders``. ``on_turn`` is called with
+    the name of a contender after each of its turns. Raises RuntimeError if a contender fails."""
     started = {contender.name: _start(contender, steps_per_turn) for contender in contenders}
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     said: dict[str, dict[str, Any]] = {}
@@ -101,7 +103,7 @@ def in_turns(
             if name in said:
                 continue
             connection.send(None)
-            answer = _answer(name, connection)
+            answer = _receive(name, connection)
             on_turn(name)
             if isinstance(answer, dict):
                 said[name] = answer
@@ -113,7 +115,7 @@ def in_turns(
 
 
 def rounds(contenders: Sequence[Contender], steps_per_turn: int, repeats: int, **given: int) -> list[dict[str, Ended]]:
-    """``repeats`` times all contenders, each time another one first."""
+    """Run all contenders ``repeats`` times, each time with another one first."""
     found = []
     for number in range(repeats):
         with shown(f"round {number + 1} of {repeats}") as on_turn:
@@ -123,7 +125,7 @@ def rounds(contenders: Sequence[Contender], steps_per_turn: int, repeats: int, *
 
 @contextlib.contextmanager
 def shown(title: str, turns: Optional[int] = None) -> Iterator[Callable[[str], None]]:
-    """A bar that moves with each turn, which is said by the name of its contender."""
+    """Show a progress bar that advances with each turn and displays the name of its contender."""
     with tqdm(total=turns, desc=title, unit="turn", mininterval=10) as bar:
 
         def on_turn(name: str) -> None:
@@ -134,7 +136,7 @@ def shown(title: str, turns: Optional[int] = None) -> Iterator[Callable[[str], N
 
 
 def another_first(contenders: Sequence[T], number: int) -> list[T]:
-    """The order of a round: which contender starts first matters on two cores."""
+    """Return the order of a round. It is rotated, because starting first makes a difference on two cores."""
     first = number % len(contenders)
     return [*contenders[first:], *contenders[:first]]
 
@@ -145,19 +147,19 @@ def _start(contender: Contender, steps_per_turn: int) -> tuple[multiprocessing.P
     process = spawn.Process(target=_run, args=(contender, steps_per_turn, theirs), daemon=True)
     with patch.dict(os.environ, dict(contender.environment)):
         process.start()
-    theirs.close()  # so that the end of the process ends the waiting for it
-    _answer(contender.name, connection)
+    theirs.close()  # so that waiting for the process ends when the process ends
+    _receive(contender.name, connection)
     return process, connection
 
 
 def _run(contender: Contender, steps_per_turn: int, parent: Connection) -> None:
-    # Loaders have children, which a daemon may not, and make them as in a process of a user's own.
+    # Data loaders start child processes, which a daemon may not, with the default method, as in a process of the user.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method(None, force=True)
     parent.send(contender.work(Turns(parent, steps_per_turn), *contender.arguments))
 
 
-def _answer(name: str, connection: Connection) -> Any:
+def _receive(name: str, connection: Connection) -> Any:
     try:
         return connection.recv()
     except EOFError:
@@ -165,5 +167,5 @@ def _answer(name: str, connection: Connection) -> Any:
 
 
 def values(found: Mapping[str, Ended], key: str) -> dict[str, Any]:
-    """What each contender said under ``key``."""
+    """Return the result ``key`` of each contender."""
     return {name: ended.said.get(key) for name, ended in found.items()}
