@@ -1,28 +1,27 @@
-"""On a GPU: how fast, in how much memory, and at what share of the card's peak are models of 1 to 8 billion weights
-tuned?
+"""How fast, in how much memory, and at what share of the peak of the GPU are models of 1 to 8 billion weights tuned?
 
     python benchmarks/gpu/gpu.py [--shapes 8b 1b 3b] [--tuning lora qlora full] [--contenders stock ours ...]
                              [--lengths chat|alpaca|fixed] [--steps 12] [--repeats 3] [--minutes 60]
 
-Llamas of the sizes of Llama 3 with random weights (gpu_shapes.py: their precision), uneven rows of up to 2048 tokens,
-LoRA of rank 16 on all linear layers, QLoRA or all weights, bf16, activation checkpointing. The contenders are the stock
-Trainer, TRL as it comes and with what makes it fast (rows laid end to end, packing, flash attention, Liger), ours,
-Unsloth and Axolotl (gpu_work.py says what each is). All take the same optimizer steps on the same rows, but for
-packing, which fills rows up; the held-out loss after them is the proof.
+The models are Llamas of the sizes of Llama 3 with random weights (gpu_shapes.py describes their precision), with rows
+of different lengths up to 2048 tokens, LoRA of rank 16 on all linear layers, QLoRA or full tuning, bf16, and activation
+checkpointing. The contenders are the stock Trainer, TRL with its defaults and with its fast options (padding-free rows,
+packing, flash attention, Liger), ours, Unsloth and Axolotl (gpu_work.py describes each). All take the same optimizer
+steps on the same rows, except for packing, which fills rows up. The held-out loss afterwards proves that.
 
-A point is one contender with one model: a process of its own, 4 steps of warm-up, then --steps steps with the device
-waited for at both ends only, then one more in which waits of the host are counted. Points run one after the other, all
-contenders of a model in turn, and all of it --repeats times. Real tokens are those predicted: padding is not counted.
-Peaks are those of torch's allocator over the training, and what it had reserved. MFU: the product's count of model
-FLOPs (scu_trainer/train/loops/flops.py; no padding, no recomputation) of these tokens per second over the maker's
-figure for the card in bf16 (scu_trainer/hardware/peaks.py, --peak_tflops overrides); "-" for a card without a known
-figure.
+A point is one contender with one model. It runs in its own process: 4 warm-up steps, then --steps steps with a device
+synchronization only before and after them, then one step in which waits of the host are counted. The points run one
+after the other, with all contenders of a model in turn, and everything --repeats times. Real tokens are predicted
+tokens, without padding. Peaks are those of torch's allocator during training, and the memory that it reserved. MFU is
+our count of model FLOPs (scu_trainer/train/loops/flops.py, without padding and recomputation) at the measured tokens
+per second, divided by the bf16 peak that the manufacturer states (scu_trainer/hardware/peaks.py, or --peak_tflops); "-"
+for a GPU without a known peak.
 
-What comes first in --shapes, --tuning and --contenders is measured first. When --minutes are over, what was not
-measured is listed. The result file is written after every point; points of an earlier run on the same card and work
-are kept. A contender that cannot run, or runs out of memory, is a row with its reason; one that fails also makes exit
-code 1. Exit code 2 without a CUDA device. --quick tries all paths on tiny models, on the CPU (or --device cuda), and
-writes nothing.
+The first entries of --shapes, --tuning and --contenders are measured first. When --minutes are over, the points that
+were not measured are listed. The result file is written after every point; points of an earlier run on the same GPU
+with the same work are kept. A contender that cannot run, or runs out of memory, is a row with the reason; one that
+fails also causes exit code 1. Exit code 2 means that there is no CUDA device. --quick runs all code paths on tiny
+models, on the CPU (or with --device cuda), and writes nothing.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ KEYS = ("card", "work", "shape", "tuning", "contender")
 SUBJECT = ("shape", "tuning", "contender")
 TINY = {"lengths": "tiny", "steps": 2, "batch_rows": 4, "accumulation": 2}
 SHOWN_ERROR = 2000
-"""Characters of a failed process's last words."""
+"""Number of characters of the output of a failed process that are shown."""
 
 
 def points_of(given: argparse.Namespace) -> list[Point]:
-    """In the order in which they are measured."""
+    """Return the points in the order in which they are measured."""
     work = TINY if given.quick else {name: getattr(given, name) for name in TINY}
     fixed = {
         "device": given.device,
@@ -83,9 +82,9 @@ def points_of(given: argparse.Namespace) -> list[Point]:
 
 
 def measured(points: Sequence[Point], seconds: float, in_this_process: bool = False) -> Iterator[dict[str, Any]]:
-    """The result of each point; "not run" for those that ``seconds`` do not reach.
+    """Yield the result of each point, which is "not run" for points that do not fit into ``seconds``.
 
-    ``in_this_process``: all but the first, and those that change libraries; it saves the imports.
+    ``in_this_process``: run points in this process to save imports, except the first, and those that change libraries.
     """
     ends_s = time.monotonic() + seconds
     for number, point in enumerate(points):
@@ -119,7 +118,7 @@ def in_own_process(point: Point, seconds: float) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """One card: with several, Trainers would spread the batch over them."""
+    """Return an environment with one visible GPU, because Trainers would spread the batch over several."""
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     return {**os.environ, "CUDA_VISIBLE_DEVICES": card, "TOKENIZERS_PARALLELISM": "false"}
 
@@ -135,20 +134,20 @@ def run(given: argparse.Namespace) -> int:
         print(f"{number}/{len(points)} {gpu_table.line_of(result)}", flush=True)
         if not given.quick and result["status"] in RAN:
             with contextlib.redirect_stdout(io.StringIO()):
-                _leave(results, len(points) - number, given)
+                _write_results(results, len(points) - number, given)
     if given.quick:
         gpu_table.show(results, given.peak_tflops)
         print("test run: nothing is written")
     else:
-        _leave(results, 0, given)
+        _write_results(results, 0, given)
     broken = [result for result in results if result["status"] == "failed"]
     return 1 if broken or (given.quick and gpu_table.differences(results)) else 0
 
 
-def _leave(results: list[dict[str, Any]], still_to_come: int, given: argparse.Namespace) -> None:
-    """The result file as it stands now, with what an earlier run measured and this one did not."""
+def _write_results(results: list[dict[str, Any]], still_to_come: int, given: argparse.Namespace) -> None:
+    """Write the result file, with the points that only an earlier run has measured."""
     found = [result for result in results if result["status"] != "not run"]
-    kept = _kept(found)
+    kept = _earlier_results(found)
     everything = [*results, *kept]
     finish(
         NAME,
@@ -164,14 +163,14 @@ def _leave(results: list[dict[str, Any]], still_to_come: int, given: argparse.Na
         print(note)
 
 
-def _kept(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What an earlier run with the same card and work measured, and this one did not."""
+def _earlier_results(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results of an earlier run with the same GPU and work that this run has not measured again."""
     ran = [result for result in found if result["status"] in RAN]
     now = next((result for result in ran if result["card"]), None)
     if now is None or not (RESULTS / f"{NAME}.json").is_file():
         return []
     same = (now["card"], now["work"])
-    again = {tuple(result[key] for key in SUBJECT) for result in found}  # also where it died: what it did once is over
+    again = {tuple(result[key] for key in SUBJECT) for result in found}  # a failure, too, replaces an earlier result
     earlier = not_repeated(NAME, ran, KEYS)
     alike = [one for one in earlier if (one["card"], one["work"]) == same and one["status"] in RAN]
     return [one for one in alike if tuple(one[key] for key in SUBJECT) not in again]
@@ -217,7 +216,7 @@ def main() -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here; --quick tries this benchmark on the CPU without measuring", file=sys.stderr)
         return 2
-    gc.freeze()  # what was imported stays: collecting it again and again is half of a test run's time
+    gc.freeze()  # excludes imported objects, because collecting them repeatedly takes half of the time of a test run
     return run(given)
 
 

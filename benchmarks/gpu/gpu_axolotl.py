@@ -1,7 +1,7 @@
-"""Axolotl as its documentation has it, on the same weights, rows and steps.
+"""Axolotl, used as its documentation describes, on the same weights, rows and steps.
 
-It cannot be installed without CUDA, so this was never run here: it is written from the documentation and the signatures
-of its public functions, and an error in it is a row of the table with its message.
+It cannot be installed without CUDA, so this code has never run on our machines. It follows the documentation and the
+signatures of the public functions. An error in it becomes a row of the table with its message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def axolotl(job: CardJob, window: Window) -> Trained:
-    """Its training function, with a plugin that counts and watches."""
+    """Train with Axolotl's training function, with a plugin that counts tokens and measures."""
     with saved(job) as folder, tempfile.TemporaryDirectory() as out:
         config = Path(out) / "config.yaml"
         config.write_text(json.dumps(_axolotl_settings(job, folder, out)))  # JSON is YAML
@@ -70,7 +70,7 @@ def _axolotl_settings(job: CardJob, folder: str, out: str) -> dict[str, Any]:
 
 
 class Watching(BasePlugin):
-    """Counts tokens and takes part in the window. Axolotl makes it by its name, so both are the class's."""
+    """Counts tokens and drives the window. Axolotl creates it by name, so both are class attributes."""
 
     window: Window
     tokens: list[Any]

@@ -1,17 +1,17 @@
-"""The questions of splitting.py and real_memory.py, asked of a CUDA device.
+"""The measurements of splitting.py and real_memory.py on a CUDA device.
 
     python benchmarks/gpu/gpu_memory.py [--hidden 1024] [--layers 8] [--windows 8] [--steps 20] [--share 0.6]
 
-Rows of uneven length: wall time per optimizer step (the device is waited for at both ends), tokens processed, equality
-of gradients, peak of ``torch.cuda.max_memory_allocated`` above the level after a first small step; stock batch 8 x
-accumulation 4 against ours as it comes and ours at each cap of --caps.
+Rows of different lengths: wall time per optimizer step (synchronized at both ends), processed tokens, equality of
+gradients, and the peak of ``torch.cuda.max_memory_allocated`` above the level after a first small step. Stock with
+batch 8 x accumulation 4 is compared with ours with its defaults and with ours at each cap of --caps.
 
 A real limit: the same training with and without ``torch.cuda.set_per_process_memory_fraction``, set after the first
-optimizer step to what the allocator holds then plus --share of what ours needed above that; ours, the stock Trainer and
-``auto_find_batch_size``, each in a process of its own.
+optimizer step to what the allocator holds then, plus --share of what ours needed above that. Ours, the stock Trainer
+and ``auto_find_batch_size`` each run in their own process.
 
-Exit code 2 without a CUDA device. ``--device cpu`` tries every path but the CUDA calls, on small sizes of its own
-choosing, and writes no result.
+Exit code 2 means that there is no CUDA device. ``--device cpu`` runs all code paths except the CUDA calls, with small
+sizes, and writes no result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Unsloth as its documentation has it, on the same weights, rows and steps, and a folder with the weights.
+"""Unsloth, used as its documentation describes, on the same weights, rows and steps; and a folder with the weights.
 
-Unsloth cannot be imported without CUDA, so this was never run here: it is written from the documentation, and an error
-in it is a row of the table with its message. It has to be imported before transformers: gpu_point.py does that.
+Unsloth cannot be imported without CUDA, so this code has never run on our machines. It follows the documentation, and
+an error in it becomes a row of the table with its message. gpu_point.py imports Unsloth before transformers, as it must
+be.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from benchmarks.gpu.gpu_work import CardJob
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""What peft's ``all-linear`` adapts in a Llama."""
+"""The modules that peft's ``all-linear`` adapts in a Llama."""
 
 
 @contextmanager
 def saved(job: CardJob) -> Iterator[str]:
-    """A folder with the job's model before packing and adapters, and a tokenizer."""
+    """Yield a folder with the model of the job, without quantization and adapters, and a tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         tuning = "lora" if job.shape.tuning == "qlora" else job.shape.tuning
         replace(job.shape, tuning=tuning).model().save_pretrained(folder)
@@ -38,7 +39,7 @@ def saved(job: CardJob) -> Iterator[str]:
 
 
 def counted(trainer: Any) -> list[Any]:
-    """The predicted tokens of each optimizer step that ``trainer`` is going to take, as the Trainer counts them."""
+    """Return the predicted tokens of each optimizer step that ``trainer`` will take, as the Trainer counts them."""
     tokens: list[Any] = []
     inner = trainer.training_step
 
@@ -52,7 +53,7 @@ def counted(trainer: Any) -> list[Any]:
 
 
 def unsloth(job: CardJob, window: Window) -> Trained:
-    """FastLanguageModel with TRL's SFTTrainer, which Unsloth changes on import."""
+    """Train with FastLanguageModel and TRL's SFTTrainer, which Unsloth patches on import."""
     import datasets
     from trl import SFTConfig, SFTTrainer
 

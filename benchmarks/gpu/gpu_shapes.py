@@ -1,7 +1,7 @@
-"""Models of the sizes people fine-tune, with random weights made where they are needed, and their arithmetic.
+"""Models of the usual sizes for fine-tuning, with random weights, and their number of operations.
 
-Sizes are those of the public configurations of Llama 3.2 1B and 3B and Llama 3 8B. Nothing is downloaded, and no copy
-in float32 is made first: weights are drawn on the device, in the type that the tuning asks for.
+The sizes are those of the public configurations of Llama 3.2 1B and 3B and Llama 3 8B. Nothing is downloaded. The
+weights are drawn on the device, in the type that the tuning needs, without a float32 copy.
 
     lora    weights in bfloat16, frozen; adapters in float32
     qlora   linear layers of the blocks packed into NF4 (scales quantized too), the rest in bfloat16, frozen; adapters
@@ -28,7 +28,7 @@ TUNINGS = ("lora", "qlora", "full")
 
 @dataclass(frozen=True)
 class CardShape:
-    """A Llama by its configuration. ``attention``: None is the library's own choice, sdpa."""
+    """The configuration of a Llama. ``attention``: None is the default of the library, sdpa."""
 
     vocab: int
     hidden: int
@@ -62,7 +62,7 @@ class CardShape:
         )
 
     def model(self) -> LlamaForCausalLM:
-        """On the device, the same weights at each call."""
+        """Create the model on the device, with the same weights at each call."""
         torch.manual_seed(0)
         with torch.device(self.device):
             model = LlamaForCausalLM._from_config(
@@ -75,7 +75,7 @@ class CardShape:
         return getattr(torch, self.full_dtype) if self.tuning == "full" else torch.bfloat16
 
     def _packed(self, model: LlamaForCausalLM) -> LlamaForCausalLM:
-        """Those weights in 4 bits, by the loader that reads a folder, and prepared as the product prepares them."""
+        """Quantize the weights to 4 bits, by loading them from a folder, and prepare them as our commands do."""
         packing = quantization_config(ModelSettings(tuning="qlora"), skeleton_of(self.config()), torch.bfloat16)
         packed = LlamaForCausalLM.from_pretrained(
             None,
@@ -95,22 +95,23 @@ SHAPES = {
     "8b": CardShape(128_256, 4096, 14_336, layers=32, heads=32, kv_heads=8, is_tied=False),
     "tiny": CardShape(512, 64, 128, layers=2, heads=4, kv_heads=2, is_tied=True, longest_row=64, weight_std=0.1),
 }
-"""``tiny`` is for test run; its weights are large, so that adapters under a frozen head can learn something."""
+"""``tiny`` is for test runs. Its weights are large, so that adapters below a frozen head can learn something."""
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 COUNTED_LENGTHS = (64, 128)
 COUNTED_LAYERS = (2, 3)
-"""The first layer's backward is shorter where the embeddings are frozen: the second is like all that follow."""
+"""Numbers of layers that are counted. The backward of the first layer is shorter if the embeddings are frozen; the
+second layer is like all that follow."""
 
 
 def model_flops(shape: CardShape, adapted: Any, lengths: list[int]) -> float:
-    """Operations of forward and backward of rows of ``lengths``, by the product's own count.
+    """Return the operations of forward and backward of rows of ``lengths``, counted with ``count_flops``.
 
-    Counted on the meta device, for all contenders alike: padding, recomputation and the mask's saving are not in it. A
-    row's count is a x length + c x length², and linear in the layers from the second on, so four counts give all.
-    ``adapted``: model -> model with the adapters of the job.
+    They are counted on the meta device, in the same way for all contenders: without padding and recomputation, and
+    without the savings of a causal mask. The count of a row is a x length + c x length², and is linear in the number of
+    layers from the second on, so four counts determine it. ``adapted`` adds the adapters of the job to a model.
     """
     per_row = [[_counted(shape, adapted, layers, length) for layers in COUNTED_LAYERS] for length in COUNTED_LENGTHS]
     more_layers = shape.layers - COUNTED_LAYERS[0]
@@ -133,7 +134,7 @@ def _counted(shape: CardShape, adapted: Any, layers: int, length: int) -> float:
 
 
 class _OnMeta:
-    """What ``count_flops`` asks a trainer for."""
+    """The attributes of a trainer that ``count_flops`` uses."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""From the points of benchmarks/gpu/gpu.py to its table, its figures, and what does not agree."""
+"""Turn the points of benchmarks/gpu/gpu.py into its table and figures, and report points that do not agree."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ HEADS = (
     "waits",
     "attention",
 )
-"""Padding: tokens that entered the model per real one. Held: by torch's allocator. Bits: per held-out token. Waits: of
-the host for the device in a step. Attention: or why there are not finite."""
+"""Padding: processed tokens per real token. Held: memory reserved by torch's allocator. Bits: per held-out token.
+Waits: of the host for the device, per step. Attention: the kernel, or why the point has no results."""
 SAME_BITS = 0.01
-"""Held-out losses this far apart, relative, are of the same training: kernels round differently, bf16 has 8 bits."""
+"""Relative difference up to which two held-out losses count as equal: kernels round differently, and bf16 has 8
+bits."""
 OTHER_ROWS = ("trl, packing",)
-"""Contenders whose steps hold other rows."""
+"""Contenders with other rows in each step."""
 
 Results = Sequence[dict[str, Any]]
 Cell = tuple[str, str]
@@ -42,7 +43,7 @@ Cell = tuple[str, str]
 
 
 def cells_of(results: Results) -> Iterator[tuple[Cell, dict[str, list[dict[str, Any]]]]]:
-    """Each cell with its results by contender, in the order in which they came."""
+    """Yield each cell with its results by contender, in the order in which they were measured."""
     for cell in dict.fromkeys((one["shape"], one["tuning"]) for one in results):
         own = [one for one in results if (one["shape"], one["tuning"]) == cell]
         yield (
@@ -59,7 +60,7 @@ def measured(results: Results) -> list[dict[str, Any]]:
 
 
 def rate(result: dict[str, Any]) -> float:
-    """Predicted tokens per second."""
+    """Return the predicted tokens per second."""
     return result["tokens"] / result["seconds"]
 
 
@@ -103,12 +104,12 @@ def _cells(own: Results, stock: Results, peak_tflops: Optional[float]) -> list[s
 
 
 def why_not(result: dict[str, Any]) -> str:
-    """In a word or two; the whole reason is in the notes and in the file."""
+    """Return the reason in a word or two. The notes and the file have the full text."""
     return result["reason"].partition(",")[0] if result["status"] == "cannot run" else result["status"]
 
 
 def _gib(results: Results, key: str) -> Optional[float]:
-    """The highest of the repeats; None off CUDA."""
+    """Return the highest value of the repeats in GiB; None without CUDA."""
     found = [one[key] for one in results if one[key] is not None]
     return max(found) / GIB if found else None
 
@@ -118,13 +119,13 @@ def _percent(share: Optional[float]) -> str:
 
 
 def utilization(result: dict[str, Any], tokens_per_second: float, peak_tflops: Optional[float]) -> Optional[float]:
-    """Model FLOPs per second over the peak of the card; None where that is not known."""
+    """Return the model FLOPs per second divided by the peak of the GPU; None if the peak is not known."""
     peak = peak_tflops or known_tflops(result["card"], "bf16")
     return None if peak is None else _flops_per_token(point_of(result)) * tokens_per_second / (peak * 1e12)
 
 
 def point_of(result: dict[str, Any]) -> Point:
-    """Of the same model and rows, whichever contender."""
+    """Return the point with the same model and rows, for any contender."""
     given = {one.name: result[one.name] for one in fields(Point)}
     return Point(**{**given, "contender": "stock", "repeat": 1, "device": "cpu"})
 
@@ -136,7 +137,7 @@ _flops_per_token = cache(flops_per_token)
 
 
 def figures_of(results: Results) -> dict[str, Figure]:
-    """Two per model and tuning, where ours and another contender were measured."""
+    """Return two figures per model and tuning for which ours and another contender were measured."""
     found = {}
     for cell, contenders in cells_of(results):
         ours = measured(contenders.get("ours", []))
@@ -155,7 +156,7 @@ def figures_of(results: Results) -> dict[str, Figure]:
 
 
 def _against_the_fastest(ours: Results, others: Results) -> list[float]:
-    """By repeat, against the contender that is the fastest by its median."""
+    """Return the speed ratio of each repeat to the contender with the fastest median."""
     by_contender = {
         contender: [one for one in others if one["contender"] == contender]
         for contender in {one["contender"] for one in others}
@@ -170,7 +171,7 @@ def _against_the_fastest(ours: Results, others: Results) -> list[float]:
 
 
 def differences(results: Results) -> list[str]:
-    """Contenders that did not do the work of the first measured contender of their cell, in words."""
+    """Describe the contenders that did other work than the first measured contender of their cell."""
     found = []
     for cell, contenders in cells_of(results):
         good = [one for contender, own in contenders.items() if contender not in OTHER_ROWS for one in measured(own)]
@@ -204,7 +205,7 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def show(results: Results, peak_tflops: Optional[float]) -> None:
-    """What ``finish`` would print, without a file."""
+    """Print what ``finish`` prints, without writing a file."""
     Console(width=140).print(grid_of(results, peak_tflops).table(title_of(results)))
     figures = figures_of(results).items()
     print(*(one.said(name) for name, one in figures), *notes_of(results), sep="\n")

@@ -1,5 +1,4 @@
-"""What is measured of one contender on one device: some steps between two waits, its peaks, its padding, its host
-syncs."""
+"""The measurements of one contender on one device: steps between two synchronizations, peaks, padding, host syncs."""
 
 from __future__ import annotations
 
@@ -13,18 +12,19 @@ import torch
 from scu_trainer.train.step.recovery.memory import free_memory
 
 WARM_UP_STEPS = 4
-"""Left out: kernels are chosen, optimizer state is made, micro-batches are measured one by one."""
+"""Steps that are not measured: in them kernels are chosen, optimizer state is created, and micro-batches are measured
+one by one."""
 EXTRA_STEPS = 2
-"""After the measured ones, for what would cost time in them: waits are counted in the first of them, and the end of the
-training, which waits for its statistics, comes after the second."""
+"""Steps after the measured ones, for work that would cost time: host waits are counted in the first one, and after the
+second one training ends and waits for its statistics."""
 SYNC = "synchronizing CUDA operation"
 
 
 class Window:
-    """In the place of turns: ``steps`` optimizer steps after the warm-up, with the device waited for at both ends only.
+    """Replaces turns: ``steps`` optimizer steps after the warm-up, with synchronization only before and after them.
 
-    ``seconds``: of these steps. ``processed``: tokens that entered the model in them, padding included. ``syncs``:
-    how often the host waited for the device in one extra step, None off CUDA.
+    ``seconds``: of these steps. ``processed``: the tokens that the model processed in them, including padding.
+    ``syncs``: how often the host waited for the device in one extra step; None without CUDA.
     """
 
     def __init__(self, device: str, steps: int) -> None:
@@ -41,7 +41,7 @@ class Window:
         return self._syncs.count
 
     def watch(self, model: torch.nn.Module) -> torch.nn.Module:
-        """``model``, whose tokens are counted from here on, where they enter it."""
+        """Count the tokens that enter ``model`` from now on, and return it."""
         model.get_input_embeddings().register_forward_pre_hook(self._entered)
         self._models.append(model)
         return model
@@ -51,7 +51,7 @@ class Window:
             self.processed += inputs[0].numel()
 
     def begin(self) -> None:
-        """All is set up by now."""
+        """Start counting, after everything is set up."""
         for model in self._models:
             restore_adapters(model)
         free_memory(self.device)
@@ -71,7 +71,7 @@ class Window:
             self._syncs.stop()
 
     def end(self) -> None:
-        """The training is over. Raises RuntimeError where it was over before the last measured step."""
+        """Check that training lasted long enough. Raises RuntimeError if it ended before the last measured step."""
         self._syncs.stop()
         self.peaks.read()
         if self._steps < self._last:
@@ -83,16 +83,16 @@ class Window:
 
 
 def restore_adapters(model: torch.nn.Module) -> None:
-    """TRL makes adapters over a packed base bfloat16; here they are float32 on every contender."""
+    """Convert adapters back to float32, which all contenders use: TRL makes those on a quantized base bfloat16."""
     for name, weight in model.named_parameters():
         if weight.requires_grad and "lora_" in name:
             weight.data = weight.data.float()
 
 
 class Peaks:
-    """Highest bytes over all restarts of torch's own peaks: the memory loop restarts them as it goes.
+    """The highest memory over all resets of torch's peak statistics, which the memory loop resets during training.
 
-    ``allocated``, ``reserved``: None off CUDA. A context manager: inside, restarts are noticed.
+    ``allocated``, ``reserved``: in bytes; None without CUDA. Resets are noticed only inside this context manager.
     """
 
     def __init__(self, device: str) -> None:
@@ -110,7 +110,7 @@ class Peaks:
         self._patch.stop()
 
     def start(self) -> None:
-        """Forget what was before."""
+        """Reset the peaks."""
         if self._is_cuda:
             self._restart()
             self.allocated = self.reserved = 0
@@ -126,7 +126,7 @@ class Peaks:
 
 
 class _Syncs:
-    """Counts torch's warnings about waits of the host. What waits below torch is not seen."""
+    """Counts torch's warnings about waits of the host. Waits that torch does not know of are not counted."""
 
     def __init__(self) -> None:
         self.count: Optional[int] = None

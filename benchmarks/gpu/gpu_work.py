@@ -1,16 +1,16 @@
-"""One point of benchmarks/gpu/gpu.py: one contender trains one model for some steps, in a process of its own.
+"""One point of benchmarks/gpu/gpu.py: one contender trains one model for some steps, in its own process.
 
-Precision is the same on every contender: what gpu_shapes.py says of weights, bf16 autocast, fused AdamW with its state
-in the type of the trained weights. So are rows, their order, the logical batch and activation checkpointing.
+All contenders use the same precision: the weights of gpu_shapes.py, bf16 autocast, and fused AdamW with its state in
+the type of the trained weights. Rows, their order, the logical batch and activation checkpointing are the same as well.
 
     stock                     transformers.Trainer, padded batches, sdpa
-    trl                       TRL's SFTTrainer as it comes: padded, its loss in chunks, sdpa
-    trl, padding-free         rows of a batch laid end to end, flash attention where it is installed
+    trl                       TRL's SFTTrainer with its defaults: padded, its loss in chunks, sdpa
+    trl, padding-free         rows of a batch laid end to end, with flash attention if it is installed
     trl, packing              rows packed into rows of the longest length, likewise
     trl, padding-free, liger  with Liger's layers: TRL + Liger + flash attention
-    ours                      SCUTrainer as the commands have it, attention as the commands choose it
+    ours                      SCUTrainer as the commands use it, with the attention that the commands choose
     ours, liger               with Liger's layers, and our loss
-    unsloth, axolotl          as their documentation has it, see gpu_others.py and gpu_axolotl.py
+    unsloth, axolotl          as their documentation describes, see gpu_others.py and gpu_axolotl.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 RANK = 16
 LEARNING_RATES = {"lora": 1e-3, "qlora": 1e-3, "full": 5e-5}
-"""So that a few steps from random weights show in the held-out loss."""
+"""Rates so high that a few steps from random weights show in the held-out loss."""
 QUICK_RATE = 1e-2
 LENGTHS = {
     **{name: DISTRIBUTIONS[name] for name in ("chat", "alpaca")},
@@ -54,15 +54,15 @@ INSTALL = {
     "axolotl": "axolotl",
     "bitsandbytes": "bitsandbytes",
 }
-"""Package that a module comes with."""
+"""The package that provides a module."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """``contender`` trains ``shape`` by ``tuning``. ``steps``: the measured ones.
+    """One measurement: ``contender`` trains ``shape`` with ``tuning``. ``steps``: the number of measured steps.
 
-    ``flash``: attention of the contenders that lay rows end to end; None: flash attention where it is installed, else
-    torch's own kernel for such rows, and sdpa where a card has none.
+    ``flash``: the attention of contenders that lay rows end to end. None means flash attention if it is installed, else
+    torch's own kernel for such rows, or sdpa on a GPU that does not support it.
     """
 
     shape: str
@@ -79,7 +79,7 @@ class Point:
     flash: Optional[str] = None
 
     def work(self) -> str:
-        """What must be equal for two points to be compared, but for shape and tuning."""
+        """The settings, besides shape and tuning, that must be equal for two points to be comparable."""
         rows = f"{self.batch_rows} x {self.accumulation} rows of {self.lengths} lengths per optimizer step"
         kept = "checkpointing" if self.checkpointing else "no checkpointing"
         return f"{rows}, {self.steps} steps measured, {kept}, full tuning in {self.full_dtype} weights"
@@ -91,7 +91,7 @@ class Point:
 
 @dataclass(frozen=True)
 class CardJob(Job):
-    """A job whose model is watched by ``window``."""
+    """A job with a ``window`` that counts the tokens of its model."""
 
     window: Optional[Window] = field(default=None, compare=False)
 
@@ -121,7 +121,8 @@ def job_of(point: Point, attention: Optional[str], window: Window) -> CardJob:
 
 
 def packing(job: CardJob, window: Window, **changes: Any) -> Trained:
-    """As many packed rows to a step as hold the tokens of a step of the others, in as many batches."""
+    """Train with packing. A step has as many packed rows as hold the tokens of a step of the others, in as many
+    batches."""
     per_step = sum(job.token_rows().lengths) / job.steps / job.shape.longest_row
     rows = max(1, round(per_step / job.accumulation))
     given = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": job.accumulation}
@@ -142,7 +143,8 @@ def axolotl(job: CardJob, window: Window) -> Trained:
 
 @dataclass(frozen=True)
 class CardContender:
-    """``needs``: modules. ``wants_flash``: flash attention where it is installed. ``attends``: how it does without."""
+    """A contender. ``needs``: modules that must be installed. ``wants_flash``: it uses flash attention if that is
+    installed. ``attends``: its attention otherwise."""
 
     work: Callable[..., Trained]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -171,7 +173,7 @@ CONTENDERS = {
 
 
 def obstacle(point: Point) -> Optional[str]:
-    """Why this point cannot run here, None if it can."""
+    """Return why this point cannot run here, or None if it can."""
     contender = CONTENDERS[point.contender]
     needs = (*contender.needs, *(("bitsandbytes",) if point.tuning == "qlora" else ()))
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
@@ -181,7 +183,7 @@ def obstacle(point: Point) -> Optional[str]:
 
 
 def attention_of(point: Point) -> Optional[str]:
-    """``attn_implementation`` of a contender, None for sdpa."""
+    """Return ``attn_implementation`` of a contender; None for sdpa."""
     contender = CONTENDERS[point.contender]
     if contender.wants_flash and point.flash is not None:
         return point.flash
@@ -197,11 +199,12 @@ def attention_of(point: Point) -> Optional[str]:
 
 
 def result_of(point: Point) -> dict[str, Any]:
-    """Numbers of ``point``, trained in this process. An out-of-memory or an error is a result, with its reason."""
+    """Train ``point`` in this process, and return its results. Running out of memory, or any error, is a result with a
+    reason."""
     attention = attention_of(point)
     try:
         numbers = _measured(point, attention)
-    except Exception as error:  # one contender's error must not take the other contenders' time on the card
+    except Exception as error:  # an error of one contender must not stop the measurement of the others
         status = "out of memory" if isinstance(error, OutOfMemory) or is_out_of_memory(error) else "failed"
         if status == "failed":
             traceback.print_exc()
@@ -238,7 +241,7 @@ def _measured(point: Point, attention: Optional[str]) -> dict[str, Any]:
 
 
 def flops_per_token(point: Point) -> float:
-    """Model FLOPs per predicted token of the rows of ``point``, the same number for every contender."""
+    """Return the model FLOPs per predicted token of the rows of ``point``, which are the same for every contender."""
     job = job_of(replace(point, contender="stock"), None, Window("cpu", point.steps))
     lengths = job.token_rows().lengths
     return model_flops(job.shape, job.adapted, lengths) / sum(length - SHIFT for length in lengths)

@@ -1,11 +1,11 @@
-"""How far from float32 is a training in bf16, by the stock Trainer and by ours, which sums in another order?
+"""How far is training in bf16 from float32, with the stock Trainer and with ours, which sums in another order?
 
     python benchmarks/gpu/half_precision.py [--seeds 0 1 2] [--steps 24] [--device cpu] [--quick]
 
-The job of variable_length.py under bf16 autocast. Gradient: of all rows of one optimizer step, its distance from what
-stock computes of the same weights in float32, over the length of that; of the first step, and of the weights that stock
-has after the last one. Held-out bits: after the last step, of several first weights. Stock also with its 32 rows cut
-otherwise (16 x 2, 4 x 8): what such a change alone moves says how far apart two trainings may end.
+The job is that of variable_length.py under bf16 autocast. Gradient: for all rows of one optimizer step, its distance
+from the float32 gradient of stock at the same weights, divided by the norm of that; at the first step, and at the
+weights that stock has after the last step. Held-out bits: after the last step, for several initial weights. Stock also
+runs with its 32 rows split differently (16 x 2, 4 x 8), which shows how far apart two trainings may end by rounding.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from scu_trainer.train.run_directory.logs import run_log
 STOCK, OURS = "stock", "ours"
 CONTENDERS = {STOCK: (StockTrainer, 8), "stock, 16 rows": (StockTrainer, 16), "stock, 4 rows": (StockTrainer, 4)}
 CONTENDERS[OURS] = (OurTrainer, 8)
-"""Trainer, and rows of a batch."""
+"""The trainer, and the rows of a batch."""
 SMALL = Shape(vocab=1_000, hidden=32, layers=1, longest_row=256)
 NO_FARTHER = 1.05
-"""Largest distance of our gradient over stock's that is no loss of precision: what rounding itself moves."""
+"""Ratio of our gradient's distance to that of stock up to which precision counts as equal, because of rounding."""
 
 
 class KeepsGradient(TrainerCallback):
-    """``gradient``: of the last optimizer step, all weights in one row, float64."""
+    """Keeps the gradient of the last optimizer step. ``gradient``: of all weights, flattened, in float64."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.gradient = torch.cat([weight.grad.double().flatten().cpu() for weight in model.parameters()])
 
 
 def trained(contender: str, job: Job, model: torch.nn.Module, *callbacks: TrainerCallback, **changes: Any) -> None:
-    """``model`` is trained in place. ``changes``: of TrainingArguments."""
+    """Train ``model`` in place. ``changes``: of TrainingArguments."""
     kind, batch_rows = CONTENDERS[contender]
     job = replace(job, batch_rows=batch_rows, accumulation=job.step_rows // batch_rows)
     loops = LOOPS if contender == OURS else {}
@@ -63,7 +63,8 @@ def trained(contender: str, job: Job, model: torch.nn.Module, *callbacks: Traine
 
 
 def distances(job: Job, model: Callable[[], torch.nn.Module]) -> dict[str, float]:
-    """Of each contender's gradient from that of stock in float32, relative, with weights as ``model`` returns them."""
+    """Return the relative distance of the gradient of each contender from that of stock in float32, at the weights of
+    ``model``."""
 
     def gradient(contender: str, one: Job) -> torch.Tensor:
         keeps = KeepsGradient()

@@ -2,17 +2,17 @@
 
     python benchmarks/gpu/host_syncs.py [--steps 4]
 
-A host that waits cannot prepare the next kernels, and a device with nothing prepared stands still. It waits where a
-number is read (``item``, ``tolist``, ``bool``, ``nonzero``, a boolean mask as an index, ``cpu``), and where something
-is copied to the device without ``non_blocking``. Both are counted here without a device: the CPU stands for it. What
-is made on the host (a factory without ``device=``, a batch of the loader) is remembered as such until it is moved; all
-else counts as the device's, so a doubt counts against the contender. Only calls from Python are seen, not those within
-a kernel of torch; in a backward, which autograd runs, all of them.
+A host that waits cannot prepare the next kernels, and a device without prepared kernels is idle. The host waits when a
+number is read (``item``, ``tolist``, ``bool``, ``nonzero``, a boolean mask as an index, ``cpu``), and when something is
+copied to the device without ``non_blocking``. Both are counted here without a device, with the CPU in its role. Tensors
+created on the host (by a factory without ``device=``, or in a batch of the loader) are remembered until they are moved;
+all others count as on the device, so a doubtful case counts against the contender. Only calls from Python are counted,
+not those inside a kernel of torch; in a backward, which autograd runs, all calls are.
 
-Work: documents of uneven lengths, batches of eight, four of them accumulated, a vocabulary large enough for the chunked
-loss, small otherwise: the number of waits does not depend on the size of the model. The first steps are left out, in
-which ours measures every micro-batch. Waits per step depend on how many micro-batches a step has, which stands beside
-them; micro-batches are as large as on a GPU.
+Work: documents of different lengths, batches of eight, four of them accumulated, and a small model with a vocabulary
+large enough for the chunked loss: the number of waits does not depend on the size of the model. The first steps, in
+which ours measures every micro-batch, are left out. Waits per step depend on the number of micro-batches per step,
+which is shown next to them; micro-batches are as large as on a GPU.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.step import micro_batch_sizer
 
 SETTLED_STEPS = 5
-"""Left out: by then every micro-batch has been measured, and the model asked how its loss adds up."""
+"""Steps that are not counted: during them ours measures every micro-batch, and analyses the loss of the model."""
 
 AS_THE_COMMANDS = (("logging_nan_inf_filter", False),)
-"""Of ``scu-trainer train``, here for all contenders. The stock loop else asks twice per batch whether its loss is a
-number."""
+"""A default of ``scu-trainer train``, used for all contenders here. Otherwise the stock loop checks twice per batch
+whether its loss is finite."""
 
 CONTENDERS = {
     "stock": WORKERS["stock"],
@@ -65,15 +65,15 @@ ANSWERS = {
     "item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal",
     "allclose", "is_nonzero", "bincount", "__bool__", "__int__", "__float__", "__index__", "__contains__",
 }  # fmt: skip
-"""What cannot return before the device has computed it: a number, or a tensor whose shape depends on numbers."""
+"""Operations that wait for the device: they return a number, or a tensor with a shape that depends on values."""
 
 OPERATIONS_THAT_ANSWER = {
     torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select, torch.ops.aten.equal,
 }  # fmt: skip
-"""Of those, what they are made of: how they show in a backward."""
+"""The lower-level operations that they consist of, which a backward shows instead."""
 
 MAKERS_FROM_HOST = {"tensor", "as_tensor", "asarray"}
-"""With ``device=``: made on the host, then copied."""
+"""Factories that, with ``device=``, create a tensor on the host and copy it."""
 
 READS, COPIES = "reads", "copies"
 PACKAGES = ("scu_trainer", "transformers", "accelerate", "trl", "torch")
@@ -81,7 +81,7 @@ PACKAGES = ("scu_trainer", "transformers", "accelerate", "trl", "torch")
 
 @dataclass
 class Waits:
-    """``by_place``: (kind, place in the code) -> number, while ``is_on``."""
+    """Counts waits while ``is_on``. ``by_place``: number by (kind, place in the code)."""
 
     is_on: bool = False
     by_place: Counter = field(default_factory=Counter)
@@ -92,7 +92,7 @@ class Waits:
 
 
 def place() -> str:
-    """``package/file.py: function`` of the caller, the nearest one outside of torch and of this file."""
+    """Return ``package/file.py: function`` of the nearest caller outside of torch and this file."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -104,7 +104,7 @@ def place() -> str:
 
 
 class CountsWaits(TorchFunctionMode):
-    """Sees every call of torch from Python. ``waits`` gets those for which a host with a device would wait."""
+    """Intercepts every call of torch from Python, and records those in ``waits`` for which a host would wait."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class CountsWaits(TorchFunctionMode):
         self._backward.__exit__(*error)
 
     def read_in_backward(self, tensor: Any) -> None:
-        """By an operation of autograd itself, or of Python, which has been counted then."""
+        """Count a read in a backward, unless Python code made it, which is counted already."""
         if not self._is_counted and not self.is_on_host(tensor):
             self.waits.note(READS)
 
@@ -147,7 +147,7 @@ class CountsWaits(TorchFunctionMode):
         return made
 
     def _moved(self, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
-        """``to`` and ``copy_``. The device is meant by a torch.device or a tensor of it, the host by "cpu"."""
+        """Handle ``to`` and ``copy_``. A torch.device, or a tensor on it, means the device; "cpu" means the host."""
         tensor, others = args[0], [*args[1:], *kwargs.values()]
         is_blocking = not kwargs.get("non_blocking") and not any(other is True for other in others)
         was_on_host = self.is_on_host(tensor)
@@ -165,7 +165,7 @@ class CountsWaits(TorchFunctionMode):
         made = func(*args, **kwargs)
         if name == "copy_":
             return made
-        if was_on_host != to_host:  # here it is the same tensor, with a device another one
+        if was_on_host != to_host:  # without a device it is the same tensor, with one it would be a copy
             made = made.clone()
         if to_host:
             self.keep_on_host(made)
@@ -206,7 +206,7 @@ class CountsWaits(TorchFunctionMode):
 
 
 class SeesBackward(TorchDispatchMode):
-    """Tells ``counts`` of every read of a number in a backward. The thread that calls it runs it on a CPU."""
+    """Reports every read of a number in a backward to ``counts``. On a CPU, the calling thread runs the backward."""
 
     def __init__(self, counts: CountsWaits) -> None:
         super().__init__()
@@ -223,13 +223,14 @@ def _indices(given: Any) -> Sequence[Any]:
 
 
 class Counting:
-    """In the place of turns: counts ``steps`` settled steps. One more follows, for the end of a training waits too."""
+    """Replaces turns: counts the waits of ``steps`` steps after the first ones. Another step follows, because the end
+    of a training waits too."""
 
     def __init__(self, waits: Waits, steps: int) -> None:
         self.waits, self.done, self.last = waits, 0, SETTLED_STEPS + steps
 
     def begin(self) -> None:
-        """All is set up."""
+        """Start counting, after everything is set up."""
 
     def step(self) -> None:
         self.done += 1
@@ -237,13 +238,14 @@ class Counting:
 
 
 def counted(name: str, steps: int) -> dict[str, Any]:
-    """One contender: waits by place, and forward passes, of ``steps`` steps after the settled ones."""
+    """Run one contender, and return its waits by place and its forward passes in ``steps`` steps after the first
+    ones."""
     work, settings = CONTENDERS[name]
     job = job_of(steps, AS_THE_COMMANDS)
     mode, forwards = CountsWaits(Waits()), Counter()
 
     def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        mode.keep_on_host(batch)  # as a loader makes it, whichever way
+        mode.keep_on_host(batch)  # a loader makes batches on the host
         return send_to_device(batch, *args, **kwargs)
 
     send_to_device = accelerate.data_loader.send_to_device
@@ -266,13 +268,13 @@ def counted(name: str, steps: int) -> dict[str, Any]:
 
 
 def total(result: dict[str, Any], kind: Optional[str] = None, owner: str = "") -> float:
-    """Per optimizer step."""
+    """Return the number of waits per optimizer step."""
     chosen = [w for w in result["waits"] if kind in (None, w["kind"]) and w["place"].startswith(owner)]
     return sum(w["count"] for w in chosen) / result["steps"]
 
 
 def grid(results: Sequence[dict[str, Any]]) -> Grid:
-    """A row per place, the most frequent first; a column per contender."""
+    """Return a table with a row per place, the most frequent first, and a column per contender."""
 
     def row(name: str, numbers: Sequence[float]) -> list[str]:
         return [name, *(f"{number:g}" if number else "" for number in numbers)]
@@ -303,7 +305,8 @@ def figures(results: Sequence[dict[str, Any]]) -> dict[str, Figure]:
 
 
 def job_of(steps: int, arguments: tuple) -> Job:
-    """Small in all but the vocabulary, for the chunked loss. ``arguments``: of TrainingArguments, besides."""
+    """Return a job with a small model and a large vocabulary, for the chunked loss. ``arguments``: further
+    TrainingArguments."""
     shape, lengths = Shape(vocab=17_000, hidden=64, layers=2), Lengths("uneven", 30, 0.6)
     return Job(shape, lengths, steps=SETTLED_STEPS + steps + 1, arguments=arguments)
 

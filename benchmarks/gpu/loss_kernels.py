@@ -1,9 +1,10 @@
-"""Output layer and cross-entropy, forward and backward: which way to compute them is the fastest, at what memory?
+"""Which computation of output layer and cross-entropy, forward and backward, is the fastest, and how much memory it
+needs.
 
     python benchmarks/gpu/loss_kernels.py [--tokens 8192] [--words 128256] [--hidden 2048 4096] [--rounds 15] [--quick]
 
-bf16 weights and hidden states, a frozen output layer, as adapters leave it, and a trained one. Contenders take turns,
-step by step, in one process; what is not installed is a row that says so.
+Weights and hidden states are bf16. The output layer is frozen, as with adapters, or trained. Contenders take turns,
+step by step, in one process. A contender that is not installed is a row that says so.
 
     stock              all logits, converted to float32 (transformers)
     ours, by torch     chunks of rows, torch's own operations on float32 copies, each product rounded before it is added
@@ -74,7 +75,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
 def trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
 
-    outputs = "entropy", "is_top1"  # which SFTTrainer logs
+    outputs = "entropy", "is_top1"  # SFTTrainer logs them
     return -ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32_768, None, 1.0, outputs)[0].mean()
 
 
@@ -89,11 +90,11 @@ CONTENDERS: dict[str, Loss] = {
 
 
 class Contest:
-    """One output layer for all contenders."""
+    """Runs all contenders on the same output layer."""
 
     def __init__(self, tokens: int, words: int, size: int, is_trained: bool, device: str) -> None:
         torch.manual_seed(0)
-        with torch.device(device):  # a slow host would take longer for these numbers than the card for all the rest
+        with torch.device(device):  # drawing these numbers on a slow host would take longer than all measurements
             self.hidden = torch.randn(tokens, size).bfloat16().requires_grad_()
             self.weight = (torch.randn(words, size) / size**0.5).bfloat16().requires_grad_(is_trained)
             self.targets = torch.randint(0, words, (tokens,))
@@ -107,7 +108,7 @@ class Contest:
             try:
                 distance = float((self._gradient(loss) - exact).norm() / exact.norm())
                 self.rows[name] = f"{distance:.1e}", self._peak(loss)
-            except Exception as error:  # not installed, no kernel for this device, out of memory: the row says it
+            except Exception as error:  # not installed, no kernel for this device, out of memory: the row shows it
                 self.why_not[name] = f"{type(error).__name__}: {error}".splitlines()[0][:60]
         for _ in range(rounds):
             for name in self.rows:
@@ -145,7 +146,7 @@ class Contest:
         return [f"{median(times):.1f}", ratio, peak, distance]
 
     def ratio(self, name: str) -> float:
-        """Of stock's time over this one's, paired by round; both ran."""
+        """Return the time of stock divided by that of ``name``, paired by round. Both must have run."""
         return median(base / one for base, one in zip(self.times_ms[STOCK], self.times_ms[name], strict=True))
 
 

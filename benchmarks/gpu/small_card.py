@@ -1,13 +1,13 @@
-"""Does a model train on a card that it only just fits, and what does that cost?
+"""Does a model train on a GPU that it barely fits, and what does that cost?
 
     python benchmarks/gpu/small_card.py [--limit_gib 3.69] [--steps 12] [--quick]
 
-The Llama of 1 billion weights of gpu.py, LoRA of rank 16 in bf16 with activation checkpointing, 8 x 4 rows per
-optimizer step, on a card of which torch's allocator may take --limit_gib: ours, which knows of it by memory_limit_gb,
-and stock. Rows of chat lengths, and rows of 1,024 tokens, each with the allocator as it comes and with the expandable
-segments that our commands set. Each training is a process of its own. Out of memory: events that were recovered from,
-all steps together and in the first. Held: what the allocator had reserved at the end. Seconds: of an optimizer step,
-the median from the second on, the device waited for at its end.
+The model is the Llama of 1 billion weights of gpu.py, with LoRA of rank 16 in bf16, activation checkpointing, and 8 x 4
+rows per optimizer step. torch's allocator may use --limit_gib of the GPU. Ours, which knows the limit by
+memory_limit_gb, is compared with stock, on rows of chat lengths and on rows of 1,024 tokens, with the default allocator
+and with the expandable segments that our commands set. Each training runs in its own process. Out of memory: the number
+of recovered events, in all steps and in the first. Held: the memory that the allocator had reserved at the end.
+Seconds: the median time of an optimizer step from the second on, with a synchronization at its end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SEGMENTS = {"as it comes": {}, "expandable": {"PYTORCH_ALLOC_CONF": "expandable_
 
 
 class Looks(TrainerCallback):
-    """After every optimizer step: the time, and what was recovered from by then."""
+    """Records the time after every optimizer step, and the number of recovered out-of-memory events so far."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -60,7 +60,7 @@ class Looks(TrainerCallback):
 
 
 def trained(contender: str, point: Point, limit_gib: float) -> dict[str, Any]:
-    """In a process of its own: how ``contender`` fared on a card of ``limit_gib``."""
+    """Train ``contender`` on a GPU limited to ``limit_gib``, and return its results. Runs in its own process."""
     job = replace(job_of(point, None, Window(point.device, point.steps)), steps=point.steps)
     looks, on_card = Looks(point.device), point.device == "cuda"
     if on_card:

@@ -1,9 +1,9 @@
-"""attn_implementation "torch_varlen": torch's own kernel for rows of unequal length, which needs no package.
+"""The attn_implementation "torch_varlen": torch's own kernel for rows of different lengths, which needs no package.
 
-For contenders that lay rows end to end, where flash attention is not installed: "sdpa" would hold a mask of tokens x
-tokens for them, and to win over that is no win. The kernel is the one that ours takes. Importing this registers it.
-It wants half precision and a card from Ampere on, ``cu_seq_lens_q`` and ``max_length_q`` among the model's inputs, as
-TRL's collator makes them; without them (one whole row) it is plain causal attention.
+It is for contenders that lay rows end to end when flash attention is not installed. With "sdpa" they would need a mask
+of tokens x tokens, which would make the comparison unfair. Ours uses the same kernel. Importing this module registers
+it. The kernel needs half precision, a GPU of the Ampere generation or newer, and ``cu_seq_lens_q`` and ``max_length_q``
+among the model inputs, as TRL's collator provides them. Without them (one whole row) it is plain causal attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _attention(
     max_length_q=None,
     **others,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, heads, tokens, size), key and value (1, their heads, tokens, size) -> (1, tokens, heads, size)."""
+    """Compute attention. Shapes: query (1, heads, tokens, size), key and value (1, their heads, tokens, size), result
+    (1, tokens, heads, size)."""
     query, key, value = in_one_type(query, key, value)
     if cu_seq_lens_q is None:
         made = scaled_dot_product_attention(

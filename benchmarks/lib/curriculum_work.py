@@ -37,12 +37,13 @@ GROUPED = "group_by_length"
 PLANNED = ("none", "token_budget")
 UNIFORM = "uniform"
 TRIMMED = "token_budget, spoiled removed"
-"""No method: what one that knew every spoiled row from the start would reach."""
+"""Not a method, but a bound: training without the spoiled rows from the start."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. ``noise``: share of spoiled training rows. ``budget``: share of the full number of epochs."""
+    """One training run. ``noise``: the share of spoiled training rows. ``budget``: the share of the full number of
+    epochs."""
 
     part: str
     noise: float
@@ -58,7 +59,7 @@ class Run:
 
 
 class Spoiled(NamedTuple):
-    """Training rows, the rows by which an early stop is chosen (spoiled alike), and the mask of spoiled rows."""
+    """Training rows, validation rows for early stopping (spoiled in the same way), and the mask of spoiled rows."""
 
     train: Any
     validation: Any
@@ -81,7 +82,7 @@ TEXT = {
     "base_steps": 240,
     "base_rate": 4e-3,
 }
-"""Docstrings of fewer tokens than ``shortest`` are left out, those of more than ``longest`` are cut to it."""
+"""Docstrings with fewer than ``shortest`` tokens are left out, and those with more than ``longest`` are truncated."""
 
 LARGE_TEXT = {
     "rows": 800,
@@ -92,13 +93,13 @@ LARGE_TEXT = {
     "layers": 3,
     "base_steps": 500,
 }
-"""What ``--large`` changes of it: rows enough for batches of like lengths, and a base that knows more."""
+"""The changes of ``--large``: enough rows for batches of similar lengths, and a base that was trained for longer."""
 
 HELD_OUT_MODULES = 0.15
 
 
 def text_model(vocab: int = 2048) -> LlamaForCausalLM:
-    """About 0.7 million weights, at random."""
+    """Return a model of about 0.7 million random weights."""
     hidden = TEXT["hidden"]
     return LlamaForCausalLM(
         LlamaConfig(
@@ -118,7 +119,8 @@ def text_model(vocab: int = 2048) -> LlamaForCausalLM:
 
 
 def text_base() -> Path:
-    """The model that all text runs start from: pre-trained once on the embedded Python documentation, then kept."""
+    """Return the folder of the base of all text runs. It is pre-trained once on the embedded Python documentation, then
+    cached."""
     recipe = [TEXT[name] for name in ("hidden", "layers", "base_steps", "base_rate")]
     return built_once(default_cache_dir(None) / "base" / f"curriculum-{digest_of(1, recipe)[:12]}", _pretrain)
 
@@ -136,7 +138,8 @@ def _pretrain(folder: Path) -> None:
 
 @cache
 def _docstrings() -> tuple[list[list[int]], list[list[int]]]:
-    """Token rows for training and from held-out modules, one docstring each, none twice, at their whole length."""
+    """Return rows for training and rows from held-out modules: one docstring each, without duplicates, not
+    truncated."""
     module_of: dict[str, str] = {}
     for record in read_embedded("stdlib_source", default_cache_dir(None), "text"):
         for text in _docstrings_of(record.value["text"]):
@@ -166,7 +169,7 @@ def _token_rows(rows: list[list[int]]) -> datasets.Dataset:
 
 
 def text_rows(seed: int, noise: float) -> Spoiled:
-    """Rows drawn by ``seed``; the tokens of a spoiled one are shuffled behind the first, which begins the text."""
+    """Draw rows by ``seed``. In a spoiled row all tokens after the first one are shuffled."""
     rng = numpy.random.default_rng([seed, 1])
     pool, count = _docstrings()[0], TEXT["rows"]
     drawn = [pool[i][: TEXT["longest"]] for i in rng.permutation(len(pool))[: count + TEXT["validation_rows"]]]
@@ -188,7 +191,8 @@ def nats_per_token(model: nn.Module, rows: datasets.Dataset) -> float:
 
 
 def padding(longest: int) -> dict[str, float]:
-    """Processed over real tokens of one epoch of all training docstrings, cut to ``longest`` tokens."""
+    """Return processed tokens per real token in one epoch of all training docstrings, truncated to ``longest``
+    tokens."""
     lengths = numpy.array([min(len(row), longest) for row in _docstrings()[0]])
     rows = TEXT["batch"]
     planned = {name: CurriculumSampler(lengths, CurriculumSettings(name), rows_per_batch=rows) for name in PLANNED}
@@ -258,7 +262,7 @@ def _digits() -> tuple[torch.Tensor, numpy.ndarray]:
 
 
 def digit_rows(seed: int, noise: float) -> tuple[Spoiled, Pictures]:
-    """Rows split by ``seed``; a spoiled one has another label, any with equal chance. And the clean test rows."""
+    """Split rows by ``seed``, and return them with the clean test rows. A spoiled row has a random other label."""
     rng = numpy.random.default_rng([seed, 1])
     pictures, classes = _digits()
     order = rng.permutation(len(classes))
@@ -279,7 +283,7 @@ def percent_right(model: nn.Module, rows: Pictures) -> float:
 
 
 def _spoiled(rng: numpy.random.Generator, sizes: tuple[int, ...], share: float) -> numpy.ndarray:
-    """Mask over all parts, exactly ``share`` of each."""
+    """Return a mask over all parts that marks exactly ``share`` of each."""
     return numpy.concatenate([rng.permutation(size) < round(share * size) for size in sizes])
 
 
@@ -287,7 +291,7 @@ def _spoiled(rng: numpy.random.Generator, sizes: tuple[int, ...], share: float) 
 
 
 class Counted(SCUTrainer):
-    """Counts what the model is really given, whoever chose it."""
+    """Counts the rows and tokens that the model really gets."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -302,7 +306,7 @@ class Counted(SCUTrainer):
 
 
 class Watch(TrainerCallback):
-    """At the end of every epoch: the score on held-out rows and on the (spoiled) validation rows, off the clock."""
+    """Scores held-out rows and the (spoiled) validation rows after every epoch. The time for this is not counted."""
 
     def __init__(self, scores: Callable[[nn.Module], dict[str, float]]) -> None:
         self.scores = scores
@@ -316,7 +320,8 @@ class Watch(TrainerCallback):
 
 
 def run(one: Run) -> dict[str, Any]:
-    """Scores by epoch, what was seen, CPU seconds of training, and how well the suspects match the spoiled rows."""
+    """Train, and return the scores by epoch, the rows and tokens, the CPU seconds, and how well the suspects match the
+    spoiled rows."""
     make = {"text": _text_trainer, "digits": _digit_trainer}[one.part]
     with tempfile.TemporaryDirectory() as scratch:
         trainer, watch, is_spoiled = make(one, scratch)
@@ -389,7 +394,8 @@ def _arguments(scratch: str, **changes: Any) -> TrainingArguments:
 
 
 def _suspects(trainer: SCUTrainer, is_spoiled: numpy.ndarray) -> dict[str, float]:
-    """What the finished run would leave out next; {} where nothing is suspected by design."""
+    """Compare the rows that the finished run would leave out next with the spoiled ones; {} if it never suspects
+    rows."""
     if trainer.curriculum is None or "noise_guard" not in trainer.curriculum.settings.methods:
         return {}
     suspects = trainer.curriculum.sampler.suspects()

@@ -1,4 +1,4 @@
-"""Random trainings for exactness.py: model families, losses, data. Each is a pure function of its seed."""
+"""Random trainings for exactness.py: model families, losses and data. Each is determined by its seed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def _resnet() -> nn.Module:
 
 
 class Plain(nn.Module):
-    """A module of a stranger: its forward computes its own loss, ``late_from``: with another term from that call on."""
+    """A user's module that computes its own loss in forward. ``late_from``: the call from which the loss has another
+    term."""
 
     def __init__(self, loss: Callable, late_from: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class Plain(nn.Module):
 
 
 class Speech(nn.Module):
-    """CTC over frames, with targets of unequal length."""
+    """CTC over frames, with targets of different lengths."""
 
     def __init__(self, reduction: str) -> None:
         super().__init__()
@@ -279,7 +280,7 @@ def _text(draw: random.Random, count: int, prompts: bool) -> list[dict[str, Any]
 
 
 def _classes(draw: random.Random, count: int) -> list[int]:
-    """Unbalanced, sorted now and then, so that whole batches have one class only."""
+    """Draw unbalanced classes, sometimes sorted, so that some batches have one class only."""
     labels = draw.choices(range(CLASSES), weights=draw.choice([(1, 1, 1, 1), (20, 3, 1, 1), (30, 1, 0, 0)]), k=count)
     return sorted(labels) if draw.random() < 0.4 else labels
 
@@ -338,7 +339,7 @@ def _pictures(draw: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Right padding; labels of rows in a line of their own are padded with -100."""
+    """Pad rows on the right. Labels per token are padded with -100."""
     if "pixel_values" in rows[0]:
         return {
             "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
@@ -372,7 +373,7 @@ def _plain_module(name: str, draw: random.Random) -> dict[str, Any]:
 
 
 def _late_module(draw: random.Random) -> dict[str, Any]:
-    """A term that mixes rows from some step on, which no question before training can see."""
+    """Make a loss with a term that mixes rows only from some step on, which no analysis before training can detect."""
     begins = draw.randint(1, 3)
 
     def loss(module, pooled, logits, labels):

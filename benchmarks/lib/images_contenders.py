@@ -26,14 +26,14 @@ from scu_trainer.train.run_directory.logs import run_log
 
 RECIPE = "resnet"
 NO_LOOPS = ("--scu", "false", "--memory_control", "false", "--curriculum", "none")
-"""Losses of rows are recorded all the same, which is what the command does with every data set."""
+"""The losses of rows are recorded anyway, as the command does with every dataset."""
 ONE_WORKER = ("--dataloader_num_workers", "1")
 
 
 @dataclass(frozen=True)
 class Way:
-    """``kind``: of ``families.CONTENDERS``. ``loader_augments``: a worker of the loader does to pixels what the model's
-    hook does else."""
+    """How a contender trains. ``kind``: of ``families.CONTENDERS``. ``loader_augments``: a loader worker augments the
+    pixels instead of the model's hook."""
 
     kind: str
     flags: tuple[str, ...] = ()
@@ -54,16 +54,16 @@ WAYS = {
     "recipe with a worker that augments": Way("ours", ONE_WORKER, loader_augments=True),
     "recipe with torch_compile": Way("ours", ("--torch_compile", "true")),
 }
-"""Contenders by name. bf16 is what the recipe chooses where the CPU has it, and float32 elsewhere."""
+"""Contenders by name. The recipe chooses bf16 if the CPU supports it, otherwise float32."""
 
 
 def contender_of(name: str, steps: int, flags: Sequence[str], compiled: str) -> Contender:
-    """``compiled``: folder of what torch.compile makes: the first repeat fills it, later ones find it."""
+    """Return a contender. ``compiled``: the cache folder of torch.compile, which the first repeat fills."""
     return Contender(name, train, (name, steps, tuple(flags)), (("TORCHINDUCTOR_CACHE_DIR", compiled),))
 
 
 def train(turns: Turns, name: str, steps: int, flags: tuple[str, ...]) -> dict[str, Any]:
-    """In a process of its own: one contender to its end, its held-out score, and its peak above what the loaded job
+    """Train one contender in its own process, and return its held-out score, and its peak above what the loaded job
     held."""
     way, witness = WAYS[name], Witness("cpu")
     with run_log(), tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def train(turns: Turns, name: str, steps: int, flags: tuple[str, ...]) -> dict[s
 
 
 def augmented_by_loader(parts: TrainingComponents) -> TrainingComponents:
-    """Batches leave the loader as the model's hook would make them, and it lets them pass."""
+    """Move augmentation from the model's hook to the loader."""
     hook = next(hook for hook in parts.model._forward_pre_hooks.values() if isinstance(hook, PixelInputs))
     return replace(parts, collator=_Augments(parts.collator, hook))
 
@@ -107,14 +107,14 @@ class _Augments:
 
 
 def tiny(name: str) -> tuple[str, ...]:
-    """Flags of a contender that only shows that it runs. What compiles traces, and makes no code."""
+    """Return the flags of a contender for a test run, which only shows that it runs. Compilation only traces."""
     flags = ("--dataset_size", "200", "--per_device_train_batch_size", "4")
     return (*flags, "--torch_compile_backend", "eager") if "--torch_compile" in WAYS[name].flags else flags
 
 
 @dataclass
 class StepSeconds:
-    """In the place of turns that are taken: nobody waits, every step is a turn."""
+    """Replaces turns: nothing waits, and every step is a turn."""
 
     seconds: list[float] = field(default_factory=list)
     _begun_s: float = 0.0
@@ -128,10 +128,10 @@ class StepSeconds:
 
 
 def tried_out(contenders: Sequence[Contender]) -> dict[str, Ended]:
-    """All contenders, one after the other in this process: shows that they run, not how fast."""
+    """Run all contenders one after the other in this process, which shows that they run, not how fast."""
     found = {}
     for contender in contenders:
         turns = StepSeconds()
-        with patch.dict(os.environ, dict(contender.environment)):  # TrainingArguments leave what accelerate is to read
+        with patch.dict(os.environ, dict(contender.environment)):  # TrainingArguments set variables for accelerate
             found[contender.name] = Ended(turns.seconds, contender.work(turns, *contender.arguments))
     return found

@@ -278,9 +278,9 @@ def test_the_file_keeps_what_an_earlier_run_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_table, "_flops_per_token", lambda point: 1e9)
     given = gpu.options(["--repeats", "1"])
     elsewhere = result("axolotl", card="another card")
-    gpu._leave([result("stock"), result("trl"), elsewhere, cannot("unsloth")], 0, given)
+    gpu._write_results([result("stock"), result("trl"), elsewhere, cannot("unsloth")], 0, given)
     now = [result("stock", seconds=1.0), cannot("ours", "not run", "the time was over")]
-    gpu._leave(now, 3, given)
+    gpu._write_results(now, 3, given)
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert [(one["contender"], one["seconds"]) for one in record["results"]] == [("stock", 1.0), ("trl", 2.0)]
     assert record["not_run"] == 4
