@@ -1,9 +1,9 @@
-"""What one does with a finished run, recorded: chat, generate, export and serve, on two runs of this machine's making.
+"""Record the use of a finished run: chat, generate, export and serve, for two runs that are trained here.
 
 python benchmarks/headline/after_training.py [--output docs/after_training.md]
 
-The one is the first run of the README (LoRA on the embedded base); the other a Llama of two layers from random weights,
-200 steps on conversations about six animals. Chat runs in a pseudo-terminal, as it does for a person.
+The first is the first run of the README (LoRA on the embedded base). The second is a Llama of two layers with random
+weights, trained for 200 steps on conversations about six animals. Chat runs in a pseudo-terminal, as for a user.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _read(terminal: int) -> bytes:
         raise SystemExit("the terminal has been silent for too long")
     try:
         return os.read(terminal, 4096)
-    except OSError:  # its program has ended
+    except OSError:  # the program in the terminal has ended
         return b""
 
 
@@ -184,7 +184,7 @@ def _served(run: str, asked: str) -> str:
     try:
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=LIMIT_S)
         _wait_for(port, process)
-        client.models.list()  # imports what the client needs
+        client.models.list()  # makes the client import its modules
         messages = [{"role": "user", "content": asked}]
         begin_s, first_s, text = time.perf_counter(), 0.0, ""
         for part in client.chat.completions.create(

@@ -1,10 +1,10 @@
-"""How long does the list of `scu-trainer board` take with many runs? Real files of runs, the real application.
+"""How long does the list of `scu-trainer board` take with many runs? Measured with real run files and the real app.
 
     python benchmarks/headline/board.py [--runs 1000] [--steps 1000] [--quick]
 
-Writes that many run directories with histories of that many rows, then asks for the list as a browser does: the first
-time, when every run is looked at; again, when nothing changed; and with one run that has changed. One page of a run is
-drawn, too. Absolute seconds of this machine; disk caches are warm, for the files have just been written.
+Writes run directories with histories, then requests the list as a browser does: the first time, when every run is read;
+again, when nothing has changed; and after one run has changed. One page of a run is drawn, too. The figures are
+absolute seconds on this machine, with warm disk caches, because the files have just been written.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def seconds(board: Board, path: str) -> float:
 
 
 def measure(root: Path, runs: int) -> dict[str, float]:
-    first = [seconds(Board(root, Acts([], None)), "/") for _ in range(REPEATS)]  # a board that knows nothing yet
+    first = [seconds(Board(root, Acts([], None)), "/") for _ in range(REPEATS)]  # a new board, with an empty cache
     board = Board(root, Acts([], None))
     seconds(board, "/")
     again, changed = [], []

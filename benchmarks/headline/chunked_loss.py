@@ -1,20 +1,20 @@
-"""Output layer and loss in chunks of rows: what does it save, what does it cost, is the gradient the same?
+"""Output layer and loss in chunks of rows: how much does that save, what does it cost, and is the gradient the same?
 
     python benchmarks/headline/chunked_loss.py [--vocab 32000 128000] [--rounds 5] [--rows 16 64 256 1024]
 
-2048 tokens per step, float32, one in sixteen targets ignored. Five subjects: output layer and loss alone, with hidden
-states of 256 and of 512; a Llama of 4 layers and hidden 256, all of it trained; the same with a frozen output layer, as
-adapters leave it; and that under bfloat16 autocast. Stock is the model's own loss, or what it does with the logits.
+There are 2048 tokens per step, in float32, and one in sixteen targets is ignored. Five subjects: output layer and loss
+only, with hidden states of 256 and of 512; a Llama of 4 layers and hidden size 256 with full tuning; the same with a
+frozen output layer, as with adapters; and that under bfloat16 autocast. Stock is the loss of the model itself, or what
+it does with the logits.
 
-- CPU seconds of forward and backward. Both contenders take turns, step by step, in one process; printed are medians,
-and the
-  median of the paired ratios.
+- CPU seconds of forward and backward. Both contenders take turns, step by step, in one process. Medians and the median
+  of the paired ratios are printed.
 - Peak memory of a step, gradients included, above the weights and what a first small step leaves; each contender in a
   process of its own.
 - Largest difference of any gradient, relative to that gradient's largest entry: ours from stock, and both from float64
   (output layer alone, hidden 256).
 
---rows also times the output layer alone at those rows per chunk, in place of the automatic ones.
+--rows also times the output layer with these numbers of rows per chunk, instead of the automatic one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NOT_LEARNED = -100
 
 @dataclass(frozen=True)
 class Subject:
-    """``model``: a Llama around the output layer, or the layer alone."""
+    """What is measured. ``model``: a Llama around the output layer, or only the layer."""
 
     name: str
     vocab: int
@@ -85,7 +85,7 @@ class Subject:
 
 
 class Head(nn.Module):
-    """An output layer on hidden states that are given, and need a gradient."""
+    """An output layer on given hidden states that need a gradient."""
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Head(nn.Module):
 
 
 def targets_of(vocab: int, tokens: int) -> Tensor:
-    """(rows, time), shifted already."""
+    """Return targets of shape (rows, time), already shifted."""
     drawn = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(1))
     drawn[::IGNORED_EVERY] = NOT_LEARNED
     return drawn.view(-1, min(tokens, TOKENS // ROWS))
@@ -116,7 +116,7 @@ def loss_of(module: nn.Module, subject: Subject, contender: str, tokens: int = T
 
 @contextlib.contextmanager
 def wired(model: nn.Module, subject: Subject) -> Iterator[None]:
-    """The model's logits are its hidden states, and its loss makes logits of them chunk by chunk."""
+    """Make the model return hidden states as logits, and its loss compute logits from them chunk by chunk."""
     head, stock_loss = model.lm_head, model.loss_function
 
     def loss(logits, labels, vocab_size, num_items_in_batch, shift_labels, **kwargs):
@@ -130,7 +130,7 @@ def wired(model: nn.Module, subject: Subject) -> Iterator[None]:
 
 
 def step(module: nn.Module, subject: Subject, contender: str, tokens: int = TOKENS) -> float:
-    """One forward and backward into ``.grad``; CPU seconds."""
+    """Run one forward and backward into ``.grad``, and return the CPU seconds."""
     module.zero_grad(set_to_none=True)
     begun_s = time.process_time()
     with subject.precision():
@@ -148,7 +148,7 @@ def gradients(module: nn.Module, subject: Subject, contender: str) -> dict[str, 
 
 
 def apart(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    """Length of the difference over length of the gradient, all parameters together."""
+    """Return the norm of the difference divided by the norm of the gradient, over all parameters."""
     assert ours.keys() == others.keys()
     squares = [
         (float((ours[name] - others[name]).square().sum()), float(others[name].square().sum())) for name in others
@@ -157,7 +157,7 @@ def apart(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 
 
 def worst_entry(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    """Of the worst parameter: largest difference over largest entry."""
+    """Return the largest difference divided by the largest entry, for the worst parameter."""
     return max(float((ours[name] - others[name]).abs().max() / others[name].abs().max()) for name in others)
 
 
@@ -262,9 +262,9 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 
 def verdicts(row: dict[str, Any]) -> list[str]:
-    """The targets that this row misses."""
+    """Return the targets that this row misses."""
     aims = {"time_over_stock": TIME_TARGET, "peak_over_stock": PEAK_TARGETS.get(row["vocab"])}
-    if "autocast" not in row["subject"]:  # half precision rounds each chunk's product
+    if "autocast" not in row["subject"]:  # half precision rounds the product of each chunk
         aims["gradient_difference"] = GRADIENT_TARGET
     return [
         f"MISSED {row['subject']}, {row['vocab']} words: {name} {row[name]:.3g}, at most {aim:g}"

@@ -1,12 +1,12 @@
-"""What an evaluation takes: the stock Trainer beside ours, on held-out rows of uneven length.
+"""The cost of an evaluation, with the stock Trainer and with ours, on held-out rows of different lengths.
 
     python benchmarks/headline/evaluation.py [--rows 64] [--repeats 5] [--quick]
 
-A Llama of 19 million weights (with 32,000 words) in float32, rows of the lengths of Alpaca, 8 at a time as
-per_device_eval_batch_size comes. "loss": evaluate() with nothing else asked for. "bits per token": with the metrics of
-the commands, for which the stock Trainer makes two numbers per row from the logits (preprocess_logits_for_metrics).
-Both contenders hold the same model and take turns in one process; ratios are medians over turns. The peak is of a
-process of its own, above what it held before. The losses that evaluate() returns must be the same.
+The model is a Llama of 19 million weights (with 32,000 words) in float32, on rows with the lengths of Alpaca, 8 at a
+time, which is the default of per_device_eval_batch_size. "loss": evaluate() without metrics. "bits per token": with the
+metrics of the commands, for which the stock Trainer computes two numbers per row from the logits
+(preprocess_logits_for_metrics). Both contenders use the same model and take turns in one process; ratios are medians
+over turns. The peak is measured in a separate process, above what it held before. Both must return the same losses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ASKED = {
 }
 CONTENDERS = {"stock": None, "ours": MemorySettings()}
 SAME = 1e-5
-"""Relative difference of two losses that is rounding."""
+"""Relative difference of two losses that rounding explains."""
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def measured(words: int, asked: str, rows: int, repeats: int) -> dict[str, Any]:
 
 
 def seconds(words: int, asked: str, rows: int, repeats: int) -> dict[str, Any]:
-    """In a process of its own: seconds of each evaluation, and the loss that it returned."""
+    """Return the seconds and the loss of each evaluation. Runs in its own process."""
     taken: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     losses: dict[str, float] = {}
     with scratch_arguments(remove_unused_columns=False) as args:
@@ -95,7 +95,7 @@ def seconds(words: int, asked: str, rows: int, repeats: int) -> dict[str, Any]:
 
 
 def peak_bytes(words: int, asked: str, rows: int, name: str) -> int:
-    """In a process of its own: the peak of an evaluation above what the process held before it."""
+    """Return the peak of an evaluation above what the process held before. Runs in its own process."""
     with scratch_arguments(remove_unused_columns=False) as args:
         trainer = trainer_of(name, Shape(vocab=words).model(), args, asked, rows)
         witness = Witness("cpu")
@@ -106,7 +106,7 @@ def peak_bytes(words: int, asked: str, rows: int, name: str) -> int:
 
 
 def trainer_of(name: str, model: Any, args: Any, asked: str, rows: int) -> SCUTrainer:
-    """With no loop on it is the stock Trainer."""
+    """Return the trainer of a contender. Without any loop, SCUTrainer is the stock Trainer."""
     shape = Shape(vocab=model.config.vocab_size)
     held_out = TokenRows(DISTRIBUTIONS["alpaca"].draw(rows, shape.longest_row), shape.vocab)
     loops = {"memory": CONTENDERS[name]}

@@ -1,9 +1,9 @@
-"""Which families ``scu-trainer export`` takes into GGUF and ONNX, and how far their logits are from the original's.
+"""Which model families ``scu-trainer export`` converts to GGUF and ONNX, and how much their logits change.
 
 python benchmarks/headline/exports.py [FAMILY ...] [--to gguf onnx] [--outtype f16]
 
-Each family is two layers from random weights with the embedded tokenizer. Prints a line per case, and the table
-of docs/take_along.md at the end; results/exports.json is written where all families were asked.
+Each model has two layers with random weights and the embedded tokenizer. Prints a line per case, and at the end the
+table of docs/take_along.md. results/exports.json is written if all families were asked for.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _case(name: str, typed: argparse.Namespace) -> dict[str, dict]:
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """A model of the family with random weights, large enough that a mistake shows, and the embedded tokenizer."""
+    """Save a model of the family, with random weights so large that mistakes show, and the embedded tokenizer."""
     torch.manual_seed(0)
     tokenizer = embedded_tokenizer(default_cache_dir(None))
     special = {word: getattr(tokenizer, word) for word in ("pad_token_id", "bos_token_id", "eos_token_id")}

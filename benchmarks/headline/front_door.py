@@ -1,12 +1,12 @@
-"""What the first two commands of the README take: installing, and the main job.
+"""The cost of the first two commands of the README: installation, and the main job.
 
     python benchmarks/headline/front_door.py [--parts install job] [--picture docs/images/run.png]
 
-``install``: fresh environments by the pip of this Python, in turn: what `make train` installs, and all packages, which
-is what it took before they were parted. Seconds of the clock and of the processor, MiB on disk. ``job``: the command
-`scu-trainer train --config scu_lora`, the table that it prints, and with ``--picture`` the picture of its run. A part
-that is not asked for keeps what it had. Downloads count, so look at the processor's seconds first; on a busy machine
-both lie far apart.
+``install``: fresh environments, made by the pip of this Python: once with the packages that `make train` installs, once
+with all packages. Reports wall-clock seconds, CPU seconds, and MiB on disk. ``job``: the command `scu-trainer train
+--config scu_lora`, the table that it prints, and with ``--picture`` a picture of its run. A part that was not asked for
+keeps its earlier results. Wall-clock times include downloads, and on a busy machine they are much longer than CPU
+seconds, so compare the CPU seconds first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from docs.draw_run import draw
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("install", "job")
 SETS = {"main": "report,board", "all": "all"}
-"""What the stamps of the Makefile install, by name."""
+"""The extras that the targets of the Makefile install, by name."""
 
 TARGETS = {"main": "`make train`", "all": "`make test`"}
 
@@ -43,7 +43,7 @@ def clean() -> dict[str, str]:
 
 
 def ran(*words: object, **more: Any) -> tuple[subprocess.CompletedProcess, float, float]:
-    """What came back, seconds of the clock, and seconds of the processor."""
+    """Run a command, and return the completed process, its wall-clock seconds, and its CPU seconds."""
     begun_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, **{"env": clean(), "cwd": ROOT} | more)
     if done.returncode:
@@ -54,7 +54,7 @@ def ran(*words: object, **more: Any) -> tuple[subprocess.CompletedProcess, float
 
 
 def environment(folder: Path, extras: str) -> dict[str, Any]:
-    """As INSTALL of the Makefile does it."""
+    """Create an environment, as INSTALL of the Makefile does."""
     _, made_s, made_cpu_s = ran(sys.executable, "-m", "venv", folder)
     pip = (folder / "bin" / "python", "-m", "pip")
     install = (*pip, "install", "-q", "-e", f"{ROOT}[{extras}]", "-c", "constraints.txt")
@@ -93,7 +93,7 @@ def recorded(run: Path, output: str, picture: Path | None) -> dict[str, Any]:
 
 
 def said(output: str) -> list[str]:
-    """The lines from "trained N steps" to the end of the table that follows."""
+    """Return the lines from "trained N steps" to the end of the table that follows."""
     found = re.search(r"^trained \d+ steps *\n.*?^└[^\n]*", output, re.MULTILINE | re.DOTALL)
     if found is None:
         raise RuntimeError(f"no table of what was held out in: {output[-2000:]}")
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """By part; parts that were not asked for as the last results file has them."""
+    """Return the results by part. Parts that were not asked for come from the last results file."""
     kept = RESULTS / "front_door.json"
     before = json.loads(kept.read_text()) if kept.exists() else {}
     record = {part: before[part] for part in PARTS if part in before}

@@ -1,23 +1,23 @@
-"""Images on a CPU: what does the efficient recipe gain on a plain loop, and which of its ingredients gains it?
+"""Images on a CPU: how much faster is the efficient recipe than a plain loop, and which of its ingredients matter?
 
     python benchmarks/headline/images.py [--steps 60] [--repeats 2] [--quick]
 
-The work: recipes/resnet.yaml, a ResNet-18 from scratch on handwritten digits of 32 x 32 pixels, 32 to a batch.
+The work is recipes/resnet.yaml: a ResNet-18 from scratch on handwritten digits of 32 x 32 pixels, in batches of 32.
 Contenders:
 
     plain loop, stock Trainer   float32, the same optimizer (fused AdamW), schedule, clipping and augmentation
-    plain loop, bf16            the same loop with one line more, autocast
-    recipe                      as the command has it: bf16, keep_freed_memory, fused AdamW, its three loops
-    recipe without ...          one ingredient taken out
-    recipe with ...             one put in: channels_last, torch_compile, a process that loads, or augments as well
+    plain loop, bf16            the same loop with autocast
+    recipe                      as the command trains: bf16, keep_freed_memory, fused AdamW, its three loops
+    recipe without ...          one ingredient removed
+    recipe with ...             one added: channels_last, torch_compile, a loader worker, or one that also augments
 
-Each contender is a process of its own, as its user would start it, and they take turns of 10 optimizer steps; a turn's
-time includes loading. A process that loads is started again with every epoch (45 steps), and fetches two batches ahead
-while others have their turn, which flatters it a little. Ratios are of paired turns after each contender's first one,
-medians over turns and repeats. Held-out accuracy is that after as many steps on as many images. Peak memory is
-resident memory above what the process held with model and data loaded: gradients, optimizer state, activations. The
-first repeat compiles from nothing, later ones find it in inductor's cache; turns that took over twice the usual time
-count as compiling.
+Each contender is a separate process, as its user would start it. They take turns of 10 optimizer steps; the time of a
+turn includes loading. A loader worker is started again in every epoch (45 steps), and prefetches two batches while
+others have their turn, which makes it look slightly faster. Ratios are of paired turns after the first turn of each
+contender, as medians over turns and repeats. Held-out accuracies are compared after the same number of steps and
+images. Peak memory is resident memory above what the process held with model and data loaded: gradients, optimizer
+state and activations. The first repeat compiles without a cache, later ones use the cache of inductor. Turns of more
+than twice the usual time count as compiling.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from benchmarks.studies.families import speed
 STEPS_PER_TURN = 10
 WARM_UP_TURNS = 1
 FEWEST_STEPS = (WARM_UP_TURNS + 2) * STEPS_PER_TURN
-"""The turn that ends a training is not timed."""
+"""Fewest steps of a run. The turn that ends a training is not timed."""
 QUICK_STEPS = 4
 COMPILES_ABOVE = 2.0
-"""A turn that takes longer than this many usual ones holds a compilation."""
+"""A turn that takes this many times longer than usual includes a compilation."""
 
 PLAIN, PLAIN_BF16, OURS, COMPILED = "plain loop", "plain loop, bf16", "recipe", "recipe with torch_compile"
 LOADS = "recipe with a loader worker"
@@ -59,39 +59,40 @@ Round = Mapping[str, Ended]
 
 
 def settled(found: Round) -> dict[str, Ended]:
-    """Without the first turn of each contender."""
+    """Return the results without the first turn of each contender."""
     return {name: Ended(ended.seconds[WARM_UP_TURNS:], ended.said) for name, ended in found.items()}
 
 
 def ratios(found: Sequence[Round], own: str, other: str) -> list[float]:
-    """Images per second of ``own`` as a ratio to ``other``'s, one for each repeat."""
+    """Return the images per second of ``own`` relative to ``other``, one ratio per repeat."""
     return [speed(settled(one), own, other) for one in found]
 
 
 def peaks(found: Sequence[Round], name: str) -> list[float]:
-    """Peak memory of a contender as a ratio to the plain loop's, one for each repeat."""
+    """Return the peak memory of a contender relative to the plain loop, one ratio per repeat."""
     return [one[name].said["peak_bytes"] / one[PLAIN].said["peak_bytes"] for one in found]
 
 
 def said(found: Sequence[Round], name: str, key: str) -> float:
-    """Median over the repeats of a number that a contender gave."""
+    """Return the median over the repeats of a number that a contender reported."""
     return median(one[name].said[key] for one in found)
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """``seconds``: by repeat. ``saved_s``: what an optimizer step gains on the recipe's, negative where it loses."""
+    """The cost of compilation. ``seconds``: by repeat. ``saved_s``: seconds that an optimizer step saves compared with
+    the recipe; negative if it is slower."""
 
     seconds: list[float]
     saved_s: float
 
     def pays_after_steps(self, repeat: int) -> Optional[int]:
-        """None: never."""
+        """Return the number of steps after which compiling pays off; None if it never does."""
         return round(self.seconds[repeat] / self.saved_s) if self.saved_s > 0 else None
 
     @property
     def line(self) -> str:
-        """For the first start, and for one that finds what it made."""
+        """Describe the first start, and a start with a filled cache."""
         starts = ("", "from its cache ")[: len(self.seconds)]
         return "; ".join(f"{start}{self._cost(repeat)}" for repeat, start in enumerate(starts))
 
@@ -101,7 +102,8 @@ class Compiling:
 
 
 def compiling(found: Sequence[Round], steps_per_turn: int) -> Compiling:
-    """``seconds``: beyond the usual time, in turns that took more than twice of it."""
+    """Return the cost of compilation. Its seconds are the excess over the usual time, in turns of more than twice
+    that."""
     pairs = [
         turns for one in map(settled, found) for turns in zip(one[OURS].seconds, one[COMPILED].seconds, strict=True)
     ]
@@ -133,11 +135,11 @@ def _row(found: Sequence[Round], name: str) -> tuple[str, ...]:
 
 
 SAME_ACCURACY = 0.02
-"""Share of the held-out images; the plain loop takes its rows in another order."""
+"""Difference of held-out accuracies that counts as equal, because the plain loop trains on rows in another order."""
 
 
 def figures(found: Sequence[Round]) -> dict[str, Figure]:
-    """Above 1 an ingredient pays, whether the recipe has it or not."""
+    """Return the figures. An ingredient helps if its ratio is above 1, whether the recipe has it or not."""
     per_second = "images per second, recipe"
     shown = {f"{per_second} / {other}": figure(ratios(found, OURS, other), "higher") for other in (PLAIN, PLAIN_BF16)}
     for name in WITHOUT:
@@ -151,7 +153,7 @@ def figures(found: Sequence[Round]) -> dict[str, Figure]:
 
 
 def results(found: Sequence[Round]) -> list[dict[str, Any]]:
-    """Raw numbers of each contender."""
+    """Return the raw numbers of each contender."""
     return [
         {
             "contender": name,
@@ -193,7 +195,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Ended]]:
-    """A test run is one round in this process; of its contenders one is a process, with a loader's process below it."""
+    """Run all rounds. A test run is one round in this process, with one contender in a process with a loader worker."""
     with tempfile.TemporaryDirectory() as compiled:
         if options.quick:
             small = {name: contender_of(name, QUICK_STEPS, tiny(name), compiled) for name in WAYS}

@@ -1,4 +1,4 @@
-"""What ``scu-trainer plan`` predicts of a run's memory, against what the run takes.
+"""Compare the memory that ``scu-trainer plan`` predicts for a run with the memory that the run needs.
 
     python benchmarks/headline/memory_estimate.py                        # CPU: about 25 minutes on two cores
     python benchmarks/headline/memory_estimate.py --limits               # and under hard limits: an hour more
@@ -6,14 +6,16 @@
     python benchmarks/headline/memory_estimate.py --cases cuda --tiny    # the same trainings, tiny: do they all run?
     python benchmarks/headline/memory_estimate.py --predict_only         # new predictions for the stored measurements
 
-Each training is the real command on rows that fill ``block_size``, --repeats times in a fresh process. Measured: the
-most that the process held during an optimizer step, above what it held before there was a model; resident memory on a
-CPU, live tensors (torch.cuda.max_memory_allocated) on a GPU. Other columns: the same with a C library that gives freed
-blocks back at once (--exact), hence what is live; what a thread beside the run sees of it at most.
+Each training is the real command on rows that fill ``block_size``, run --repeats times in a fresh process. Measured is
+the peak of the process during an optimizer step, above what it held before the model was loaded: resident memory on a
+CPU, live tensors (torch.cuda.max_memory_allocated) on a GPU. Other columns: the same with a C library that returns
+freed blocks immediately (--exact), so that only live memory counts; and the peak that a thread next to the run
+observes.
 
---limits: some of the trainings again, without recovery from out-of-memory, under a limit of so many times what they
-take: RLIMIT_DATA on a CPU (float32, one thread, without oneDNN), the allocator's memory fraction on CUDA. A run that
-dies where ``plan --limit`` says that it fits is a failure of the plan; one that lives where it says no is caution.
+--limits: some of the trainings again, without recovery from out-of-memory, under a limit relative to their measured
+need: RLIMIT_DATA on a CPU (float32, one thread, without oneDNN), the memory fraction of the allocator on CUDA. If a run
+fails although ``plan --limit`` says that it fits, the plan is wrong; if it succeeds although the plan says that it does
+not fit, the plan is only cautious.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def stored(key: str) -> list[dict[str, Any]]:
 
 
 def merged(key: str, rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """``rows`` in the place of what is stored of the same runs."""
+    """Merge ``rows`` into the stored rows, and replace those of the same runs."""
     now = {tuple(row[name] for name in names): row for row in rows}
     before = {tuple(row[name] for name in names): row for row in stored(key)}
     return list((before | now).values())

@@ -1,12 +1,13 @@
-"""What does the machinery cost where it has nothing to gain? Rows of one length, all three loops on.
+"""The overhead of the loops when they cannot save anything: rows of one length, with all three loops on.
 
     python benchmarks/headline/overhead.py [--steps 35] [--repeats 2] [--quick]
 
-A Llama of hidden 256 with 4 layers and 2,048 words on 8 rows of 256 tokens per optimizer step, float32, AdamW, trained
-as LoRA of rank 8 and as a whole. No padding to save, and too few words for the chunked loss: what is left is the cost
-of the loops. Contenders in turns of five steps, each a process of its own: a plain PyTorch loop, which is the floor,
-the stock Trainer, ours with every loop off, and ours with all three loops, measuring and decaying at every step,
-booking each row's loss. Ratios are medians over pairs of turns; medians of the repeats are shown.
+The model is a Llama of hidden size 256 with 4 layers and 2,048 words, on 8 rows of 256 tokens per optimizer step, in
+float32 with AdamW, with LoRA of rank 8 and with full tuning. There is no padding to save, and too few words for the
+chunked loss, so only the cost of the loops remains. Each contender runs in its own process, in turns of five steps: a
+plain PyTorch loop as the lower bound, the stock Trainer, ours with every loop off, and ours with all three loops, which
+measure and decay at every step and record the loss of each row. Ratios are medians over pairs of turns, and the medians
+over the repeats are shown.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Peak memory of a step at equal optimizer batch, with a vocabulary of 32,000 and of 128,000 words.
+"""Peak memory of a step with the same optimizer batch, for vocabularies of 32,000 and of 128,000 words.
 
     python benchmarks/headline/peak_memory.py [--vocab 32000 128000] [--quick]
 
-A Llama of hidden 256 with 4 layers, all of it trained in float32, rows of lognormal length (median 100, sigma .6), 32
-of them per optimizer step as batch 8 x accumulation 4, two steps. Contenders: the stock Trainer, TRL's SFTTrainer as it
-comes (once: it takes long on a CPU and is not TRL's best), padding-free and packing, and ours as it comes; with the
-first vocabulary also with activation checkpointing, which TRL has on by default. Stock and padding-free also with one
-row at a time and accumulation raised, which is what a person does whose batch does not fit; packing takes one row of
-1,024 tokens at a time anyway. Each in a fresh process, in which freed memory goes back to the system at once.
+The model is a Llama of hidden size 256 with 4 layers, full tuning in float32, on rows of lognormal length (median 100,
+sigma .6), 32 per optimizer step as batch 8 x accumulation 4, for two steps. Contenders: the stock Trainer, TRL's
+SFTTrainer with its defaults (once, because it is slow on a CPU and not the best of TRL), padding-free and packing, and
+ours with its defaults; with the first vocabulary also with activation checkpointing, which is TRL's default. Stock and
+padding-free also run with one row at a time and more accumulation, as a user would do if the batch did not fit. Packing
+takes one row of 1,024 tokens at a time anyway. Each runs in a fresh process that returns freed memory immediately.
 
-Shown is the peak above the model's own: above what the same contender holds between steps (weights, optimizer) after a
-step on rows of eight tokens, measured in a process of its own. Gradients count.
+The figure is the peak above what the same contender holds between steps (weights, optimizer) after a step on rows of
+eight tokens, measured in a separate process. It includes gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from benchmarks.lib.text_race import BASE, mib, peak_over_own
 
 ONE_ROW = ", 1 row at a time"
 FIRST = (BASE, BASE + ONE_ROW, "trl", "trl, padding-free", "trl, padding-free" + ONE_ROW, "trl, packing", "ours")
-"""With the first vocabulary and without checkpointing; then the leanest of TRL and what they are held against."""
+"""The contenders with the first vocabulary and without checkpointing. The other cases run only TRL's leanest contender
+and those it is compared with."""
 THEN = (BASE, BASE + ONE_ROW, "trl, padding-free" + ONE_ROW, "trl, packing", "ours")
 TARGET_STOCK, TARGET_TRL = 0.2, 1.0
 STEPS = 2

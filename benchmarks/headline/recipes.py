@@ -1,10 +1,11 @@
-"""The recipes of images, words and sensors against what they must beat, over several seeds.
+"""Compare the recipes for images, words and sensors with what they must beat, over several seeds.
 
     python benchmarks/headline/recipes.py [--recipes resnet efficientnet gru sensors] [--seeds 0 1 2] [--together 1]
 
-Each run is the real command in a process of its own. Digits must reach 97 % on held-out data; the GRU must be under a
-bigram model with Kneser-Ney smoothing on the same split; the sensors must reach 90 %, and each branch alone must stay
-below. ``--together``: runs at the same time, with as many threads less each; seconds are then not those of a run alone.
+Each run is the real command in its own process. Digits must reach 97 % on held-out data. The GRU must have a lower
+perplexity than a bigram model with Kneser-Ney smoothing on the same split. The sensors must reach 90 %, and each single
+branch must stay below that. ``--together``: the number of simultaneous runs, which share the threads, so that their
+seconds are not those of a single run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RECIPES = (*LEAST_ACCURACY, "gru")
 
 
 def jobs(recipes: list[str], seeds: list[int], branches: list[str]) -> list[tuple[str, int, str]]:
-    """(recipe, seed, the one branch that is used or "" for all)."""
+    """Return (recipe, seed, the only branch that is used, or "" for all) of each run."""
     alone = [("sensors", seed, branch) for branch in branches for seed in seeds if "sensors" in recipes]
     return [(recipe, seed, "") for recipe in recipes for seed in seeds] + alone
 
@@ -66,7 +67,7 @@ def run(recipe: str, seed: int, branch: str, folder: Path, threads: int) -> dict
 
 
 def failures(results: list[dict[str, Any]]) -> list[str]:
-    """Promises that a result breaks."""
+    """Return the requirements that the results do not meet."""
     broken = []
     for r in results:
         name = f"{r['recipe']} {r['branch']} seed {r['seed']}"

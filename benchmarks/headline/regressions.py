@@ -1,14 +1,15 @@
-"""What has moved since the last results? Runs benchmarks of the suite again and holds their figures against the files.
+"""Run benchmarks of the suite again, and report which figures changed since the stored results.
 
     python benchmarks/headline/regressions.py [NAME ...] [--found FOLDER] [--keep FOLDER]
 
-Each NAME.json in results/ says by which command it was made. That command runs again with its results in a scratch
-folder (--keep: in this one); results/ stays as it is. --found compares files that are there already and runs nothing.
-Without a NAME: every benchmark of the suite, which takes about an hour.
+Each NAME.json in results/ records the command that made it. That command runs again, with its results in a scratch
+folder, or in that of --keep; results/ is not changed. --found compares existing files and runs nothing. Without a NAME,
+every benchmark of the suite runs, which takes about an hour.
 
-A figure has moved when it differs by more than both runs' repeats lie apart, and by more than 3 %. Another machine or
-other versions are said first: then a difference may come of them. Figures of other contenders are reported and not
-judged. Exit code 1 if a figure got worse, 2 if a benchmark left no newer results or a name is unknown, else 0.
+A figure has changed if it differs by more than the spread of the repeats of both runs, and by more than 3 %.
+Differences of the machine and of versions are printed first, because they may be the cause. Figures of other projects
+are reported but not judged. Exit code 1 if a figure got worse, 2 if a benchmark wrote no new results or a name is
+unknown, else 0.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.lib.outcome import Figure
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LEAST_SHARE = 0.03
-"""Of a figure that was taken once nobody knows the noise; below this share nothing is said to have moved."""
+"""Relative change below which no figure counts as changed, because the noise of a figure measured once is unknown."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class Moved:
 
 
 def suite() -> dict[str, Path]:
-    """Results files that have figures, by the name of the benchmark."""
+    """Return the result files with figures, by the name of the benchmark."""
     paths = sorted(RESULTS.glob("*.json"))
     return {path.stem: path for path in paths if "figures" in json.loads(path.read_text())}
 
 
 def compared(before: dict[str, Any], now: dict[str, Any]) -> list[Moved]:
-    """Figures of two records of one benchmark; one that is only on one contender is a row, too."""
+    """Compare the figures of two records of one benchmark. A figure that only one record has is a row, too."""
     names = [*before["figures"], *(name for name in now["figures"] if name not in before["figures"])]
     return [_moved(name, before["figures"].get(name), now["figures"].get(name)) for name in names]
 
@@ -84,7 +85,7 @@ def _verdict(before: dict[str, Any], now: dict[str, Any], bound: float) -> str:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What else is not the same: machine, versions, command."""
+    """Return the other differences: machine, versions, command."""
     lines = []
     for part in ("machine", "versions"):
         names = sorted(set(before[part]) | set(now[part]))
@@ -96,7 +97,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def run_again(record: dict[str, Any], folder: Path) -> int:
-    """Its exit code."""
+    """Run the command of a record again, and return its exit code."""
     words = shlex.split(record["command"])
     script = ROOT / words[1]
     environment = {**os.environ, "BENCHMARK_RESULTS": str(folder)}
@@ -104,7 +105,7 @@ def run_again(record: dict[str, Any], folder: Path) -> int:
 
 
 def show(console: Console, name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Print one benchmark; whether a figure of it got worse."""
+    """Print the comparison of one benchmark, and return whether a figure got worse."""
     table = Table(title=f"{name}: {before['date']} and {now['date']}")
     for number, head in enumerate(("figure", "before", "now", "change", "noise", "")):
         table.add_column(head, justify="right" if 0 < number < 5 else "left")
@@ -140,7 +141,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _one(console: Console, name: str, path: Path, folder: Path, runs: bool) -> Optional[bool]:
-    """Whether a figure got worse; None without newer results."""
+    """Compare one benchmark, and return whether a figure got worse; None without new results."""
     before = json.loads(path.read_text())
     newer = folder / path.name
     if runs:

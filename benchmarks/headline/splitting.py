@@ -1,19 +1,19 @@
-"""Rows of uneven length: what do cutting and trimming save, and is the gradient the same?
+"""Rows of different lengths: how much do splitting and trimming save, and is the gradient the same?
 
     python benchmarks/headline/splitting.py [--lengths alpaca chat heavy] [--windows 4] [--caps 256 512 1024 2048 4096]
 
-Three questions, each with all contenders in one run. Lengths are lognormal (alpaca: median 100, sigma .6; chat: 400,
-.9; heavy: 250, 1.2), rows above 2048 tokens are cut to 2048.
+Three measurements, each with all contenders in one run. Lengths are lognormal (alpaca: median 100, sigma .6; chat: 400,
+.9; heavy: 250, 1.2), and rows above 2048 tokens are truncated to 2048.
 
-- Tokens processed over tokens in the rows, 64 rows per optimizer step as 8 batches of 8, all three distributions:
-  the stock Trainer and ours, cut for a CPU and for a GPU. Arithmetic on the real micro-batches; nothing is trained.
-- CPU seconds per optimizer step of 32 rows, for --lengths: stock batch 8 x accumulation 4, ours as it comes
+- Processed tokens per token in the rows, for 64 rows per optimizer step as 8 batches of 8, for all distributions: the
+  stock Trainer, and ours split for a CPU and for a GPU. Computed from the real micro-batches; nothing is trained.
+- CPU seconds per optimizer step of 32 rows, for --lengths: stock with batch 8 x accumulation 4, ours with its defaults
   (``MemorySettings()``), and ours without memory control at each cap of --caps. The trainers take turns step by step
-  on the same rows; printed are medians, and medians of the paired ratios, after the windows in which the memory loop
+  on the same rows. Medians and medians of the paired ratios are printed, without the windows in which the memory loop
   measures every micro-batch. The same run compares gradients and weights.
-- Peak memory above the model's own (weights, optimizer, a first small step), each contender in a fresh process.
+- Peak memory above that of the model (weights, optimizer, a first small step), each contender in a fresh process.
 
-Rows go end to end through the layers, and the loss is the chunked one, as MemorySettings come with 32,000 words.
+Rows are laid end to end in the layers, and the loss is chunked, as MemorySettings does by default with 32,000 words.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """One distribution of lengths and the model that trains on it."""
+    """A distribution of lengths, and the model that trains on it."""
 
     lengths: Lengths
     shape: Shape
@@ -91,7 +91,7 @@ class SplitPlan:
 
 
 def padding(lengths: Lengths, longest_row: int, windows: int) -> dict[str, Any]:
-    """Processed over real tokens, 64 rows per step; what the cut would be on a CPU and on a GPU."""
+    """Return processed tokens per real token with 64 rows per step, for the split on a CPU and on a GPU."""
     rows = TokenRows(lengths.draw(windows * PADDING_ROWS, longest_row), vocab=64)
     batches = [read_layout(pad([rows[i] for i in range(a, a + BATCH_ROWS)])) for a in range(0, len(rows), BATCH_ROWS)]
     settings = MemorySettings(memory_control=False, token_cap="auto")
@@ -121,7 +121,7 @@ def contenders(caps: list[int]) -> dict[str, Optional[MemorySettings]]:
 
 
 class KeepsGradient(TrainerCallback):
-    """The gradient of the first optimizer step."""
+    """Keeps the gradient of the first optimizer step."""
 
     def __init__(self) -> None:
         self.gradient: Optional[torch.Tensor] = None
@@ -132,7 +132,7 @@ class KeepsGradient(TrainerCallback):
 
 
 def flat(tensors) -> torch.Tensor:
-    """One vector on the CPU."""
+    """Concatenate tensors to one vector on the CPU."""
     return torch.cat([tensor.detach().cpu().flatten() for tensor in tensors])
 
 
@@ -141,8 +141,8 @@ def relative(difference: torch.Tensor, whole: torch.Tensor) -> float:
 
 
 def work(plan: SplitPlan, caps: list[int]) -> list[dict[str, Any]]:
-    """All contenders in turn, window by window. Gradients are compared in the first window, times after SETTLING
-    windows."""
+    """Run all contenders in turn, window by window. Gradients are compared in the first window, and times after
+    SETTLING windows."""
     rows = TokenRows(settling(plan) + plan.drawn(plan.windows * WINDOW_ROWS), plan.shape.vocab)
     before = flat(plan.shape.model().parameters())
     with run_log(), contextlib.ExitStack() as stack:
@@ -171,14 +171,14 @@ def work(plan: SplitPlan, caps: list[int]) -> list[dict[str, Any]]:
 
 
 def settling(plan: SplitPlan) -> list[int]:
-    """Rows before the clock counts: one full window, then short ones while the memory loop measures every
-    micro-batch."""
+    """Return the rows per window before time is measured: one full window, then short ones while the memory loop
+    measures every micro-batch."""
     full = plan.lengths.draw(WINDOW_ROWS, plan.shape.longest_row, seed=1)
     return full + [max(1, length // 8) for length in full] * (SETTLING - 1)
 
 
 def paired(steps: list[float], others: list[float]) -> float:
-    """Median of the ratios on the same rows."""
+    """Return the median of the ratios on the same rows."""
     return median(mine / other for mine, other in zip(steps, others, strict=True))
 
 
@@ -198,7 +198,7 @@ def batches(steps: int) -> dict[str, int]:
 
 
 def statistics(trainer: Trainer) -> dict[str, Any]:
-    """What the memory loop counted; {} for the stock trainer."""
+    """Return the counts of the memory loop; {} for the stock trainer."""
     found = counted(trainer)
     if found is None:
         return {}
@@ -213,7 +213,7 @@ def statistics(trainer: Trainer) -> dict[str, Any]:
 
 
 class StartsWitness(TrainerCallback):
-    """The first, small step makes whatever stays; what comes on top is counted from its end."""
+    """Starts to measure the peak after the first, small step, which allocates all memory that stays."""
 
     def __init__(self, witness: Witness) -> None:
         self.witness, self.base_bytes = witness, 0
@@ -226,7 +226,7 @@ class StartsWitness(TrainerCallback):
 
 
 def peak(plan: SplitPlan, memory: Optional[MemorySettings]) -> dict[str, float]:
-    """Peak of all windows above the level after a first window of tiny rows, in MiB."""
+    """Return the peak of all windows above the level after a first window of tiny rows, in MiB."""
     lengths = [WARM_UP_TOKENS] * WINDOW_ROWS + plan.drawn(plan.windows * WINDOW_ROWS)
     rows, witness = TokenRows(lengths, plan.shape.vocab), Witness(plan.device)
     steps = batches(1 + plan.windows)

@@ -1,12 +1,12 @@
-"""How long until it does something? Seconds from the start of a process, ours beside stock, in turn.
+"""How long does start-up take? Seconds from the start of a process, for ours and stock in turn.
 
     python benchmarks/headline/startup.py [--repeats 5] [--quick]
 
-Four questions: until the trainer class is imported, until --help has been printed, until the first optimizer step of a
-small LoRA job has been logged (the embedded base, the same documents, tokenized before by an earlier start; the stock
-contender is startup_stock.py), and until a mistake in what was typed is named, which is to take a second at most. Ours
-looks at settings, data, memory and disk first; what that costs is in the ratio. Beside them our commands that need no
-torch. Absolute times mean little on a shared machine; ratios are medians over repeats.
+Four measurements: until the trainer class is imported; until --help has been printed; until the first optimizer step of
+a small LoRA job has been logged (the embedded base and the same documents, already tokenized by an earlier start; the
+stock contender is startup_stock.py); and until a typing mistake is reported, which should take a second at most. Ours
+checks settings, data, memory and disk first, and the ratio includes that. Our commands that do not need torch are
+measured too. Absolute times mean little on a shared machine; ratios are medians over repeats.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LONGEST_S = 300
 MISTAKES, MISTAKE_S = "a mistake is named", 1.0
 
 Contenders = Mapping[str, tuple[Sequence[str], str]]
-"""Command by contender, and the text whose appearance on its output is waited for; "" waits for the end."""
+"""The command of each contender, and the text to wait for in its output; "" waits for its end."""
 
 
 def questions(scratch: Path) -> dict[str, Contenders]:
@@ -84,7 +84,7 @@ def _refused(*flags: str) -> list[str]:
 
 
 def _failing(words: Sequence[str]) -> list[str]:
-    """The command, of which an exit code of 2 is expected."""
+    """Return a command that is expected to end with exit code 2."""
     return ["sh", "-c", '"$@"; test $? = 2', "sh", *words]
 
 
@@ -93,8 +93,8 @@ def _texts() -> list[str]:
 
 
 def seconds_until(command: Sequence[str], text: str) -> float:
-    """Wall-clock seconds until ``text`` stands on standard output, or until the end. Raises RuntimeError if it never
-    does or the command fails."""
+    """Return the wall-clock seconds until ``text`` appears on standard output, or until the end. Raises RuntimeError if
+    it never appears or the command fails."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     begun_s = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
@@ -114,7 +114,7 @@ def seconds_until(command: Sequence[str], text: str) -> float:
 
 
 def measured(contenders: Contenders, repeats: int) -> dict[str, list[float]]:
-    """Seconds by contender; the first start of each, which fills caches, is left out."""
+    """Return the seconds by contender, without the first start of each, which fills caches."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for repeat in range(repeats + 1):
         for name, (command, text) in contenders.items():
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def figures_of(results: list[dict[str, Any]]) -> dict[str, Figure]:
-    """Ours over stock, repeat by repeat."""
+    """Return the ratios of ours to stock, by repeat."""
     both = [(one["question"], one["seconds"]) for one in results if "stock" in one["seconds"]]
     ratios = {
         f"seconds until: {question}, ours / stock": figure(

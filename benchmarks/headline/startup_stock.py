@@ -1,4 +1,4 @@
-"""What a person would write instead: stock Trainer and peft on a file of documents. For startup.py.
+"""What a user would write instead: the stock Trainer with peft on a file of documents. For startup.py.
 
 python benchmarks/headline/startup_stock.py --model FOLDER --documents FILE.jsonl [the flags of TrainingArguments]
 """

@@ -1,28 +1,28 @@
-"""Fine-tuning on rows of uneven length, as it comes: real tokens per second, at equal held-out loss.
+"""Fine-tuning on rows of different lengths, with default settings: real tokens per second at equal held-out loss.
 
     python benchmarks/headline/variable_length.py [--lengths alpaca] [--words 32000] [--steps 24] [--repeats 5]
         [--contenders stock ours] [--hidden 256] [--layers 4] [--template 0] [--precision bf16] [--quick]
 
-A Llama of 19 million weights (with 32,000 words), all of it trained in float32, lognormal row lengths (alpaca: median
-100, sigma .6; gsm8k: 150, .35; chat: 400, .9), 32 rows per optimizer step as batch 8 x accumulation 4, AdamW.
-Contenders are processes of their own: the stock Trainer, also with batches grouped by length, TRL's SFTTrainer as it
-comes, padding-free and packing, ours without regularization, which moves weights on purpose, and ours with all three
-loops, as the commands have it. Not by default: "stock, freed memory kept", whose C library gives no memory back between
-steps. They take turns of three steps: who has waited for all others starts cold, as nobody does who trains alone.
-Tokens are those whose prediction is learned: padding is no work. The first six steps are left out, in five of which
-ours measures every micro-batch; the ratio with them stands beside. Share of the limit: tokens per second over those
-that the unavoidable multiplications and bytes alone would allow, at this machine's peaks, measured before each round
-(benchmarks/lib/machine_limit.py).
+The model is a Llama of 19 million weights (with 32,000 words), full tuning in float32, on rows of lognormal lengths
+(alpaca: median 100, sigma .6; gsm8k: 150, .35; chat: 400, .9), 32 rows per optimizer step as batch 8 x accumulation 4,
+AdamW. Each contender is a separate process: the stock Trainer, also with batches grouped by length; TRL's SFTTrainer
+with its defaults, padding-free, and packing; ours without regularization, which changes weights on purpose; and ours
+with all three loops, as the commands train. Not by default: "stock, freed memory kept", with a C library that returns
+no memory between steps. They take turns of three steps, because a contender starts with cold caches after it has waited
+for the others. Tokens are those with a learned prediction, without padding. The first six steps are left out, because
+ours measures every micro-batch in five of them; the ratio with them is shown as well. Share of the limit: tokens per
+second relative to what the unavoidable operations and bytes would allow at the peak rates of this machine, measured
+before each round (benchmarks/lib/machine_limit.py).
 
---template: tokens that every row begins with and that are not learned, one of two templates by turns of which the first
-half is the same, as instruction data have them; they count in a row's length. Not with TRL.
+--template: the number of tokens at the start of every row that are not learned, from one of two alternating templates
+with the same first half, as in instruction data. They are part of the length of a row. Not available for TRL.
 
---precision bf16: autocast, which the commands choose where the processor multiplies it natively. The limit is one of
+--precision bf16: autocast, which the commands choose if the processor supports bf16 natively. The limit is computed for
 float32, so its column is left out.
 
-Held-out loss is the proof of equal work. Packing has the tokens of each step, but other rows in it, and grouping by
-length has other rows and other tokens in each, so their losses may differ. TRL as it comes takes long on a CPU: its
-loss has its fast kernel on GPUs. It runs in the first round only.
+The held-out loss proves that the work is equal. Packing trains on the same number of tokens per step but on other rows,
+and grouping by length trains on other rows and tokens in each step, so their losses may differ. TRL with its defaults
+is slow on a CPU, because the fast kernel of its loss needs a GPU. It runs in the first round only.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ CONTENDERS = (BASE, GROUPED, "trl", "trl, padding-free", "trl, packing", "ours",
 SLOW = ("trl",)
 STEPS_PER_TURN, WARM_UP_STEPS = 3, 6
 FEWEST_STEPS = WARM_UP_STEPS + 2 * STEPS_PER_TURN + 1
-"""One turn is measured, and the last one is not, even of a contender that packs its rows into a step less."""
+"""Fewest steps of a run, so that one turn is measured even if packing needs a step less. The last turn is not timed."""
 
 TARGET_STOCK, TARGET_GROUPED, TARGET_TRL, TARGET_SHARE = 2.4, 1.0, 1.0, 0.6
 EQUAL_BITS = {"no": 1e-3, "bf16": 1e-2}
-"""Largest difference of held-out bits per token that rounding in another order of sums explains."""
+"""Largest difference of held-out bits per token that another order of summation explains."""
 
 SMALL = Shape(vocab=1_000, hidden=32, layers=1, longest_row=256)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What each round could have been at best: ``work`` at the ``peaks`` measured before it."""
+    """The limit of each round: ``work`` at the ``peaks`` that were measured before it."""
 
     work: Work
     peaks: Sequence[Peaks]
 
     @property
     def tokens_per_second(self) -> float:
-        """At the highest peaks that were seen."""
+        """Return the limit at the highest measured peaks."""
         best = Peaks(max(peak.flops_per_s for peak in self.peaks), max(peak.bytes_per_s for peak in self.peaks))
         return best.tokens_per_second(self.work)
 
@@ -76,7 +76,7 @@ class Limit:
 
 
 def figures_of(raced: dict[str, Raced], limit: Optional[Limit] = None, precision: str = "no") -> dict[str, Figure]:
-    """Of the contenders that took part."""
+    """Return the figures of the contenders that took part."""
     ours, found = raced["ours"], {}
     found["tokens per second, ours / stock"] = figure(ours.ratios, "higher", TARGET_STOCK)
     if GROUPED in raced:
@@ -85,7 +85,7 @@ def figures_of(raced: dict[str, Raced], limit: Optional[Limit] = None, precision
     of_trl = [one for name, one in raced.items() if name.startswith("trl")]
     if of_trl:
         best = max(of_trl, key=lambda one: median(one.ratios))
-        rounds = zip(ours.ratios, best.ratios, strict=False)  # a slow contender has the first one only
+        rounds = zip(ours.ratios, best.ratios, strict=False)  # a slow contender has only the first round
         over = [mine / theirs for mine, theirs in rounds]
         found["tokens per second, ours / best of TRL"] = figure(over, "higher", TARGET_TRL)
     found["tokens per second with the first steps, ours / stock"] = figure(ours.whole_ratios, "higher")
@@ -125,7 +125,7 @@ def grid_of(raced: dict[str, Raced], limit: Optional[Limit] = None) -> Grid:
 
 
 def ranged(values: Sequence[float]) -> str:
-    """The median, and the lowest and highest of several."""
+    """Format the median of several values, with the lowest and the highest."""
     middle = f"{median(values):.2f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
 
