@@ -1,12 +1,12 @@
-"""What do whole-or-absent checkpoints cost? A save as the stock Trainer does it, and ours, in turns in one process.
+"""The cost of atomic checkpoints: saves of the stock Trainer and of ours take turns in one process.
 
     python benchmarks/loops/checkpoint_cost.py [--rounds 15] [--folder DIR]
 
-Each round saves the same state in all ways, in an order that moves on, on a disk that was brought to rest before each
-of them. "manifest and hashes" is ours without a sync; "whole" is ours as it is, which hashes while the disk takes what
-was written. What syncing costs depends on the disk, so it stands apart: the stock save returns while the system still
-writes. Printed are medians over rounds: seconds, and the ratio to the stock save of the same round, of CPU time for
-what computes, of time on the clock for what waits; and by how much hashes make the whole save longer.
+Each round saves the same state in all ways, in a rotating order, after the disk has become idle. "manifest and hashes"
+is ours without a sync; "whole" is ours with everything, which hashes while the disk writes. The cost of syncing depends
+on the disk and is listed separately, because the stock save returns while the system still writes. Medians over rounds
+are printed: seconds, and the ratio to the stock save of the same round, of CPU time for computation and of wall-clock
+time for waiting; and by how much hashing makes the whole save longer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WAYS = ("stock", "no hashes", "manifest and hashes", "whole, no hashes", "whole"
 
 
 def model_of(tuning: str) -> torch.nn.Module:
-    """13.8 million weights; with LoRA 3.4 million of 64 ranks beside them."""
+    """Return a model of 13.8 million weights, with LoRA another 3.4 million of rank 64."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=384,
@@ -67,7 +67,7 @@ def model_of(tuning: str) -> torch.nn.Module:
 
 
 def trained(tuning: str, folder: Path) -> SCUTrainer:
-    """One step, so that there is an optimizer state to save."""
+    """Return a trainer after one step, so that there is an optimizer state to save."""
     tokens = torch.randint(0, VOCABULARY, (4, 16))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     arguments = TrainingArguments(
@@ -117,7 +117,7 @@ def measure(tuning: str, rounds: int, folder: Path) -> dict[str, Any]:
             found = timed(lambda way=way: save(trainer, way))
             size_bytes = checkpoint.size_bytes(final)
             shutil.rmtree(final)
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 took[way].append(found)
     return {
         "tuning": tuning,

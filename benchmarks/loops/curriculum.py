@@ -1,21 +1,23 @@
-"""What does each curriculum pay against uniform sampling? Text of uneven length, and digits; clean and spoiled.
+"""What does each curriculum gain over uniform sampling? On text of different lengths and on digits, clean and spoiled.
 
     python benchmarks/loops/curriculum.py [--part text digits] [--seeds 0 1 2] [--methods ...] [--noise 0 0.2]
                                           [--again ...]
 
-Text: 240 docstrings of the standard library, one per row, 4 epochs of full tuning of a small Llama; a spoiled row has
-its tokens shuffled. Digits: scikit-learn's, 20 epochs of a small ResNet; a spoiled row has another label. What is
-scored is always clean: held-out loss in nats per token (lower is better), test accuracy in percent (higher is better).
+Text: 240 docstrings of the standard library, one per row, and 4 epochs of full tuning of a small Llama; in a spoiled
+row the tokens are shuffled. Digits: those of scikit-learn, and 20 epochs of a small ResNet; a spoiled row has another
+label. Scores are always on clean data: held-out loss in nats per token (lower is better), test accuracy in percent
+(higher is better).
 
-Every difference is to uniform sampling with the same seed, rows and start: its mean over seeds with the standard error.
-"equal work": against uniform whose own budget, with its own decay, is shortened to as many real tokens (rows for
-digits) as the method saw, by linear interpolation between budgets. "early stop": against the full uniform run stopped
-at the epoch that is best on validation rows, which are spoiled like the training rows; "oracle": at its best epoch.
-CPU seconds are of training alone, on one thread; what else runs on the machine moves them by a tenth and more.
+Every difference is to uniform sampling with the same seed, rows and initial weights, as mean over seeds with standard
+error. "equal work": compared with uniform sampling on a shorter budget, with its own decay, of as many real tokens
+(rows for digits) as the method saw, by linear interpolation between budgets. "early stop": compared with the full
+uniform run at the epoch that is best on validation rows, which are spoiled like the training rows; "oracle": at its
+best epoch. CPU seconds are of training only, on one thread; other programs on the machine change them by a tenth and
+more.
 
---large: text alone, 800 rows and a base that has learned longer, with fewer methods.
+--large: only text, with 800 rows, a base that was trained for longer, and fewer methods.
 
-A finished run is a line of results/curriculum_runs.jsonl, and is not run again; --again METHOD runs it again.
+A finished run is a line of results/curriculum_runs.jsonl, and is not run again, except with --again METHOD.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from scu_trainer.train.run_directory.logs import run_log
 
 RUNS = RESULTS / "curriculum_runs.jsonl"
 BUDGETS = (1.0, 0.8)
-"""Of uniform sampling, where methods that skip rows are compared with it."""
+"""The budgets of uniform sampling, for comparison with methods that skip rows."""
 
 RECIPES = {"text": TEXT, "digits": DIGITS}
 SEEDS = {"text": 3, "digits": 5}
@@ -74,7 +76,8 @@ LARGE_METHODS = {
     }
 }
 PADDED_LENGTHS = (256, 512, 1024)
-"""Tokens at which docstrings are cut where only padding is counted: what is saved depends on the spread of lengths."""
+"""Numbers of tokens to which docstrings are truncated when padding is counted, because the saving depends on the spread
+of lengths."""
 
 WORK = {"text": "real_tokens", "digits": "rows"}
 
@@ -83,7 +86,7 @@ WORK = {"text": "real_tokens", "digits": "rows"}
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Run]:
-    """Uniform first: all others are compared with it."""
+    """Yield the runs, with uniform sampling first, because all others are compared with it."""
     for part in options.part:
         seeds = range(SEEDS[part]) if options.seeds is None else options.seeds
         for seed in seeds:
@@ -108,7 +111,7 @@ def _of_seed(
 
 
 def finished() -> dict[Run, dict[str, Any]]:
-    """Figures of the runs that were made with the present recipe."""
+    """Return the figures of the finished runs that used the current recipe."""
     lines = RUNS.read_text().splitlines() if RUNS.is_file() else []
     records = [json.loads(line) for line in lines]
     return {Run(**record["run"]): record["figures"] for record in records if record["recipe"] == _recipe(record["run"])}
@@ -119,7 +122,7 @@ def _recipe(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(runs: Iterable[Run], again: list[str]) -> dict[Run, dict[str, Any]]:
-    """Figures of all ``runs``; each is kept as soon as it is finished."""
+    """Return the figures of all ``runs``. Each run is stored as soon as it is finished."""
     known, runs = finished(), list(runs)
     for one in runs:
         if one not in known or one.method in again:
@@ -136,7 +139,7 @@ def make(runs: Iterable[Run], again: list[str]) -> dict[Run, dict[str, Any]]:
 
 
 class Spread(NamedTuple):
-    """Mean over seeds and its standard error, None for one seed."""
+    """A mean over seeds and its standard error, which is None for one seed."""
 
     mean: float
     error: Optional[float]
@@ -149,7 +152,7 @@ class Spread(NamedTuple):
 
 
 def compared(runs: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per part, noise, method and budget."""
+    """Return a row per part, noise, method and budget."""
     conditions = dict.fromkeys(replace(one, seed=0) for one in runs)
     rows = []
     for condition in conditions:
@@ -160,7 +163,7 @@ def compared(runs: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(mine: dict[Run, dict[str, Any]], runs: dict[Run, dict[str, Any]]) -> dict[str, Any]:
-    """Means of ``mine``, one run per seed, and their differences to uniform runs of the same seeds."""
+    """Return the means of ``mine``, one run per seed, and their differences to uniform runs of the same seeds."""
     pairs = [(figures, Reference.of(one, runs)) for one, figures in mine.items()]
     pairs = [(figures, reference) for figures, reference in pairs if reference is not None]
 
@@ -193,7 +196,7 @@ def _known_mean(runs: Iterable[dict[str, Any]], name: str) -> Optional[float]:
 
 
 class Reference:
-    """The uniform runs that one run is compared with: same part, noise and seed, all budgets."""
+    """The uniform runs that one run is compared with: the same part, noise and seed, with all budgets."""
 
     def __init__(self, part: str, by_budget: dict[float, dict[str, Any]]) -> None:
         self.part, self.by_budget, self.full = part, by_budget, by_budget[1.0]
@@ -205,7 +208,7 @@ class Reference:
         return cls(one.part, found) if 1.0 in found else None
 
     def at(self, figures: dict[str, Any]) -> Optional[float]:
-        """Uniform's score with as much work as ``figures``, on the line through its budgets."""
+        """Return the score of uniform sampling with as much work as ``figures``, interpolated between its budgets."""
         work = WORK[self.part]
         points = sorted((run[work], run["score"]) for run in self.by_budget.values())
         if len(points) == 1:
@@ -222,7 +225,7 @@ class Reference:
         return self._best("held_out")
 
     def _best(self, by: str) -> float:
-        """Held-out score at the epoch that is best ``by``; at the first of them if several are."""
+        """Return the held-out score at the first epoch with the best value of ``by``."""
         sign = -1.0 if self.part == "text" else 1.0
         return max(self.full["points"], key=lambda point: sign * point[by])["held_out"]
 
@@ -236,7 +239,7 @@ TITLES = {
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was aimed at, and what came out."""
+    """Return each target, and whether it was reached."""
     found = {(row["part"], row["noise"], row["method"]): row for row in rows if row["budget"] == 1.0}
     aims = (
         ("text", 0.0, "token_budget", "to_uniform", "within", 0.01),
@@ -297,7 +300,7 @@ def _shown(spread: Optional[Spread], digits: int, signed: bool) -> str:
 
 
 def text_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Spreads as objects: JSON has no named tuples."""
+    """Convert spreads to dicts, because JSON has no named tuples."""
     return {name: value._asdict() if isinstance(value, Spread) else value for name, value in row.items()}
 
 
@@ -312,7 +315,7 @@ def padding_table(figures: list[dict[str, Any]]) -> Table:
 
 
 def _without_points(figures: dict[str, Any]) -> dict[str, Any]:
-    """The scores of every epoch stay in the file of finished runs."""
+    """Leave out the scores of every epoch, which only the file of finished runs keeps."""
     return {name: value for name, value in figures.items() if name != "points"}
 
 

@@ -1,18 +1,17 @@
-"""What does the data loop cost? Knowing the loss of every row, and planning an epoch.
+"""The cost of the data loop: recording the loss of every row, and planning an epoch.
 
     python benchmarks/loops/curriculum_cost.py [--steps 24] [--samples 1000000]
 
 Tracking: two trainers of the same model take turns step by step on the same rows, one without a curriculum, one with
-``CurriculumSettings("none")``, which changes no gradient but tracks the loss of every row and keeps the statistics.
-Printed are the median CPU seconds of a step and the median of the paired ratios; beside it, from the same run, the
-seconds that were spent inside of tracking (reading losses of rows, recording, counting deliveries, gathering,
-planning). "control" is the same with tracking on neither contender: what differs from 1 there is the machine. "loss" is
-forward and backward of the model's own loss against the opened one, which keeps the losses of tokens, in turn on the
-same batch. Each model is in a process of its own that gives no memory back: page faults would hide a difference this
-small. Models: the text model of ``curriculum.py`` with the stock loss, and one of 32k words with the chunked loss
-on both contenders.
+``CurriculumSettings("none")``, which changes no gradient but tracks the loss of every row and keeps statistics. The
+median CPU seconds of a step and the median of the paired ratios are printed, and, from the same run, the seconds that
+were spent in tracking (reading row losses, recording, counting deliveries, gathering, planning). "control" is the same
+without tracking on either side: its difference from 1 is noise of the machine. "loss" compares forward and backward of
+the loss of the model itself with the replaced one, which keeps token losses, in turn on the same batch. Each model has
+its own process, which returns no memory, because page faults would hide a difference this small. Models: the text model
+of ``curriculum.py`` with the stock loss, and one of 32k words with the chunked loss on both sides.
 
-Planning: CPU seconds per million samples of one epoch for 8 ranks, every sample known, as the median of several.
+Planning: CPU seconds per million samples of one epoch for 8 ranks with all losses known, as the median of several.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ LOSS_NATS = 2.0
 
 
 class Model(NamedTuple):
-    """What both contenders train. ``memory``: of both trainers; None is the stock loss. ``repeats``: times --steps
-    steps."""
+    """The model of both contenders. ``memory``: settings of both trainers; None uses the stock loss. ``repeats``: the
+    run takes this many times --steps steps."""
 
     name: str
     make: Callable[[], torch.nn.Module]
@@ -95,7 +94,7 @@ MODELS = (
 
 
 class Stopwatch:
-    """CPU seconds spent inside of some functions, wherever they are called from."""
+    """Measures the CPU seconds spent in some functions, wherever they are called from."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -110,7 +109,7 @@ class Stopwatch:
                 return function(*args, **kwargs)
             finally:
                 self._depth -= 1
-                if self._depth == 0:  # what one of them calls is already inside
+                if self._depth == 0:  # nested calls are already included
                     self.seconds += time.process_time() - begun_s
 
         return timed
@@ -140,7 +139,7 @@ def tracking(model: Model, steps: int) -> dict[str, Any]:
 
 
 def _opened_over_stock(model: Model, steps: int) -> Optional[float]:
-    """None where the loss is chunked on both contenders."""
+    """Return the ratio of the replaced loss to the stock one; None if both contenders use the chunked loss."""
     if model.memory is not None:
         return None
     module, ratios = model.make(), []
@@ -191,7 +190,7 @@ def _trainer(model: Model, rows: TokenRows, tracked: bool) -> Iterator[Any]:
 
 
 class Tracked(SCUTrainer):
-    """Knows the loss of every row; selects nothing."""
+    """Tracks the loss of every row, and selects nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, curriculum=CurriculumSettings("none"), **kwargs)

@@ -1,12 +1,12 @@
-"""Is S a stopping signal without held-out data? Runs without any control, S only measured, held-out loss at regular
-steps.
+"""Is S a stopping signal that needs no held-out data? Runs without control, with S and the held-out loss measured.
 
     python benchmarks/loops/early_stop.py [--seeds 0 1] [--steps 300]
 
-For each condition: held-out bits per token at the step where S first reaches the threshold, minus the lowest on the
-way (the best stop that held-out data could have found). Beside it: stopping after a fixed number of passes over the
-data, and running to the end. The conditions change one thing each from the reference: rank, learning rate, number of
-rows, batch, schedule, scale of the adapters. S is measured on the effective update and, beside it, on the factors.
+For each condition: the held-out bits per token at the step where S first reaches the threshold, minus the lowest of the
+run (the best stop that held-out data could have found). This is compared with stopping after a fixed number of passes
+over the data, and with running to the end. Each condition differs from the reference in one setting: rank, learning
+rate, number of rows, batch, schedule, or scale of the adapters. S is measured on the effective update and also on the
+factors.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 
 
 class Watch(TrainerCallback):
-    """Every EVERY steps: held-out bits per token, and S measured on the factors."""
+    """Measures the held-out bits per token, and S on the factors, every EVERY steps."""
 
     def __init__(self, held_out, tokens: float) -> None:
         self.held_out, self.tokens = held_out, tokens
@@ -125,7 +125,7 @@ def run(seed: int, steps: int, condition: dict[str, Any]) -> dict[str, Any]:
 
 
 def judge(points: list[dict[str, float]], setup: dict[str, Any]) -> dict[str, Any]:
-    """Held-out excess over the best stop, bits per token, of each rule for stopping."""
+    """Return, for each stopping rule, how many held-out bits per token more than the best stop it has."""
     best = min(points, key=lambda point: point["bpt"])
     fixed_step = PASSES * setup["rows"] / setup["batch"]
     rules = {

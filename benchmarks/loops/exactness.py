@@ -1,10 +1,11 @@
-"""Is every optimizer step's gradient the stock Trainer's, or said not to be? Random trainings, both contenders of each.
+"""Is the gradient of every optimizer step equal to that of the stock Trainer, unless a warning says so? Random
+trainings.
 
     python benchmarks/loops/exactness.py --cases 1000
 
-Families x losses x padding x accumulation x unbalanced labels (lib/exactness_cases.py). A step is wrong where
-its gradient is further than 1e-5 from stock's, relative to its largest entry, and no line of the log says so.
-``--seed N --cases 1`` runs one case again.
+Cases combine model families, losses, padding, accumulation and unbalanced labels (lib/exactness_cases.py). A step is
+wrong if its gradient differs from that of stock by more than 1e-5, relative to its largest entry, and no line of the
+log says so. ``--seed N --cases 1`` runs one case again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Rows(Dataset):
 
 
 class Gradients(TrainerCallback):
-    """``steps``: name -> gradient of each optimizer step. Tells a module that changes which step it is."""
+    """Records gradients. ``steps``: for each optimizer step, the gradients by name. Tells modules that change with time
+    which step it is."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []
@@ -63,7 +65,7 @@ class Gradients(TrainerCallback):
 
 
 class Lines(logging.Handler):
-    """Warnings of one run, with the step in which each came."""
+    """Collects the warnings of one run, each with its step."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -74,7 +76,7 @@ class Lines(logging.Handler):
 
 
 def with_loss(base: type, case: Case) -> type:
-    """``base`` as a user would subclass it."""
+    """Return a subclass of ``base`` with the loss of ``case``, as a user would write it."""
     if case.compute_loss is None:
         return base
 
@@ -105,14 +107,14 @@ def run(case: Case, ours: bool, folder: str) -> tuple[list[dict[str, torch.Tenso
         gradient_accumulation_steps=case.accumulation,
         train_sampling_strategy="random"
         if case.has_statistics
-        else "sequential",  # statistics come with a sampler of their own
+        else "sequential",  # with statistics, the curriculum has its own sampler
         remove_unused_columns=False,
         **case.arguments,
     )
     own: dict[str, Any] = {}
     if ours:
         own["memory"] = MemorySettings(**case.cut)
-        # A subclass's own loss would have to know of the column that the statistics of rows need.
+        # The loss of a subclass would have to handle the column that the statistics of rows need.
         own["curriculum"] = CurriculumSettings("none") if case.has_statistics and case.compute_loss is None else None
     found = Gradients()
     kind = with_loss(SCUTrainer if ours else Trainer, case)
@@ -165,7 +167,7 @@ def outcome(case: Case) -> dict[str, Any]:
 
 
 def _could_split(case: Case) -> bool:
-    """Whether the settings ask for anything smaller than the batches."""
+    """Whether the settings allow micro-batches smaller than the batches."""
     if "max_batch_size" in case.cut:
         return case.batch > case.cut["max_batch_size"]
     lengths = {len(row["input_ids"]) if "input_ids" in row else 1 for row in case.rows}

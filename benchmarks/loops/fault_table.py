@@ -1,16 +1,17 @@
-"""Out of memory at the operations of training, evaluation and prediction, one run each: recovered, and exact?
+"""Out of memory at each operation of training, evaluation and prediction: does the run recover, and exactly?
 
     python benchmarks/loops/fault_table.py [--every 1] [--processes 2]
 
 Eight tiny models, each with some of the loops, train for two optimizer steps of two accumulation batches, are evaluated
 (loss only) and predict (logits, single rows joined). In run k, operation number k that returns a new tensor raises out
-of memory. A run is recovered if it ends as if nothing had been; exact if weights, averages, buffers and the statistics
-of every loop, or figures and logits, are bit for bit those of a run without a fault on the same chunks.
+of memory. A run has recovered if it ends normally. It is exact if weights, averages, buffers and the statistics of
+every loop, or figures and logits, equal bit for bit those of a run without a fault on the same micro-batches.
 
-Counted is all that is ours or is called by us: reading and collating rows, counting labels, planning, asking the model
-how its loss adds up, what a micro-batch is taken back to, forward, backward, clipping, S and lambda, averages, losses
-of rows, the search for bad numbers, the optimizer; of evaluation and prediction every operation. Not counted is what
-the stock training loop does between our calls: drawing the order of the rows, adding up the logged loss.
+All operations of our code, and those that it calls, are covered: reading and collating rows, counting labels, planning,
+the loss analysis, restoring the state before a micro-batch, forward, backward, clipping, S and lambda, averages, row
+losses, the search for non-finite values, the optimizer; and every operation of evaluation and prediction. The
+operations of the stock training loop between our calls are not covered: drawing the order of the rows, and summing the
+logged loss.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ MODES = ("train", "evaluate", "predict")
 
 
 def uneven(rows) -> tiny.Examples:
-    """Rows of 5 and of 9 tokens: few micro-batches, so that all places of each can be visited."""
+    """Return rows of 5 and of 9 tokens, which make few micro-batches, so that all operations of each can be tested."""
     return tiny.Examples({name: value[: 5 + 4 * (i % 2)] for name, value in rows[i].items()} for i in range(ROWS))
 
 
@@ -86,7 +87,7 @@ def pairs_of_numbers() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """``collate``: None takes the model's own. ``loops``: beside memory."""
+    """A model to test. ``collate``: None uses that of the model. ``loops``: the loops besides memory."""
 
     make: Callable[[], torch.nn.Module]
     rows: Callable[[], Any]
@@ -143,8 +144,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``kind``: where operation ``number`` is, None if there is none. ``tried``: sizes, as the history tells them.
-    ``error``: what ended the run."""
+    """The result of one run. ``kind``: where operation ``number`` is; None if there is none. ``tried``: the micro-batch
+    sizes in the history. ``error``: what ended the run."""
 
     case: Case
     kind: Optional[str]
@@ -160,9 +161,9 @@ class Outcome:
 
 def trainer_of(case: Case, folder: str, sites: Sites, recorder: Recorder) -> SCUTrainer:
     subject = SUBJECTS[case.subject]
-    with sites.paused():  # what is read while a trainer is made is no part of a run
+    with sites.paused():  # operations during the construction of a trainer are not part of a run
         rows = subject.rows()
-        # A curriculum reads lengths before the first step, which is no part of it either.
+        # Neither is the reading of lengths by a curriculum before the first step.
         counted = rows if "curriculum" in subject.loops and case.mode == "train" else CountedRows(rows, sites)
         arguments = tiny.arguments(folder, **TRAINING, optim=subject.optim)
         trainer = SCUTrainer(
@@ -182,7 +183,7 @@ def trainer_of(case: Case, folder: str, sites: Sites, recorder: Recorder) -> SCU
 
 
 def position_weighted(prediction: Any) -> dict[str, float]:
-    """Of the first logits: rows in another order give another number."""
+    """Return a figure of the first logits that depends on the order of the rows."""
     logits = next(leaves(prediction.predictions))
     return {"score": float((logits.reshape(len(logits), -1).sum(axis=1) * numpy.arange(1, len(logits) + 1)).sum())}
 
@@ -196,7 +197,7 @@ def leaves(value: Any) -> Iterator[numpy.ndarray]:
 
 
 def run(case: Case, folder: str, sites: Sites, prepare: Callable[[SCUTrainer], None]) -> list[Any]:
-    """All that is to be equal: tensors, arrays and texts."""
+    """Run a case, and return everything that must be equal: tensors, arrays and texts."""
     recorder = Recorder()
     trainer = trainer_of(case, folder, sites, recorder)
     prepare(trainer)
@@ -205,7 +206,7 @@ def run(case: Case, folder: str, sites: Sites, prepare: Callable[[SCUTrainer], N
         trainer.train()
         return trained_state(trainer, recorder, folder)
     if case.mode == "predict":
-        trainer.prediction.halving.largest_rows = 1  # as after an out-of-memory: parts that have to be joined
+        trainer.prediction.halving.largest_rows = 1  # as after an out-of-memory error, so that parts have to be joined
     sites.watch_evaluation(trainer)
     if case.mode == "evaluate":
         return [figures(trainer.evaluate())]
@@ -275,7 +276,7 @@ def outcome(case: Case) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = run(case, folder, sites, lambda trainer: noted.append(record(case, trainer)))
-        except Exception as error:  # whatever the fault has led to: it is in the table
+        except Exception as error:  # the table shows every error that the fault leads to
             if not sites.raised:
                 raise
             text = f"{type(error).__name__}: {str(error)[:200]}"
@@ -312,7 +313,7 @@ def without_fault(subject: str, mode: str, cuts: tuple) -> list[Any]:
 def start_quietly() -> None:
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # every recovery collects: not all that was imported
+    gc.freeze()  # every recovery collects garbage, which should not include imported objects
     logging.getLogger("scu_trainer").setLevel(logging.ERROR)
 
 

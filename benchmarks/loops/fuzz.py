@@ -1,13 +1,13 @@
-"""Does bad input ever end in a traceback, a hang or a half-written run? Seeded cases through the real command.
+"""Does bad input ever cause a traceback, a hang or a half-written run? Seeded cases through the real command.
 
     python benchmarks/loops/fuzz.py [--cases 500] [--seed 0] [--kinds numbers "odd names"] [--jobs 1]
     python benchmarks/loops/fuzz.py --again "numbers 0.17"
 
-A case is a kind and a seed (tests/fuzz/cases.py): files, flags, settings, folders and models such as a stranger may
-have. Each runs in a folder of its own under a time limit, in a fork of this process, which has imported everything
-once; every 20th runs as a program of its own too, and both must agree. It must be accepted (exit code 0), or refused
-with exit code 2, one message, no traceback and not one new file. A run that had begun and ended by its own numbers
-(a loss that is none) may leave its files, with the error in run.json. Exit code 1 if one case does anything else.
+A case is a kind and a seed (tests/fuzz/cases.py): files, flags, settings, folders and models that a user may have. Each
+runs in its own folder under a time limit, in a fork of this process, which has imported everything once. Every 20th
+also runs as a separate program, and both must agree. A case must be accepted (exit code 0), or refused with exit code
+2, one message, no traceback and no new file. A run that had begun and stopped because of its numbers (a non-finite
+loss) may leave its files, with the error in run.json. Exit code 1 if any case does anything else.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def warm_up() -> None:
-    """What every command imports, before the first fork."""
+    """Import what every command imports, before the first fork."""
     import importlib
 
     from scu_trainer.cli.main import COMMANDS, MODULES

@@ -1,12 +1,12 @@
-"""Is anything lost when a run is killed? SIGKILL at random moments, then the same command again, until the run is done.
+"""Is anything lost when a run is killed? SIGKILL at random moments, then the same command again until it finishes.
 
     python benchmarks/loops/kill_campaign.py [--kills 100] [--seed 0]
 
-The run has all three loops on (tests/faults/campaign.py: a tiny model, 12 steps, a checkpoint after every 3). Half of
-the kills fall just before a random step on the disk (open for writing, rename, sync, remove), most of which belong to a
-checkpoint; the others after a random time. A run is killed up to 8 times, then it may finish. It counts as unharmed if
-its weights, its histories of lambda and of the curriculum, and its held-out figure are those of a run that nobody
-interrupted, in every digit. Exit code 1 if one is not, or if a start did not go on from a whole checkpoint.
+The run has all three loops on (tests/faults/campaign.py: a tiny model, 12 steps, a checkpoint every 3 steps). Half of
+the kills come just before a random disk operation (open for writing, rename, sync, remove), usually of a checkpoint;
+the others come after a random time. A run is killed up to 8 times, then it may finish. It counts as unharmed if its
+weights, its histories of lambda and of the curriculum, and its held-out figure equal those of an uninterrupted run in
+every digit. Exit code 1 if one does not, or if a start did not resume from a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ KILLS_PER_RUN = 8
 
 
 class Chooser:
-    """Where the next start of a run is killed: evenly over disk and time, as long as there are kills ``left``."""
+    """Chooses when the next start of a run is killed: half by disk operation and half by time, while kills are
+    ``left``."""
 
     def __init__(self, chance: random.Random, site: Site, whole_s: float, left: int) -> None:
         self._chance, self._site, self._whole_s, self._left = chance, site, whole_s, left
@@ -50,7 +51,8 @@ class Chooser:
 
 
 def run_all(site: Site, kills: int, seed: int, console: Console) -> dict[str, Any]:
-    """``whole_s``: from the first output of an unbroken run to its end, measured here on this machine."""
+    """Run the campaign. ``whole_s`` in the result: the time from the first output of an uninterrupted run to its end,
+    measured on this machine."""
     chance, places, harmed = random.Random(seed), Counter(), []
     whole_s = seconds_of(site)
     starts = resumed = missed = runs = 0

@@ -1,9 +1,10 @@
-"""What does the regularization loop cost? On and off alternate step by step in one run, so that drift hits both alike.
+"""The cost of the regularization loop. On and off alternate step by step in one run, so that drift affects both
+equally.
 
     python benchmarks/loops/loop_cost.py [--steps 200]
 
 Prints the ratio of the median step time with the loop to that without it, for LoRA and for full tuning of the embedded
-model on the recipe's batch, measuring and decaying at every step.
+model with the batch of the recipe. The loop measures and decays at every step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WARM_UP_STEPS = 20
 
 
 class Alternate(TrainerCallback):
-    """Takes the loop out of every second step and notes the time of each step."""
+    """Turns the loop off in every second step, and records the time of each step."""
 
     def __init__(self, trainer: SCUTrainer) -> None:
         self.trainer = trainer
@@ -68,7 +69,7 @@ class Alternate(TrainerCallback):
 
 def measure(tuning: str, steps: int, batch_rows: int) -> dict[str, float]:
     data = embedded_data(0, dataset="stdlib_docstrings", dataset_size=80, block_size=256, validation_split_percentage=0)
-    settings = RegularizationSettings(target_s=0.001, lambda_min=0.1)  # a floor of lambda: every step decays
+    settings = RegularizationSettings(target_s=0.001, lambda_min=0.1)  # lambda_min makes every step decay
     with scratch_arguments(max_steps=steps, learning_rate=1e-3, per_device_train_batch_size=batch_rows) as arguments:
         trainer = SCUTrainer(
             model=embedded_model(0, tuning=tuning),

@@ -1,13 +1,13 @@
-"""What do the questions about the loss and the audits of it cost in a run of 200 steps?
+"""The cost of the loss analysis and of its audits in a run of 200 steps.
 
     python benchmarks/loops/loss_analysis_cost.py [--steps 200]
 
-Their own time against that of the rest of the training, by one clock in one run. Three subjects with 32 uneven rows per
-step, as in the other benchmarks of memory, so that batches are cut and audited: the embedded model with LoRA; a Llama
-with 8,000 words, all of it trained; the same with a loss of somebody's own, whose first audit takes a whole window.
-For these the aim counts. Then the last one with 8 rows, whose steps of 0.2 seconds are about as short as they come: a
-question is some ten short forwards, whatever the step is. Prints the share, and how many steps questions and audits
-took the time of.
+Their time is compared with that of the rest of the training, in the same run. Three subjects have 32 rows of different
+lengths per step, as in the other memory benchmarks, so that batches are split and audited: the embedded model with
+LoRA; a Llama with 8,000 words and full tuning; and the same with a user's own loss, for which the first audit takes a
+whole window. The target applies to these. The last subject is repeated with 8 rows, with steps of 0.2 seconds, which
+are very short: an analysis takes about ten short forwards, however long a step is. Prints the share of the time, and
+how many steps would take as long.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def batch(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """The mean over sequences of the mean over their tokens."""
+    """Return the mean over sequences of the mean over their tokens."""
     losses = torch.nn.functional.cross_entropy(
         outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
     )

@@ -1,18 +1,18 @@
-"""What does memory control cost where memory is plenty and all rows have one length?
+"""The cost of memory control when there is enough memory and all rows have the same length.
 
     python benchmarks/loops/memory_cost.py [--steps 400] [--large_steps 80]
 
-One trainer, its memory control switched step by step (off on on off ...), so that both contenders have the same
-weights, the same memory and the same neighbours on the machine. CPU time of whole steps, data loading included; left
-out are the windows in which every micro-batch is measured, and page faults (freed memory stays with the process). Two
-subjects: LoRA on the embedded model with the recipe's batch of 8 x 256 tokens, and a Llama of hidden 256 with 32,000
-words on 8 x 128.
+Memory control is switched step by step in one trainer (off on on off ...), so that both sides have the same weights,
+the same memory and the same load on the machine. Measured is the CPU time of whole steps, including data loading,
+without the windows in which every micro-batch is measured, and without page faults (freed memory stays with the
+process). Two subjects: LoRA on the embedded model with the batch of the recipe, 8 x 256 tokens, and a Llama of hidden
+size 256 with 32,000 words on 8 x 128.
 
-Prints the ratio of the medians with control to those without, and the median of the same ratio within each four steps;
-the ratio of the medians of the off steps at the first and at the last place of each four, which shows how far the
-machine lets this be told; and what can be measured directly: CPU time in the control's own code per step (all of
-``training_step`` but the stock one inside it; in the first steps, too), and in the guarded against the plain optimizer
-step. A few steps without timing then say whether the weights are the stock Trainer's bit for bit.
+Prints the ratio of the medians with and without control, and the median of that ratio within each four steps; the ratio
+between the off steps at the first and at the last position of each four, which shows the noise of the measurement; and
+what can be measured directly: CPU time per step in the code of the control (all of ``training_step`` except the stock
+one inside it, also in the first steps), and in the guarded optimizer step compared with the plain one. A few steps
+without timing then check whether the weights equal those of the stock Trainer bit for bit.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def trainer_of(parts: dict[str, Any], memory: Optional[MemorySettings], steps: i
 
 
 class Switch(TrainerCallback):
-    """Takes memory control out of the steps where PATTERN says so, and notes CPU seconds.
+    """Switches memory control by PATTERN, and records CPU seconds.
 
-    ``steps[on]``: of whole steps, in order; ``optimizer[on]``: of ``optimizer.step``; ``own``: of the control's code in
-    ``training_step``, of the steps that have it; ``first``: the same while every micro-batch is measured.
+    ``steps[on]``: of whole steps, in order; ``optimizer[on]``: of ``optimizer.step``; ``own``: of the code of the
+    control in ``training_step``, for the steps with control; ``first``: the same while every micro-batch is measured.
     """
 
     def __init__(self, trainer: SCUTrainer) -> None:
@@ -119,7 +119,8 @@ class Switch(TrainerCallback):
         return clocked
 
     def is_on(self, step: int) -> bool:
-        """``step``: from 0. On while the loop measures every micro-batch, then by the pattern."""
+        """Whether control is on in ``step``, counted from 0: while the loop measures every micro-batch, then by
+        PATTERN."""
         return step < SETTLING or PATTERN[step % len(PATTERN)]
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -143,7 +144,7 @@ class Switch(TrainerCallback):
         self._ended_s = time.process_time()
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._set(True)  # what was taken out has to end its run too
+        self._set(True)  # the control has to be there for the end of training
 
     def _set(self, on: bool) -> None:
         self.trainer.engine = self._engines[on]
@@ -155,7 +156,7 @@ class Switch(TrainerCallback):
 def measure(subject: str, steps: int) -> dict[str, Any]:
     with run_log(), trainer_of(SUBJECTS[subject](), MemorySettings(), SETTLING + steps) as trainer:
         switch = Switch(trainer)
-        # First of all callbacks: at the end of training the memory callback needs the control back in place.
+        # Comes before all other callbacks, because the memory callback needs the control at the end of training.
         trainer.callback_handler.callbacks.insert(0, switch)
         trainer.train()
     off_s, on_s = median(switch.steps[False]), median(switch.steps[True])
@@ -179,13 +180,13 @@ def measure(subject: str, steps: int) -> dict[str, Any]:
 
 
 def paired(steps: dict[bool, list[float]]) -> list[float]:
-    """Quartiles of on / off within each four steps, in which slow changes of the machine cancel."""
+    """Return the quartiles of on / off within each four steps, where slow drift of the machine cancels."""
     fours = zip(steps[True][::2], steps[True][1::2], steps[False][::2], steps[False][1::2], strict=True)
     return quantiles([(on + on_too) / (off + off_too) for on, on_too, off, off_too in fours], n=4)
 
 
 def same_weights(subject: str) -> bool:
-    """Whether a few steps with control end at the stock Trainer's weights, bit for bit."""
+    """Whether a few steps with control give the weights of the stock Trainer, bit for bit."""
 
     def trained(memory: Optional[MemorySettings]) -> Trainer:
         with run_log(), trainer_of(SUBJECTS[subject](), memory, CHECKED_STEPS) as trainer:

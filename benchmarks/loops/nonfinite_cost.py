@@ -1,11 +1,11 @@
-"""What does looking for bad numbers cost? The guard of steps and the divergence watch, on and off in alternate steps.
+"""The cost of the search for non-finite values: the step guard and the divergence watch, on and off in alternate steps.
 
     python benchmarks/loops/nonfinite_cost.py [--steps 200]
 
-One training per line, of LoRA and of full tuning of the embedded model on the recipe's batch; its odd steps have the
-guard, its even ones have not, so that drift hits both alike. Printed are the median CPU milliseconds of a step and the
-median of the paired ratios, and from the same steps the CPU time inside of the guard over that of the whole step.
-"control" is the same training with the guard on neither contender: what differs from 1 there is the machine.
+Each line is one training, with LoRA or full tuning of the embedded model, with the batch of the recipe. The guard is on
+in odd steps and off in even ones, so that drift affects both equally. Printed are the median CPU milliseconds of a
+step, the median of the paired ratios, and from the same steps the CPU time of the guard relative to the whole step.
+"control" is the same training without the guard on either side: its difference from 1 is noise of the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ INSIDE = (
 
 
 class Begin(TrainerCallback):
-    """Starts the clock before any other callback sees the step."""
+    """Starts the clock before any other callback of the step."""
 
     begun_s = 0.0
 
@@ -65,7 +65,7 @@ class Begin(TrainerCallback):
 
 
 class Alternate(TrainerCallback):
-    """Takes the guard out of every second step, or out of all, and notes the CPU time of each step."""
+    """Turns the guard off in every second step, or in all, and records the CPU time of each step."""
 
     def __init__(self, trainer: SCUTrainer, measured: bool) -> None:
         self.trainer, self.guard, self.measured = trainer, trainer.nonfinite_guard, measured
@@ -86,7 +86,7 @@ class Alternate(TrainerCallback):
         self._switch(on=not was_odd)
 
     def _switch(self, on: bool) -> None:
-        """For the next step: without the guard nothing of it runs."""
+        """Turn the guard on or off for the next step. When it is off, none of its code runs."""
         on = on and self.measured
         self.trainer.nonfinite_guard = self.guard if on else None
         own = [self.guard] if on else []
@@ -117,7 +117,7 @@ def measure(tuning: str, steps: int, measured: bool = True) -> dict[str, Any]:
             train_dataset=data.train,
             safety=SafetySettings(),
         )
-        trainer.args.logging_nan_inf_filter = False  # as the command line has it
+        trainer.args.logging_nan_inf_filter = False  # as the command line sets it
         quiet(trainer)
         clock = Alternate(trainer, measured)
         for owner, name in INSIDE:

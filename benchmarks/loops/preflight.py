@@ -1,11 +1,11 @@
-"""How long does preflight take before training? Seconds beyond loading, for many rows.
+"""How long does preflight take before training? Seconds in addition to loading, for many rows.
 
     python benchmarks/loops/preflight.py [--rows 200000] [--length 512]
 
-Synthetic rows of tokens, written once into a scratch folder and mapped into memory as prepared data are, with the
-embedded base and adapters. Printed are the seconds of ``before_loading`` and of ``before_training`` (the first time
-with the file freshly written, then again), and of the pass over the tokens alone, which is all that grows with the
-data. Over more than MOST_TOKENS tokens the pass takes a sample; ``looked at`` is the share of the rows in it.
+Synthetic rows of tokens are written to a scratch folder and memory-mapped, as prepared data are, with the embedded base
+and adapters. Printed are the seconds of ``before_loading`` and of ``before_training`` (for the first time after writing
+the file, then again), and of the pass over the tokens, which is the only part that grows with the data. For more than
+MOST_TOKENS tokens the pass uses a sample; ``looked at`` is the share of the rows in it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Is the status of a background run ever wrong, is anything left behind or lost? Start, stop, kill, resume at random.
+"""Is the status of a background run ever wrong, and is anything lost or left behind? Random starts, stops and kills.
 
     python benchmarks/loops/runs_campaign.py [--cycles 100] [--seed 0]
 
 Each cycle has two detached runs of a tiny model (tests/runs/background.py) on one device: one trains, the other waits
-in the line behind it. After random times each is stopped, stopped --now, killed with SIGKILL, or left alone; later ones
-resume what was stopped or killed. After every event the status is compared with the truth from the system, and
-checkpoints are compared with those before. At the end every run is resumed until it is done, and compared with the run
-that nobody interrupted. A fifth of the runs have a loader process. Exit code 1 if anything was wrong.
+in the queue. After random times each is stopped, stopped with --now, killed with SIGKILL, or left alone; later cycles
+resume stopped and killed runs. After every event the status is compared with the state of the system, and the
+checkpoints are compared with the earlier ones. At the end every run is resumed until it is finished, and compared with
+an uninterrupted run. A fifth of the runs have a loader worker. Exit code 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run_all(site: Site, cycles: int, seed: int, longest_s: float, console: Conso
 
 
 def seconds_of_status(root: Path, run: Path) -> dict[str, float]:
-    """Median of the command, interpreter included: of one run and of all."""
+    """Return the median seconds of the status command, including the interpreter, for one run and for all."""
     found = {}
     for what, words in (("one", [str(run)]), ("all", ["--root", str(root)])):
         times = []
