@@ -1,21 +1,21 @@
-"""Steps that are taken back for a spike: are sound steps left alone, are bad rows found, and what is left in the end?
+"""Undoing steps with a spike: are good steps left alone, are bad rows found, and how good is the final model?
 
     python benchmarks/loops/spikes.py [--groups 4] [--seeds 0] [--steps 100] [--rates 0.03] [--bases embedded docs sums]
 
 sound     ``--groups`` times 32 byte models (``benchmarks/lib/byte_models.py``) and the clean trainings below: how many
-          of their steps would be taken back? None in n steps means a rate below 3/n, with 95 % confidence. Their seeds
-          begin at FIRST_GROUP: threshold and band were chosen on others.
-injected  a base is tuned by LoRA on its own kind of text, of which a share of the rows is exchanged for bad ones:
-          another script, labels in random order, one token again and again. Bases: ``embedded``, which knows its text
-          badly; the small ones of the study of retention, which know ``docs`` (prose) or ``sums`` (lines of sums).
-          Contenders: gradient clipping at 1 (the default of transformers), the guard beside it, and in its place
-          clipping by rows: the step stands, and rows that stand out count no more than an ordinary one. Held-out bits
-          per token in the end.
-cost      CPU time inside of the decision over that of the whole training, and clean trainings with over without guard.
+          of their steps would be undone? None in n steps means a rate below 3/n, with 95 % confidence. Their seeds
+          begin at FIRST_GROUP, because threshold and band were chosen on earlier ones.
+injected  a base is tuned by LoRA on text of its own kind, where a share of the rows is replaced by bad ones: another
+          script, labels in random order, or one repeated token. Bases: ``embedded``, which has a high loss on its text;
+          and the small ones of the retention study, which know ``docs`` (prose) or ``sums`` (lines of sums).
+          Contenders: gradient clipping at 1 (the default of transformers), the same with the guard, and, instead of the
+          guard, clipping by rows, which keeps the step and scales outlier rows down to the usual norm. The result is
+          held-out bits per token at the end.
+cost      CPU time of the decision relative to the whole training, and clean trainings with the guard relative to
+          those without.
 
-Bad rows come after the first FEWEST steps. Contenders of one condition follow each other, with the same weights, rows
-and order. All that was measured is printed
-as it comes.
+Bad rows come after the first FEWEST steps. Contenders of one condition run one after the other, with the same weights,
+rows and order. Results are printed as soon as they are measured.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 
 
 def alarms(series: Sequence[tuple[float, float]]) -> int:
-    """Steps of a series of (loss, gradient norm) that would be taken back, or for which the band starts over."""
+    """Count the steps of a series of (loss, gradient norm) that would be undone, or for which the band starts over."""
     state, count = SpikeState(), 0
     for loss, norm in series:
         state, verdict = observe(THRESHOLD, state, loss=loss, norm=norm)
@@ -120,8 +120,8 @@ class ListOf(torch.utils.data.Dataset):
 
 
 class ClipRows(Loop):
-    """The contender: the same band; in a spike rows that stand out are scaled down to the usual norm, and the step
-    stands."""
+    """A contender with the same band: in a spike, outlier rows are scaled down to the usual norm, and the step is
+    kept."""
 
     name = "clip_rows"
 
@@ -159,7 +159,7 @@ class ClipRows(Loop):
 
 
 class Record(TrainerCallback):
-    """(loss, gradient norm) of every step that was logged."""
+    """Records (loss, gradient norm) of every logged step."""
 
     def __init__(self) -> None:
         self.series: list[tuple[float, float]] = []
@@ -186,7 +186,7 @@ def tuned(name: str, base: str, seed: int, steps: int, kind: Optional[str], rate
     options = dict(CONTENDERS[name])
     data = data_of(base, seed)
     draw, rows = random.Random(seed), [dict(row) for row in data.train.select(range(steps * BATCH))]
-    late = range(FEWEST * BATCH, len(rows))  # those before are not judged, and may teach the model what is bad
+    late = range(FEWEST * BATCH, len(rows))  # earlier steps are not judged, so the model could learn bad rows there
     bad = set(draw.sample(late, round(rate * len(late)))) if kind else set()
     rows = [bad_row(kind, row, draw) if number in bad else row for number, row in enumerate(rows)]
     rows = [{key: row[key] for key in ("input_ids", "labels")} for row in rows]
@@ -252,7 +252,7 @@ def tuned(name: str, base: str, seed: int, steps: int, kind: Optional[str], rate
 
 
 def _number(step: int, name: str) -> int:
-    """Of the sample that a message calls "row 2 of accumulation batch 0"; rows come in their order."""
+    """Return the number of the sample that a message calls "row 2 of accumulation batch 0". Rows are not shuffled."""
     return (step - 1) * BATCH + int(name.split()[1])
 
 
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.03])
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
     options = parser.parse_args()
-    torch.set_num_threads(1)  # more of them wait for each other on models so small
+    torch.set_num_threads(1)  # for models this small, more threads only wait for each other
     what: list[tuple[Optional[str], float]] = [(None, 0.0), *((kind, rate) for rate in options.rates for kind in KINDS)]
     conditions = [(base, *one) for base in options.bases for one in what]
     runs: list[dict[str, Any]] = []
@@ -284,7 +284,7 @@ def main() -> None:
     for one in sound_series(options.groups):
         sound.append(one)
         print(one, flush=True)
-        _finish(runs, sound, conditions)  # again and again: whoever stops it here has what there is
+        _finish(runs, sound, conditions)  # after each condition, so that an interrupted run keeps its results
 
 
 def _finish(runs: list[dict[str, Any]], sound: list[dict[str, Any]], conditions: list[tuple]) -> None:
@@ -338,12 +338,12 @@ def _finish(runs: list[dict[str, Any]], sound: list[dict[str, Any]], conditions:
 
 
 def _upper(count: int) -> float:
-    """95 % upper bound of a Poisson mean of which ``count`` above 0 were seen (Wilson and Hilferty, 1931)."""
+    """Return the 95 % upper bound of a Poisson mean after ``count`` > 0 events (Wilson and Hilferty, 1931)."""
     return (count + 1) * (1 - 1 / (9 * (count + 1)) + 1.645 / (3 * (count + 1) ** 0.5)) ** 3
 
 
 def _of(name: str, *condition: Any, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``condition``: base, kind, rate."""
+    """Return the runs of contender ``name``. ``condition``: base, kind, rate."""
     return [run for run in runs if (run["contender"], run["base"], run["kind"], run["rate"]) == (name, *condition)]
 
 

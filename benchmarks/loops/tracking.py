@@ -1,11 +1,10 @@
-"""Does S follow its target? The embedded recipe over several seeds: settling, overshoot, bias, a change of data, a
-target that cannot be reached.
+"""Does S follow its target? Settling, overshoot, bias, a change of data, and an unreachable target, over several seeds.
 
     python benchmarks/loops/tracking.py [--seeds 0 1 2] [--steps 300]
 
-Uses recipes/scu_lora.yaml without its evaluations. "settled": first step after which S stays within 10 % of its target.
-"re-settles": the same, counted from the step at which the rows change from docstrings to source code; "deviation":
-largest relative error after it.
+Uses recipes/scu_lora.yaml without its evaluations. "settled": the first step after which S stays within 10 % of its
+target. "re-settles": the same, counted from the step at which the rows change from docstrings to source code.
+"deviation": the largest relative error after that step.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ UNREACHABLE = 0.9
 
 
 def run(seed: int, steps: int, target_s: float, change_at: int = 0, **training: Any) -> list[dict[str, Any]]:
-    """History rows of one run; ``change_at``: step from which the rows are source code instead of docstrings."""
+    """Return the history of one run. ``change_at``: the step from which rows are source code instead of docstrings."""
     data = embedded_data(
         seed,
         dataset=RECIPE["dataset"],
@@ -82,7 +81,7 @@ def run(seed: int, steps: int, target_s: float, change_at: int = 0, **training: 
 
 
 def _with_change(before, seed: int, steps: int, change_at: int):
-    """Rows in the order of training: docstrings up to ``change_at``, source code from there on."""
+    """Return the rows in the order of training: docstrings before step ``change_at``, source code from then on."""
     batch = RECIPE["per_device_train_batch_size"]
     after = embedded_data(seed, dataset="stdlib_source", dataset_size=40, block_size=RECIPE["block_size"]).train
     first, second = change_at * batch, (steps - change_at) * batch

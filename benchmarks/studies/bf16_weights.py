@@ -1,15 +1,15 @@
-"""What do weights in bfloat16 save, and what do they cost, with optimizers that round by chance or keep the rest?
+"""The savings and the cost of bfloat16 weights, with stochastic rounding and with Kahan summation.
 
     python benchmarks/studies/bf16_weights.py [--seeds 0 1 2] [--rates 1e-3 1e-4]
 
-A Llama of 0.6 million weights from a random start, Python's documentation, as many steps for each arm; arithmetic is
-bf16 autocast in all of them, so that only what is stored differs. Held-out bits per token after the last step, bytes of
-weights and optimizer state after it.
+A Llama of 0.6 million random weights is trained on Python's documentation, with the same number of steps for each arm.
+All arms compute with bf16 autocast, so that they differ only in what they store. Reports held-out bits per token, and
+the bytes of weights and optimizer state, after the last step.
 
     float32          weights in float32, as a run has them by default
-    bfloat16         weights in bfloat16, each step rounded to the nearest: what "naive" means
-    stochastic       torchao's 8-bit AdamW, bf16_stochastic_round: rounded up or down by chance, right in the mean
-    Kahan            StableAdamW of torch-optimi (left out where it is not installed), which carries what was lost
+    bfloat16         weights in bfloat16, rounded to the nearest in each step: the naive way
+    stochastic       torchao's 8-bit AdamW with bf16_stochastic_round: rounded up or down at random, unbiased
+    Kahan            StableAdamW of torch-optimi (if installed), which keeps the rounding error for the next step
 
 torchao's update runs operation by operation here: compiling it takes longer than these runs.
 """
@@ -54,11 +54,11 @@ ARMS: dict[str, tuple[str, torch.dtype, str]] = {
     "StableAdamW, float32": ("stable_adamw", torch.float32, ""),
     "StableAdamW, bfloat16, Kahan": ("stable_adamw", torch.bfloat16, ""),
 }
-"""Name -> (``optim``, type of the weights, ``optim_args``)."""
+"""For each arm: ``optim``, the type of the weights, and ``optim_args``."""
 
 
 def trained(arm: str, rate: float, seed: int, folder: Path) -> dict[str, Any]:
-    """Bits and bytes of one run."""
+    """Train one run, and return its bits and bytes."""
     optim, dtype, optim_args = ARMS[arm]
     words = [*FLAGS.split(), "--model_name_or_path", folder / "start", "--output_dir", folder / "run", "--seed", seed]
     words += ["--learning_rate", rate, "--max_steps", STEPS, "--optim", optim]
@@ -79,7 +79,7 @@ def trained(arm: str, rate: float, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """``reference``: the runs of AdamW with float32 weights, seed by seed."""
+    """Summarize the runs of an arm. ``reference``: the runs of AdamW with float32 weights, seed by seed."""
     behind = [run["bits"] - other["bits"] for run, other in zip(runs, reference, strict=True)]
     return {
         "bits": mean(run["bits"] for run in runs),

@@ -1,10 +1,10 @@
-"""Does a student learn more with a teacher than without, in as many steps on the same rows?
+"""Does a student learn more with a teacher than without, with the same steps and rows?
 
     python benchmarks/studies/distillation.py [--seeds 0 1 2] [--only digits text]
 
-For each seed a teacher is trained, then the same student twice from the same weights: alone, and with the teacher at
-the default weight and temperature, which were fixed before the first run. The seed decides the weights and which rows
-are held out, so that no teacher has learned what its students are scored on.
+For each seed a teacher is trained, then the same student twice from the same weights: without the teacher, and with the
+teacher at the default weight and temperature, which were fixed before the first run. The seed determines the weights
+and the held-out rows, so that no teacher was trained on the rows that its students are scored on.
 
     digits   a ResNet-18 and a ResNet of four narrow blocks, the embedded digits, held-out accuracy and bits per label
     text     Llamas of four and two layers, Python's documentation, held-out bits per token
@@ -43,7 +43,7 @@ STEPS = {"digits": {"teacher": 270, "student": 135}, "text": {"teacher": 400, "s
 
 
 def llama(folder: Path, seed: int, hidden: int, layers: int) -> Path:
-    """A Llama with random weights, for the embedded tokenizer."""
+    """Save a Llama with random weights, for the embedded tokenizer."""
     tokenizer = embedded_tokenizer(default_cache_dir(None))
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -64,7 +64,7 @@ def llama(folder: Path, seed: int, hidden: int, layers: int) -> Path:
 
 
 def resnet(folder: Path, seed: int, teacher: Path) -> Path:
-    """Four blocks of 8 to 64 channels with random weights, for the classes of ``teacher``."""
+    """Save a ResNet of four blocks with 8 to 64 channels and random weights, for the classes of ``teacher``."""
     torch.manual_seed(seed)
     known = ResNetConfig.from_pretrained(teacher)
     config = ResNetConfig(
@@ -82,7 +82,7 @@ def resnet(folder: Path, seed: int, teacher: Path) -> Path:
 
 
 def trained(flags: str, folder: Path, seed: int, steps: int, *more: Any) -> dict[str, Any]:
-    """Held-out figures of one run."""
+    """Train one run, and return its held-out figures."""
     words = [*FLAGS.split(), *flags.split(), "--eval_strategy", "no", "--seed", seed, "--max_steps", steps]
     job = read_job(None, [str(word) for word in [*words, "--output_dir", folder, *more]])
     figures = run(job, Console(quiet=True))
@@ -114,7 +114,8 @@ STUDIES = {"digits": digits, "text": text}
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Per figure: the mean of each model, and of the differences taught - alone with their standard error."""
+    """Return, for each figure, the mean of each model, and the mean difference taught - alone with its standard
+    error."""
     found = {}
     for name in rows[0]["alone"]:
         gains = [row["taught"][name] - row["alone"][name] for row in rows]

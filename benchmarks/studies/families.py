@@ -1,13 +1,13 @@
-"""Models that are no text transformers, in our loop, in the stock Trainer and in a hand-written PyTorch loop.
+"""Models other than text transformers in our trainer, in the stock Trainer and in a hand-written PyTorch loop.
 
     python benchmarks/studies/families.py [--recipes resnet efficientnet gru sensors] [--steps 150]
 
-For each recipe two runs. "equal": all three contenders in float32, the same model, optimizer, schedule, batches of the
-same size; ours with every loop that the recipe turns on. "recipe": the plain float32 loop against ours as the recipe
-has it (bf16 where the CPU has it). Each contender is a process, as its user would start it, and they take turns of a
-few steps: drift of the machine hits all alike, and those that wait do nothing. A turn's time includes loading its
-batches. Prints steps per second as a ratio to the faster of the other contenders, and each contender's held-out score
-after as many steps.
+There are two runs per recipe. "equal": all three contenders in float32, with the same model, optimizer, schedule and
+batch size; ours with every loop that the recipe turns on. "recipe": the plain float32 loop and ours with the settings
+of the recipe (bf16 if the CPU supports it). Each contender is a process, as its user would start it, and they take
+turns of a few steps, so that drift of the machine affects all equally; those that wait do nothing. The time of a turn
+includes loading its batches. Prints steps per second relative to the faster of the other contenders, and the held-out
+score of each contender after the same number of steps.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ FLOAT32 = ("--mixed_precision", "no")
 
 
 def read(recipe: str, steps: int, folder: str, flags: Sequence[str] = ()) -> Any:
-    """The job of a recipe, with ``flags`` of the command after it, that keeps and prints nothing."""
+    """Read the job of a recipe with additional ``flags``. It saves and prints nothing."""
     words = ["--output_dir", f"{folder}/run", "--report_to", "none", "--save_strategy", "no", "--eval_strategy", "no"]
     words += ["--max_steps", str(steps), "--logging_steps", "100000", "--use_cpu", "true", *flags]
     return read_job(str(RECIPES / f"{recipe}.yaml"), words)
 
 
 def plain(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
-    """What one would write by hand, with the optimizer and the schedule of the Trainer."""
+    """Train with a hand-written loop, with the optimizer and the schedule of the Trainer."""
     args, model = job.training, parts.model.train()
     optimizer = Trainer(model, args).create_optimizer()
     schedule = get_scheduler(
@@ -100,7 +100,7 @@ def stock(parts: Any, job: Any, turns: Turns) -> torch.nn.Module:
 
 
 def ours(parts: Any, job: Any, turns: Turns, witness: Optional[Witness] = None) -> torch.nn.Module:
-    """``witness``: in the place of the memory loop's gauge, which restarts the peak that it would see."""
+    """Train with our trainer. ``witness``: replaces the gauge of the memory loop, which resets the peak."""
     trainer = build_trainer(job, parts, None, Console(quiet=True))
     if witness is not None and trainer.micro_batches is not None and trainer.micro_batches.loop.gauge is not None:
         trainer.micro_batches.loop.gauge = witness
@@ -117,7 +117,7 @@ CONTENDERS: dict[str, Callable] = {"plain": plain, "stock": stock, "ours": ours}
 
 
 def run_contender(turns: Turns, name: str, recipe: str, group: str, steps: int) -> dict[str, Any]:
-    """In a process of its own: one contender, a turn whenever it is asked; at the end its score."""
+    """Train one contender, in turns, and return its score. Runs in its own process."""
     flags = () if group == "recipe" and name == "ours" else FLOAT32
     with run_log(), tempfile.TemporaryDirectory() as folder:
         job = read(recipe, steps, folder, flags)
@@ -132,7 +132,7 @@ def run_contender(turns: Turns, name: str, recipe: str, group: str, steps: int) 
 
 
 def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
-    """Each contender is the first to start once: which one starts first matters by some percent on two cores."""
+    """Compare the contenders. Each is once the first to start, because that matters by some percent on two cores."""
     names = GROUPS[group]
     found = rounds(
         [Contender(name, run_contender, (name, recipe, group, steps)) for name in names], STEPS_PER_TURN, len(names)
@@ -158,7 +158,7 @@ def compare(recipe: str, group: str, steps: int) -> dict[str, Any]:
 
 
 def speed(ended: Mapping[str, Ended], own: str, other: str) -> float:
-    """Steps per second of ``own`` as a ratio to ``other``'s: median of the paired turns."""
+    """Return the steps per second of ``own`` relative to ``other``, as the median of the paired turns."""
     pairs = zip(ended[own].seconds, ended[other].seconds, strict=True)
     return median(theirs / mine for mine, theirs in pairs)
 

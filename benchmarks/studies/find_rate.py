@@ -1,18 +1,18 @@
-"""Do short trainings find the learning rate of a long one? Held against the best of a whole grid.
+"""Do short trainings find the learning rate for a long one? Compared with the best rate of a whole grid.
 
     python benchmarks/studies/find_rate.py [--only SUBSTRING ...] [--report]
 
-A condition is a small job: a Llama of 1.2 million weights that knows Python's documentation learns another text. Each
-rate of a grid (factor 2) trains it to the end, and also a quarter and half of the steps, with a schedule that is as
-long as that training, from the same weights with the same random numbers and batches. A rule sees the short trainings
-alone and names a rate of the grid; what counts is how much more that rate's whole training loses, held out, in nats per
-token, than the best of the grid's. A rule is good enough with at most 0.02 in 9 of 10 conditions.
+A condition is a small job: a Llama of 1.2 million weights, trained on Python's documentation, learns another text. Each
+rate of a grid (factor 2) trains all steps, and also a quarter and half of them, with a schedule of that length, from
+the same weights with the same random numbers and batches. A rule sees only the short trainings and chooses a rate of
+the grid. Its result is how much higher the held-out loss of the whole training with that rate is than the best of the
+grid, in nats per token. A rule is good enough with at most 0.02 in 9 of 10 conditions.
 
-Half of the conditions were there to choose a rule by (development), the others to check it (confirmation). A training
-takes seconds to half a minute on one core. Each is written to results/find_rate.json at once, and none there is done
-again: a run that was stopped goes on. Half of the steps are trained only around the rate that a quarter finds best.
---report trains nothing and judges by what the file has; a condition counts where the best rate of its grid has a worse
-neighbour on both sides. The file has figures for regressions.py once all conditions count.
+Half of the conditions were used to choose a rule (development), the others to check it (confirmation). A training takes
+seconds to half a minute on one core. Each is written to results/find_rate.json immediately and is not repeated, so that
+a stopped run continues. Half of the steps are trained only around the rate that is best after a quarter. --report
+trains nothing and uses the results in the file. A condition counts if the best rate of its grid has a worse neighbour
+on both sides. The file has figures for regressions.py once all conditions count.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ TEXTS = {"source": "stdlib_source", "docstrings": "stdlib_docstrings"}
 
 @dataclass(frozen=True)
 class Condition:
-    """``text``: of TEXTS, or sums. ``lowest``: of the rates. ``settings``: of the job, beyond what all have."""
+    """A job. ``text``: one of TEXTS, or sums. ``lowest``: the lowest rate. ``settings``: those besides the common
+    ones."""
 
     name: str
     side: str
@@ -134,7 +135,7 @@ CONDITIONS = [
 
 
 def texts(kind: str, count: int) -> list[str]:
-    """Documents of about 40 tokens."""
+    """Return documents of about 40 tokens."""
     chance = random.Random(0)
     if kind == "sums":
         pairs = [[(chance.randint(1, 99), chance.randint(1, 99)) for _ in range(3)] for _ in range(count)]
@@ -149,7 +150,7 @@ def texts(kind: str, count: int) -> list[str]:
 
 
 def base(folder: Path) -> Path:
-    """1.2 million weights that have read Python's documentation; made at the first call."""
+    """Return the base of 1.2 million weights, which is trained on Python's documentation at the first call."""
     if folder.exists():
         return folder
     tokenizer = embedded_tokenizer(default_cache_dir(None))
@@ -195,13 +196,13 @@ def job_of(condition: Condition, scratch: Path) -> Job:
 
 
 class Unwatched(Job):
-    """A job whose rows are not watched."""
+    """A job that keeps no statistics of its rows."""
 
     acting_curriculum = None
 
 
 class Trainings:
-    """Of one job, each from the same weights with the same random numbers."""
+    """Trainings of one job, each from the same weights with the same random numbers."""
 
     def __init__(self, job: Job) -> None:
         job.check()
@@ -212,7 +213,7 @@ class Trainings:
         self._start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def trained(self, rate: float, steps: int) -> Optional[DocumentScores]:
-        """Held-out scores; None where no finite loss is left."""
+        """Train, and return the held-out scores; None if the loss is not finite."""
         with tempfile.TemporaryDirectory() as scratch:
             training = copy.copy(self.job.training)
             training.output_dir, training.learning_rate, training.max_steps = scratch, rate, steps
@@ -237,8 +238,8 @@ class Trainings:
 
 
 class Points:
-    """Trainings of a condition, (number of the rate in the grid, steps) to held-out scores, None where no finite loss
-    was left. ``rows``: as the file has them."""
+    """The trainings of a condition: held-out scores by (number of the rate in the grid, steps), None if the loss was
+    not finite. ``rows``: as in the file."""
 
     def __init__(self, condition: Condition, rows: Sequence[Mapping[str, Any]] = ()) -> None:
         self.condition = condition
@@ -248,19 +249,19 @@ class Points:
         return [{"rate": rate, "steps": steps, **_row(scores)} for (rate, steps), scores in sorted(self.found.items())]
 
     def losses(self, share: float) -> dict[int, float]:
-        """Nats per token by number of the rate."""
+        """Return the nats per token by the number of the rate."""
         steps = self.condition.steps_of(share)
         return {rate: _nats(scores) for (rate, of), scores in self.found.items() if of == steps}
 
     @property
     def is_judged(self) -> bool:
-        """Whether the best rate of the whole trainings is known: it has a worse neighbour on both sides."""
+        """Whether the best rate of the whole trainings is known, because it has a worse neighbour on both sides."""
         whole = self.losses(WHOLE)
         return bool(whole) and {lowest(whole) - 1, lowest(whole) + 1} <= whole.keys()
 
     @property
     def has_halves(self) -> bool:
-        """Around the best of a quarter."""
+        """Whether half of the steps were trained around the best rate of a quarter."""
         best = lowest(self.losses(QUARTER))
         return set(range(max(0, best - 1), min(RATES, best + 2))) <= self.losses(HALF).keys()
 
@@ -280,7 +281,7 @@ def _scores(row: Mapping[str, Any]) -> Optional[DocumentScores]:
 
 
 def kept() -> dict[str, list[dict[str, Any]]]:
-    """Trainings of the results file, by condition."""
+    """Return the trainings in the results file, by condition."""
     path = RESULTS / f"{NAME}.json"
     return json.loads(path.read_text())["trainings"] if path.is_file() else {}
 
@@ -290,7 +291,8 @@ def _nats(scores: Optional[DocumentScores]) -> float:
 
 
 def missing(points: Points) -> Iterator[tuple[int, int]]:
-    """(rate, steps), from the middle of the grid outward; half of the steps around the best of a quarter."""
+    """Yield the (rate, steps) that are still to be trained, from the middle of the grid outward; half of the steps only
+    around the best rate of a quarter."""
     of = points.condition
     for rate in sorted(range(RATES), key=lambda rate: (abs(rate - RATES // 2), -rate)):
         for share in (QUARTER, WHOLE):
@@ -321,7 +323,8 @@ def lowest(losses: Mapping[int, float]) -> int:
 
 
 def valley(losses: Mapping[int, float]) -> float:
-    """Of the parabola through the best and its neighbours, in steps of the grid; the best where it lacks one."""
+    """Return the minimum of the parabola through the best rate and its neighbours, in steps of the grid; the best rate
+    if a neighbour is missing."""
     best = lowest(losses)
     left, middle, right = (losses.get(rate, math.inf) for rate in (best - 1, best, best + 1))
     if not (math.isfinite(left) and math.isfinite(right)) or left - 2 * middle + right <= 0:
@@ -330,7 +333,8 @@ def valley(losses: Mapping[int, float]) -> float:
 
 
 def not_told_apart(points: Points) -> int:
-    """The lowest rate in a row whose quarter is not told apart from the best, paired over documents (95 %)."""
+    """Return the lowest of the adjacent rates that do not differ from the best after a quarter of the steps, paired
+    over documents (95 %)."""
     steps = points.condition.steps_of(QUARTER)
     rate = best = lowest(points.losses(QUARTER))
     while (other := points.found.get((rate - 1, steps))) is not None:
@@ -341,7 +345,7 @@ def not_told_apart(points: Points) -> int:
 
 
 def projected(points: Points) -> int:
-    """What the valley moves from a quarter to half of the steps, it moves once more."""
+    """Return the rate that follows if the minimum moves from half to all steps as it moved from a quarter to half."""
     quarter, half = valley(points.losses(QUARTER)), valley(points.losses(HALF))
     return round(2 * half - quarter)
 
@@ -354,16 +358,16 @@ RULES: dict[str, Callable[[Points], int]] = {
     "half, one lower": lambda points: lowest(points.losses(HALF)) - 1,
     "projected": projected,
 }
-"""``half``: successive halving, a quarter at every rate, then half of the steps at the three best. ``one lower``: half
-the rate."""
+"""The rules. ``half``: successive halving, with a quarter of the steps at every rate, then half of them at the three
+best. ``one lower``: half of the rate."""
 
 
 OF_HALF = ("half", "half, one lower", "projected")
 
 
 def excess(points: Points, rule: str) -> Optional[float]:
-    """Nats per token that the named rate loses more than the best of the grid; infinite for one below the grid; None
-    where trainings that the rule asks for were not done."""
+    """Return how many nats per token more the chosen rate has than the best of the grid; infinite for a rate below the
+    grid; None if trainings that the rule needs are missing."""
     if rule in OF_HALF and not points.has_halves:
         return None
     whole, named = points.losses(WHOLE), RULES[rule](points)

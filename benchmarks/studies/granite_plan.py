@@ -1,4 +1,4 @@
-"""What recipes/granite.yaml takes of the cards that people have, by ``scu-trainer plan``: from shapes, without weights.
+"""The memory that recipes/granite.yaml needs on common GPUs, by ``scu-trainer plan``, from shapes and without weights.
 
 python benchmarks/studies/granite_plan.py [CARD ...]
 """
@@ -26,12 +26,12 @@ from scu_trainer.run_files import readable
 CARDS = ("RTX 4090", "A100 40GB", "RTX 3080", "T4")
 RECIPE = Path(__file__).parents[2] / "recipes" / "granite.yaml"
 ATTENTION = (5, 15, 25, 35)
-"""Layers of attention; the 36 others are mamba2."""
+"""Indices of the attention layers; the other 36 layers are mamba2."""
 
 
 def granite_h_1b(divisor: int = 1, **changes) -> GraniteMoeHybridConfig:
-    """Sizes as in the model card and config.json of ibm-granite/granite-4.0-h-1b (read in November 2026): 1.46 billion
-    weights. ``divisor``: of the width; numbers of layers, heads and groups stay."""
+    """Return a configuration with the sizes of ibm-granite/granite-4.0-h-1b (its model card and config.json in November
+    2026): 1.46 billion weights. ``divisor``: divides the width, but not the numbers of layers, heads and groups."""
     options = {
         "vocab_size": 100352,
         "hidden_size": 1536 // divisor,
@@ -66,7 +66,7 @@ def granite_h_1b(divisor: int = 1, **changes) -> GraniteMoeHybridConfig:
 
 
 def planned(model: Path, card: str) -> dict:
-    """The report of ``plan`` for one card."""
+    """Return the report of ``plan`` for one GPU."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         cli.main(["plan", "--config", str(RECIPE), "--model_name_or_path", str(model), "--gpu", card, "--json"])
@@ -74,7 +74,7 @@ def planned(model: Path, card: str) -> dict:
 
 
 def line(report: dict) -> str:
-    """A row of the table in docs/granite.md."""
+    """Return a row of the table in docs/granite.md."""
     settings, fits = report["recommended"], next((one for one in report["choices"] if one["fits"]), None)
     if fits is None:
         return f"| {report['machine']} | nothing fits | | |"
