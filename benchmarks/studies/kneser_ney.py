@@ -1,11 +1,12 @@
-"""The GRU against a bigram model with Kneser-Ney smoothing: the same words, the same split, the same held-out texts.
+"""Compare the GRU with a bigram model with Kneser-Ney smoothing, on the same words, split and held-out texts.
 
     python benchmarks/studies/kneser_ney.py --run runs/gru
     python benchmarks/studies/kneser_ney.py --config recipes/gru.yaml --seeds 0 1 2
 
-Interpolated Kneser-Ney (Ney, Essen and Kneser, 1994; Chen and Goodman, 1998) with the discount n1 / (n1 + 2 n2) of each
-order, estimated from the training split. The lower order is interpolated with the same probability for every word, so
-that no held-out word has probability 0. Unknown words are one word, <unk>, for both models; both predict the end <eos>.
+The bigram model is interpolated Kneser-Ney (Ney, Essen and Kneser, 1994; Chen and Goodman, 1998) with the discount n1 /
+(n1 + 2 n2) of each order, estimated from the training split. The lower order is interpolated with the uniform
+distribution, so that no held-out word has probability 0. Both models treat unknown words as one word, <unk>, and
+predict the end, <eos>.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ROWS_PER_READ = 1024
 
 
 class Bigrams(NamedTuple):
-    """``before`` and ``word`` of each place that is predicted, shape (places,), and ``document``: whose it is."""
+    """The predicted words. ``before``, ``word``: the preceding and the predicted word of each position, shape
+    (places,); ``document``: the document of each position."""
 
     before: numpy.ndarray
     word: numpy.ndarray
@@ -36,8 +38,8 @@ class Bigrams(NamedTuple):
 class KneserNey:
     """P(word | word before). ``discounts``: of bigrams and of continuations; None estimates each.
 
-    ``words``: number of the vocabulary; ``never``: how many of these are never predicted (padding, <bos>).
-    ``floor``: interpolate continuations with the uniform distribution. Without it, words that no training text holds
+    ``words``: the size of the vocabulary; ``never``: how many of the words are never predicted (padding, <bos>).
+    ``floor``: interpolate continuations with the uniform distribution. Without it, words that are in no training text
     have probability 0.
     """
 
@@ -64,7 +66,7 @@ class KneserNey:
             self.lower = kept + (1.0 - kept.sum()) / (words - never)
 
     def probability(self, before: numpy.ndarray, word: numpy.ndarray) -> numpy.ndarray:
-        """Of each place, shape (places,)."""
+        """Return the probability of each position, shape (places,)."""
         total = self.of_context[before]
         kept = numpy.maximum(self._count(before, word) - self.discount, 0.0) / numpy.maximum(total, 1)
         left_over = numpy.where(total > 0, self.discount * self.followers[before] / numpy.maximum(total, 1), 1.0)
@@ -77,13 +79,13 @@ class KneserNey:
 
 
 def _discount(counts: numpy.ndarray) -> float:
-    """n1 / (n1 + 2 n2), where n1 and n2 are how many things were seen once and twice."""
+    """Return n1 / (n1 + 2 n2), where n1 and n2 are the numbers of items that occur once and twice."""
     once, twice = int((counts == 1).sum()), int((counts == 2).sum())
     return once / (once + 2 * twice) if once else 0.5
 
 
 def bigrams(rows) -> Bigrams:
-    """Of all places with a label. Rows overlap by one word, so that each place is in one of them."""
+    """Return the bigrams of all positions with a label. Rows overlap by one word, so each position is in one row."""
     parts = [_bigrams_of(row) for row in rows]
     return Bigrams(*(numpy.concatenate(part) for part in zip(*parts, strict=True)))
 
@@ -96,14 +98,14 @@ def _bigrams_of(row: dict) -> Bigrams:
 
 
 def kneser_ney_perplexity(data) -> float:
-    """Of the held-out rows of ``prepare_words``, by a model of its training rows."""
+    """Return the perplexity of the held-out rows of ``prepare_words`` under a model of its training rows."""
     train, held_out = bigrams(data.train), bigrams(data.eval)
     model = KneserNey(train.before, train.word, len(data.tokenizer))
     return float(numpy.exp(-numpy.log(model.probability(held_out.before, held_out.word)).mean()))
 
 
 class Figures(NamedTuple):
-    """Held-out perplexity per word of both models. ``train_s``: seconds of the training, None for a finished run."""
+    """The held-out perplexity per word of both models. ``train_s``: seconds of training; None for a finished run."""
 
     seed: int
     gru: float
@@ -120,7 +122,7 @@ class Figures(NamedTuple):
 
 
 def of_run(folder: Path, train_s: Optional[float] = None) -> Figures:
-    """Of a finished run of ``task: word-generation``, on the texts that it held out."""
+    """Return the figures of a finished run of ``task: word-generation``, on the texts that it held out."""
     from scu_trainer.cli.subjects import split_seed, subject_of
     from scu_trainer.train.job.source import Source
     from scu_trainer.train.tasks.words import WordTask
@@ -132,7 +134,7 @@ def of_run(folder: Path, train_s: Optional[float] = None) -> Figures:
 
 
 def of_config(config: str, seed: int, folder: Path) -> Figures:
-    """Of a recipe, trained now with ``seed``, which also draws the split."""
+    """Train a recipe with ``seed``, which also determines the split, and return its figures."""
     from scu_trainer.cli import train
 
     begin = time.monotonic()
@@ -142,7 +144,7 @@ def of_config(config: str, seed: int, folder: Path) -> Figures:
 
 
 def main() -> int:
-    """0 if the GRU is under the bigram model every time, else 1."""
+    """Return 0 if the GRU always has a lower perplexity than the bigram model, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="a finished run")

@@ -1,11 +1,11 @@
-"""ResNet-18 on pictures of 224 pixels: the command against a loop as a beginner writes it.
+"""ResNet-18 on images of 224 pixels: the command compared with a loop that a beginner would write.
 
     python benchmarks/studies/naive_images.py [--device cpu] [--steps 8] [--batch 16] [--repeats 2]
 
-The loop decodes and resizes each JPEG file when its turn comes, in its own process, and trains in float32 with AdamW as
-torch makes it. The command decodes once, computes in the precision that the device has, with channels last, a fused
-AdamW and its loops. Each is a process of its own, in turns; the first two steps do not count. Peak memory is the
-highest resident set of the process, on a GPU the highest that torch's allocator had given out.
+The loop decodes and resizes each JPEG file when it is needed, in the training process, and trains in float32 with the
+default AdamW of torch. The command decodes once, uses the best precision of the device, channels last, a fused AdamW
+and its loops. Each runs in its own process, in turn; the first two steps do not count. Peak memory is the highest
+resident set of the process, or on a GPU the peak allocation of torch's allocator.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def show(found: dict[str, list[dict[str, float]]], options: argparse.Namespace) 
 
 
 def written(folder: Path, count: int) -> Path:
-    """JPEG files of 320 x 256 pixels in a folder per class."""
+    """Write JPEG files of 320 x 256 pixels, in a folder per class."""
     generator = numpy.random.default_rng(0)
     for number in range(count):
         place = folder / f"class{number % CLASSES}"
@@ -121,7 +121,7 @@ def naive(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        loss.item()  # a beginner prints it, which waits for the device
+        loss.item()  # a beginner would print it, which waits for the device
         seconds.append(time.perf_counter() - begun)
     on_gpu = options.device == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,15 +1,15 @@
-"""What an optimizer step costs, and what its state weighs, beside AdamW's fused one.
+"""The cost of an optimizer step, and the size of its state, compared with fused AdamW.
 
     python benchmarks/studies/optimizers.py [--device cpu] [--steps 9] [--million_weights 20]
 
-One list of float32 matrices and vectors, as a Llama of that size has, with fixed gradients; each optimizer as
-transformers makes it from its ``optim`` name. Rounds go over all optimizers in turn, so that all of them see the same
-neighbours on the machine; the ratio is the median over rounds of the step's time to that of adamw_torch_fused in the
-same round. CPU seconds on a CPU, else wall time up to the end of the device's work. ``first_s`` is the wall time of the
-first step, in which torchao's optimizers compile their update, once for each shape; code that an earlier run has left
-on disk (TORCHINDUCTOR_CACHE_DIR) shortens it.
+All optimizers get the float32 matrices and vectors of a Llama of that size, with fixed gradients. Each is created by
+transformers from its ``optim`` name. In each round all optimizers take a step in turn, so that all see the same load on
+the machine; the ratio is the median over rounds of the step time to that of adamw_torch_fused in the same round. Times
+are CPU seconds on a CPU, otherwise wall time until the device has finished. ``first_s`` is the wall time of the first
+step, in which torchao's optimizers compile their update once for each shape; a cache on disk from an earlier run
+(TORCHINDUCTOR_CACHE_DIR) shortens it.
 
-On a CPU the paged ones are left out, because bitsandbytes does not page there.
+On a CPU the paged optimizers are left out, because bitsandbytes does not page there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ HIDDEN, INNER, LAYERS_PER_MILLION = 384, 1024, 0.564
 
 
 def weights(million_weights: float, device: str) -> list[torch.nn.Parameter]:
-    """Four square matrices, three of the MLP and two norms for each layer."""
+    """Return parameters: for each layer four square matrices, three matrices of the MLP, and two norms."""
     generator = torch.Generator().manual_seed(0)
     layer = [(HIDDEN, HIDDEN)] * 4 + [(INNER, HIDDEN)] * 2 + [(HIDDEN, INNER)] + [(HIDDEN,)] * 2
     shapes = layer * max(1, round(million_weights * LAYERS_PER_MILLION))
@@ -65,7 +65,7 @@ def weights(million_weights: float, device: str) -> list[torch.nn.Parameter]:
 
 
 def made(optim: str, parameters: list[torch.nn.Parameter], device: str) -> torch.optim.Optimizer:
-    """The optimizer that transformers makes of this name; adamw_torch is the loop over weights and its groups."""
+    """Return the optimizer that transformers creates for this name; adamw_torch is the one that is not fused."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(output_dir=folder, optim=optim, use_cpu=device == "cpu", report_to="none")
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
@@ -73,7 +73,7 @@ def made(optim: str, parameters: list[torch.nn.Parameter], device: str) -> torch
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors; the tables of codes that all parameters share count once."""
+    """Return the bytes of all tensors of the state. Quantization tables that parameters share count once."""
     values = (value for entry in optimizer.state.values() for value in entry.values())
     tensors = [tensor for value in values for tensor in plain(value)]
     return sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -1,10 +1,10 @@
-"""The products of the output layer by oneDNN and by MKL, in turn: which one the chunked loss should use here.
+"""Is oneDNN or MKL faster for the matrix products of the output layer, and which should the chunked loss use here?
 
     python benchmarks/studies/products.py [--repeats 21] [--quick]
 
-Rows, words and hidden size of a chunk as the loss cuts it, float32, as many threads as torch takes. A ratio is MKL's
-time over oneDNN's: above 1 oneDNN is faster. The last line is a product of square matrices:
-how far apart the libraries are on this processor where nothing else counts.
+Rows, words and hidden size are those of a chunk of the loss, in float32, with torch's default number of threads. A
+ratio is the time of MKL divided by that of oneDNN: above 1 oneDNN is faster. The last line is a product of square
+matrices, which shows the difference of the libraries on this processor in general.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def measured(words: int, size: int, repeats: int) -> dict[str, float]:
 
 
 def ratio(product: Callable[[], object], repeats: int) -> float:
-    """Median over pairs of MKL's time over oneDNN's."""
+    """Return the median over pairs of MKL's time divided by oneDNN's."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     chosen = products.goes_through_onednn
     try:

@@ -1,4 +1,4 @@
-"""A memory limit that the configured batch cannot keep: who finishes, with which training?
+"""A memory limit that the configured batch exceeds: which contenders finish, and with which training?
 
     python benchmarks/studies/real_memory.py [--steps 20] [--share 0.6]
 
@@ -101,7 +101,7 @@ CONTENDERS = (
 
 
 class Record:
-    """What reached the weights: optimizer steps, the rows and the loss that each of them was made of."""
+    """Records what reached the weights: the optimizer steps, and the rows and the loss of each."""
 
     def __init__(self) -> None:
         self.steps, self.starts = 0, 0
@@ -112,7 +112,7 @@ class Record:
         self._pending_loss = 0.0
 
     def begin(self) -> None:
-        """Of training, or of its next attempt: gradients that no optimizer step has used are gone."""
+        """Start training or another attempt, and forget gradients that no optimizer step has used."""
         self.starts += 1
         self._clear()
 
@@ -132,7 +132,7 @@ class Record:
 
 
 class Recorded:
-    """Mixin: every accumulation batch that has gone backward is noted. ``record``: set after construction."""
+    """Mixin that records every accumulation batch after its backward. ``record`` is set after construction."""
 
     record: Record
 
@@ -152,7 +152,7 @@ class RecordedOurs(Recorded, Ours):
 
 
 class Limits(TrainerCallback):
-    """After the first optimizer step the peak counts again, and the limit holds. ``headroom_bytes`` None: no limit."""
+    """Resets the peak and sets the limit after the first optimizer step. ``headroom_bytes``: None for no limit."""
 
     def __init__(self, device: str, witness: Witness, record: Record, headroom_bytes: Optional[int]) -> None:
         self.device, self.witness, self.record = device, witness, record
@@ -181,7 +181,7 @@ class Limits(TrainerCallback):
 
 
 def run(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[str, Any]:
-    # oneDNN may crash instead of raising where it cannot allocate for a shape that it has not seen.
+    # oneDNN may crash instead of raising an error if it cannot allocate memory for a new shape.
     torch.backends.mkldnn.enabled = False
     lengths = job.lengths.draw((job.steps - 1) * WINDOW_ROWS, job.shape.longest_row)
     rows = TokenRows([SHORTEST_ROW] * WINDOW_ROWS + lengths, job.shape.vocab)
@@ -269,7 +269,7 @@ def attempt(job: Job, contender: Contender, headroom_bytes: int) -> dict[str, An
 
 
 def distance(losses: list[float], others: list[float]) -> Optional[float]:
-    """Largest relative difference of two curves; None where they do not have the same steps."""
+    """Return the largest relative difference of two curves; None if they do not have the same steps."""
     if len(losses) != len(others):
         return None
     return max(abs(one - other) / abs(other) for one, other in zip(losses, others, strict=True))
@@ -300,7 +300,7 @@ def table_of(compared: dict[str, Any], job: Job) -> Table:
 
 
 def notes(compared: dict[str, Any]) -> list[str]:
-    """What killed a run, and what ours did about it."""
+    """Return notes on what killed a run, and on how ours adapted."""
     lines = [f"{r['contender']}: {r['error']}" for r in compared["results"] if r["error"]]
     for r in compared["results"]:
         lines += [

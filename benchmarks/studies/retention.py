@@ -1,22 +1,22 @@
-"""Learning something new at equal forgetting: what does a controlled replay buy against what people do without it?
+"""Learning something new at equal forgetting: how does controlled replay compare with the usual methods?
 
     python benchmarks/studies/retention.py [--pairs "docs > source"] [--seeds 0] [--size small] [--budgets 0.02 0.1]
                                            [--only none ours] [--tuning full]
 
-A small Llama was pre-trained on one text (the anchor). By LoRA, or as a whole, it learns another (PAIRS), for each seed
-once per contender, in as many steps with as many rows of the new text; replayed rows come on top. Then, on documents
-that nothing was decided by:
+A small Llama is pre-trained on one text (the anchor). With LoRA or full tuning it learns another (PAIRS), once per seed
+and contender, with the same number of steps and of rows of the new text; replayed rows are added to these. Then it is
+scored on documents that no decision used:
 
-    forgotten   bits per token more than the base on the anchor's unseen documents
+    forgotten   bits per token more than the base on unseen documents of the anchor
     learned     bits per token less than the base on held-out documents of the new text
 
-Every update is also scaled by SCALES (WiSE-FT, Wortsman et al. 2022), and a contender without control stands for the
-best of its points at equal forgetting, between the scales by monotone cubics: it is granted the scale that the unseen
-documents would choose, which nobody has in practice. Ours is one point per budget, with the scale that it chose itself
-on other documents.
+Every update is also scaled by SCALES (WiSE-FT, Wortsman et al. 2022). A contender without control is represented by its
+best point at equal forgetting, interpolated between the scales with monotone cubics. It thus gets the scale that the
+unseen documents would choose, which is not known in practice. Ours is one point per budget, with the scale that it
+chose itself on other documents.
 
-A cell is a pair, a size, a seed and a contender. Cells that results/retention.json has are
-not computed again: a run that was stopped goes on.
+A cell is a pair, a size, a seed and a contender. Cells in results/retention.json are not computed again, so that a
+stopped run continues.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ from scu_trainer.train.retention.loop import Retention
 KEYS = ("pair", "size", "seed", "contender", "steps")
 SCALES = (0.1, 0.2, 0.35, 0.6, 1.0)
 STOPPED = (5, 10, 15, 25, 40)
-"""Steps after which one who stops early would look."""
+"""The steps after which early stopping is considered."""
 
 FULL = ", full"
-"""At the end of a size: all weights are tuned, and not adapters."""
+"""Suffix of a size with full tuning instead of adapters."""
 
 RATE = 1e-3
 BATCH = 4
 EVERY = 10
-"""Optimizer steps between two measurements of ours. By default the clock chooses, 2 % of the training time; of runs
-as short as these that would be one or two after the first steps. Long runs have as many at that price."""
+"""Optimizer steps between two measurements of ours. The default spends 2 % of the training time on them, which in runs
+as short as these would allow one or two after the first steps. Long runs have as many as here at that cost."""
 
 FIXED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -109,10 +109,10 @@ itself, and its real text is only judged on."""
 
 
 class Scene:
-    """The texts of a pair and a seed, and what the base makes of them."""
+    """The texts of a pair and a seed, and the scores of the base on them."""
 
     def __init__(self, pair: str, size: str, seed: int) -> None:
-        """``size``: of SIZES; with FULL at its end all weights are tuned."""
+        """``size``: one of SIZES, with the suffix FULL for full tuning."""
         self.pair, self.size, self.seed = pair, size, seed
         self.shape, self.is_full = size.removesuffix(FULL), size.endswith(FULL)
         self.known, self.new = PAIRS[pair]
@@ -127,7 +127,8 @@ class Scene:
         return tuned(self.known, self.shape, self.seed, None if self.is_full else rank)
 
     def untuned(self) -> Optional[torch.nn.Module]:
-        """Beside which an update is scaled; adapters bring it."""
+        """Return the base, which is needed to scale an update of all weights; None with adapters, which contain the
+        update."""
         return untuned(self.known, self.shape) if self.is_full else None
 
     @functools.cached_property
@@ -148,7 +149,8 @@ class Scene:
 
 
 def cell(scene: Scene, contender: str, what: dict[str, Any], steps: int) -> dict[str, Any]:
-    """``points``: at every scale, and of ``none`` also on the way. ``ours``: the one that the loop left."""
+    """Train one cell. ``points`` in the result: at every scale, for ``none`` also during training. ``ours``: the point
+    that the loop chose."""
     model = scene.model(what.get("rank", 8))
     loop, on_the_way = _loop(scene, what), Points(scene.point, STOPPED)
     given: dict[str, Any] = {"callbacks": [*([loop] if loop else []), *([on_the_way] if contender == "none" else [])]}
@@ -189,7 +191,7 @@ def _figures(loop: Retention) -> dict[str, Any]:
 
 
 def picture(scene: Scene, budget: float, steps: int) -> None:
-    """One training with ours and the same without it, for docs/draw_retain.py: what is lost and learned on the way."""
+    """Record what is forgotten and learned during one training with ours and one without, for docs/draw_retain.py."""
     found: dict[str, Any] = {"pair": scene.pair, "size": scene.size, "seed": scene.seed, "budget_bits": budget}
     for name, what in (("with", {"budget": budget}), ("without", {})):
         loop, on_the_way = _loop(scene, what), Points(scene.point, tuple(range(0, steps, max(1, steps // 24))))
@@ -224,8 +226,8 @@ def _loop(scene: Scene, what: dict[str, Any]) -> Optional[Loop]:
 
 
 def learned_at(points: Sequence[dict[str, float]], forgotten: float, along: str = "scale") -> float:
-    """The most that is learned for that much forgotten, between the points by monotone cubics over ``along``; nothing
-    is for nothing."""
+    """Return the most that is learned at that much forgotten, interpolated between the points with monotone cubics over
+    ``along``. With nothing forgotten, nothing is learned."""
     places = [0.0, *(point[along] for point in points)]
     dense = numpy.linspace(0.0, places[-1], 2001)
     lost, gained = (
@@ -249,13 +251,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "a quarter of the rate": ("a quarter of the rate",),
     "rank 1": ("rank 1",),
 }
-"""Rivals, each with the cells whose best counts: as many runs as a search takes."""
+"""Competing methods. Each is represented by the best of these cells, which are the runs that a search would need."""
 
 STOPPING = "stopping early, not scaled"
 
 
 def compared(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each of ours and each rival that has all its cells in the same scene."""
+    """Return a row for each result of ours and each competing method with all its cells in the same scene."""
     scene = KEYS[:3] + KEYS[4:]
     by_scene: dict[tuple, dict[str, Any]] = {}
     for result in results:
@@ -283,7 +285,7 @@ def _is_ours(result: dict[str, Any]) -> bool:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Heads and rows of the tables ``held`` and ``rivals``, in words; for docs/retain.md too."""
+    """Return the heads and rows of the tables ``held`` and ``rivals`` as text, also for docs/retain.md."""
     return {"held": _held([*filter(_is_ours, results)]), "rivals": _rivals(compared(results))}
 
 
@@ -310,12 +312,13 @@ def _held(ours: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[s
 
 
 def _order(size: str) -> tuple[bool, int]:
-    """Of the rows of a table: adapters first."""
+    """Return the sort key of a table row, with adapters first."""
     return size.endswith(FULL), [*SIZES].index(size.removesuffix(FULL))
 
 
 def _over_scenes(rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float], digits: int) -> str:
-    """Mean and 95 % interval over pairs and seeds, each with the mean of its budgets, which share texts and steps."""
+    """Format the mean and its 95 % interval over pairs and seeds. The budgets of each are averaged first, because they
+    share texts and steps."""
     scenes: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         scenes.setdefault((row["pair"], row["seed"]), []).append(value(row))
@@ -398,7 +401,7 @@ def main() -> None:
 
 
 def _write(results: list[dict[str, Any]], commands: list[str]) -> None:
-    """``commands``: all that cells are of."""
+    """Write the results. ``commands``: all commands that computed cells."""
     tables = {name: {"heads": heads, "rows": rows} for name, (heads, rows) in summary(results).items()}
     found = {"rate": RATE, "batch": BATCH, "commands": commands, "tables": tables, "results": results}
     write_result("retention", commands[0], found)

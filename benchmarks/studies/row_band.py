@@ -1,13 +1,14 @@
-"""Would a running band of the losses of single rows find bad rows, and how many sound ones would it take for bad?
+"""Would a running band over the losses of single rows find bad rows, and how many good rows would it misjudge?
 
     python benchmarks/studies/row_band.py [--groups 4] [--seeds 0 1 2] [--rate 0.05]
 
-The band is that of ``control/guard/spikes.py``, over rows instead of steps: median and robust standard deviation of the
-logarithms of the last SPAN rows' mean losses. Printed is, for each threshold, the share of rows that lie above it:
+The band is that of ``control/guard/spikes.py``, over rows instead of steps: the median and the robust standard
+deviation of the logarithms of the mean losses of the last SPAN rows. For each threshold the share of rows above it is
+printed:
 
 sound   ``--groups`` times 32 byte models (``benchmarks/lib/byte_models.py``) on Python's documentation
-bad     rows put into a LoRA training of the embedded base, as in ``benchmarks/loops/spikes.py``, ``--rate`` of them,
-        one kind at a time, and the sound rows beside them; the first FEWEST rows that are trained on are not judged
+bad     bad rows in a LoRA training of the embedded base, as in ``benchmarks/loops/spikes.py``, a share of ``--rate``,
+        one kind at a time, and the good rows of these trainings; the first FEWEST trained rows are not judged
 
 The spike guard promises at most one false alarm in 10,000 steps, and a step has at least one row.
 """
@@ -49,7 +50,8 @@ MOST_FALSE_ALARMS = 1e-4
 
 
 def deviations(losses: Sequence[float]) -> numpy.ndarray:
-    """Of each row from FEWEST on, in robust standard deviations above the median of those before it."""
+    """Return the deviation of each row from FEWEST on, in robust standard deviations above the median of earlier
+    rows."""
     values, found = numpy.log(numpy.maximum(losses, 1e-9)), []
     for number in range(FEWEST, len(values)):
         band = values[max(0, number - SPAN) : number]
@@ -69,7 +71,7 @@ def sound(group: int) -> numpy.ndarray:
 
 
 def tuned(kind: str, seed: int, rate: float) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Deviations of (bad rows, sound rows)."""
+    """Train, and return the deviations of (bad rows, sound rows)."""
     settings = {"dataset": "stdlib_docstrings", "block_size": BLOCK, "dataset_size": 300}
     data, draw = embedded_data(seed, validation_split_percentage=20, **settings), random.Random(seed)
     rows = [dict(row) for row in data.train.select(range(TUNING_STEPS * BATCH))]
@@ -109,7 +111,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rate", type=float, default=0.05)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # more of them wait for each other on models so small
+    torch.set_num_threads(1)  # for models this small, more threads only wait for each other
     bad: dict[str, numpy.ndarray] = {}
     beside: list[numpy.ndarray] = []
     with run_log():

@@ -1,18 +1,19 @@
-"""Does a refactoring change nothing? Each recipe by the package of a commit and by this one, and what they leave.
+"""Does a refactoring change any result? Runs each recipe with the package of a commit and with this one, and compares.
 
     python benchmarks/studies/same_runs.py --against REF [--recipes a,b] [--max_steps 6] [--keep FOLDER]
 
-REF is checked out beside, and taken away again. Each recipe runs twice, one after the other, with the scripts, the
-recipe and the package of either tree: same seed, one thread, the CPU, an evaluation and a checkpoint half way and at
-the end, few rows where the recipe has many, so that epochs end as well. recipes/deepspeed.yaml is started by its
-launcher.
+REF is checked out into a temporary folder. Each recipe runs twice, one after the other, with the scripts, the recipe
+and the package of each tree: with the same seed, one thread, on the CPU, with an evaluation and a checkpoint half way
+and at the end, and with few rows if the recipe has many, so that epochs end as well. recipes/deepspeed.yaml is started
+by its launcher.
 
-Compared are all files of the two run folders. Weights and states (safetensors, pt, pth) bit for bit; JSON by value,
-rows in order, notices in any order; of the log what this package said. Times, rates, readings of the machine's memory,
-process ids, paths and the commit are set aside, each by name in SET_ASIDE; that they are there is still compared. Of
-all other files it is compared that both contenders have them. Exit code 1 on any difference, 2 where a name is unknown.
+All files of the two run folders are compared: weights and states (safetensors, pt, pth) bit for bit; JSON by value,
+with rows in order and notices in any order; and the lines of the log that this package wrote. The values of times,
+rates, memory readings of the machine, process ids, paths and the commit are ignored, each by name in SET_ASIDE, but
+they must be present. All other files only have to exist on both sides. Exit code 1 for any difference, 2 if a name is
+unknown.
 
-``--against HEAD`` on a clean tree says what differs between two runs of one package: nothing should.
+``--against HEAD`` on a clean tree shows the differences between two runs of the same package, which should be none.
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ SET_ASIDE = {
     "files > * > bytes": "manifest: the file itself is compared, and its numbers have as many digits as they have",
     "files > * > xxh3_128": "manifest: the file itself is compared",
 }
-"""What may differ, and why: the end of a key's path, its parts joined with " > "; each part may have a ``*``."""
+"""Values that may differ, and why. Each is the end of the path of a key, with parts joined by " > " that may contain
+``*``."""
 
 IN_ANY_ORDER = ("notices", "notes")
-"""Keys of lists whose order is that of the loops, and of no meaning."""
+"""Keys of lists in the order of the loops, which has no meaning."""
 
 STATES, ROWS, TREES = (".safetensors", ".pt", ".pth"), (".jsonl",), (".json",)
 ROW_SIZES = {
@@ -80,7 +82,7 @@ ROW_SIZES = {
     "resnet": ("--dataset_size", "96"),
     "sensors": ("--sensor_samples", "160"),
 }
-"""Flags that make a recipe small, where six steps would be a small part of an epoch."""
+"""Flags that make a recipe small, if six steps would be a small part of an epoch."""
 
 CONTENDERS = ("ref", "now")
 LONGEST_S = 1800
@@ -96,7 +98,7 @@ class Difference:
 
 @dataclass
 class Compared:
-    """``files``: how many of both contenders were looked into, others than by their name."""
+    """The result of a comparison. ``files``: how many files were compared by content, not only by name."""
 
     recipe: str
     weights: int = 0
@@ -117,7 +119,7 @@ def is_set_aside(path: Sequence[str]) -> bool:
 
 
 def differing(ref: Any, now: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
-    """(key, what the one has, what the other has) wherever two values differ that are not set aside."""
+    """Yield (key, value in ref, value now) for all values that differ, except those in SET_ASIDE."""
     if isinstance(ref, Mapping) and isinstance(now, Mapping):
         ref, now = ({str(key): value for key, value in one.items()} for one in (ref, now))
         for key in dict.fromkeys((*ref, *now)):
@@ -156,7 +158,7 @@ def _same(ref: Any, now: Any) -> bool:
 
 
 def _parts(value: Any) -> Any:
-    """Of an object that somebody pickled."""
+    """Return the parts of a pickled object."""
     return {name: getattr(value, name) for name in vars(value)} if hasattr(value, "__dict__") else {"": repr(value)}
 
 
@@ -175,29 +177,29 @@ def _shown(value: Any) -> str:
 
 
 def states_differing(ref: Path, now: Path) -> Iterator[tuple[str, str, str]]:
-    """Of two files of tensors: which of them."""
+    """Yield the tensors that differ between two files."""
     if ref.read_bytes() == now.read_bytes():
         return
     if ref.suffix == ".safetensors":
         yield from differing(load_file(ref), load_file(now))
-    else:  # runs of a minute ago: what they pickled is no stranger's
+    else:  # the files were just written by our own runs, so unpickling them is safe
         yield from differing(*(torch.load(path, map_location="cpu", weights_only=False) for path in (ref, now)))
 
 
 def said(log: Path) -> list[str]:
-    """What this package said in a log, without the time."""
+    """Return the lines of a log that this package wrote, without their times."""
     lines = log.read_text().splitlines()
     return sorted(match[1] for line in lines if (match := re.match(r"\S+ \S+ (\w+ scu_trainer\S*: .*)", line)))
 
 
 def names_of(folder: Path) -> dict[str, Path]:
-    """Files by their name in the folder; of those that bear date, host and process in it, what comes before."""
+    """Return the files by their name in the folder, without the date, host and process that some names contain."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {re.sub(r"(tfevents)\..*", r"\1", str(path.relative_to(folder))): path for path in files}
 
 
 def compare(recipe: str, ref: Path, now: Path, places: Mapping[str, str]) -> Compared:
-    """Two run folders. ``places``: paths of either contender, and the word by which both are known."""
+    """Compare two run folders. ``places``: paths of both sides, each with the word that replaces it."""
     contenders = [names_of(ref), names_of(now)]
     found = Compared(recipe)
     for name in sorted(contenders[0].keys() | contenders[1].keys()):
@@ -237,7 +239,7 @@ def _placed(text: str, places: Mapping[str, str]) -> str:
 
 @contextmanager
 def checked_out(ref: str, folder: Path) -> Iterator[Path]:
-    """A tree of ``ref``, as long as it is needed."""
+    """Check out ``ref`` to a temporary tree."""
     git = ["git", "-C", str(ROOT), "worktree"]
     subprocess.run([*git, "add", "--quiet", "--detach", str(folder), ref], check=True)
     try:
@@ -247,7 +249,7 @@ def checked_out(ref: str, folder: Path) -> Iterator[Path]:
 
 
 def command_of(recipe: str, tree: Path, run_dir: Path, max_steps: int) -> list[str]:
-    """As the Makefile starts it."""
+    """Return the command that trains a recipe, as in the Makefile."""
     half = str(max(1, max_steps // 2))
     start = [sys.executable, str(tree / "scripts" / "train.py")]
     if recipe == "deepspeed":
@@ -262,7 +264,7 @@ def command_of(recipe: str, tree: Path, run_dir: Path, max_steps: int) -> list[s
 
 
 def trained(recipe: str, tree: Path, run_dir: Path, max_steps: int) -> str:
-    """Its last words where it failed, else nothing."""
+    """Train a recipe. Returns the end of its output if it failed, else ""."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     given = {"PYTHONPATH": str(tree), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     given |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}

@@ -1,24 +1,24 @@
-"""How does it scale? Ours beside the stock Trainer, as ranks, sizes of a step and the number of documents grow.
+"""How do ours and the stock Trainer scale with ranks, with the size of a step, and with the number of documents?
 
     python benchmarks/studies/scaling.py ranks        1 -> 2 processes (gloo), the same rows per optimizer step
     python benchmarks/studies/scaling.py sizes        block, rows per batch and LoRA rank grow
     python benchmarks/studies/scaling.py documents    10 thousand -> 10 million documents through the loader
     ... --quick                               every path on tiny sizes; nothing is written
 
-ranks: a small Llama on rows of uneven length, one thread per process, started by torchrun. The base is one process, so
-two of them reach 2.0 at best. Ours has memory loop, curriculum (losses tracked) and safety on. Starts of the contenders
-alternate; the time is the median optimizer step after the first ones. Both contenders do the same work: the held-out
-loss at the end is the same with one rank and with two.
+ranks: a small Llama on rows of different lengths, with one thread per process, started by torchrun. Results are
+relative to one process, so two of them reach 2.0 at best. Ours has memory loop, curriculum (losses tracked) and safety
+on. The contenders are started alternately; the time is the median optimizer step after the first ones. The work is the
+same: the held-out loss at the end is equal with one rank and with two.
 
-sizes: rows of one length, so that nothing is gained by cutting padding; both contenders take turns of five
-optimizer steps. "relative" is tokens per second over those of stock at the first point of its series.
+sizes: rows of one length, so that there is no padding to save. Both contenders take turns of five optimizer steps.
+"relative" is tokens per second relative to stock at the first point of the series.
 
 documents: rows of a few tokens in a memory-mapped Arrow file, as the commands store them. Each contender is a fresh
 process with a tiny model, ours with all loops. Seconds are from opening the file to the end of the first optimizer
-step. Memory is anonymous memory (RssAnon): mapped pages of the file are not counted, for the kernel takes them back.
-"held" is what a run holds once every document was seen, "peak" the highest reading until the end, two checkpoints
-included; both are above what the process held before the file was opened. Then `scu-trainer train --streaming true` on
-JSONL and parquet: seconds from the start of the process to its first logged step, and its peak.
+step. Memory is anonymous memory (RssAnon), without mapped pages of the file, which the kernel can reclaim. "held" is
+the memory after every document was seen, "peak" the highest reading until the end, including two checkpoints; both are
+above what the process held before it opened the file. Then `scu-trainer train --streaming true` on JSONL and parquet:
+seconds from the start of the process to its first logged step, and its peak.
 """
 
 from __future__ import annotations

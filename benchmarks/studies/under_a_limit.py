@@ -1,28 +1,28 @@
-"""Under a memory limit that the configured batch does not fit: who finishes, when, and with which training?
+"""Under a memory limit that the configured batch does not fit: which contenders finish, when, and with which training?
 
     python benchmarks/studies/under_a_limit.py [--steps 7] [--shares 0.4 0.2 0.12] [--repeats 2] [--quick]
 
-One training (a small Llama with 32,000 words, lognormal lengths, batch 8 x accumulation 4, AdamW, one epoch in which
-every row is due once) under a hard limit, RLIMIT_DATA: allocations above it fail for real, nothing is injected. The
-limit comes down after a first optimizer step on very short rows; from there on a process may take a share (--shares)
-of what the stock Trainer as configured takes without a limit. Contenders, each in a process of its own:
+One training (a small Llama with 32,000 words, lognormal lengths, batch 8 x accumulation 4, AdamW, one epoch with every
+row once) runs under a hard limit, RLIMIT_DATA. Allocations above it really fail; nothing is injected. The limit is set
+after a first optimizer step on very short rows. From then on a process may use a share (--shares) of what the stock
+Trainer needs without a limit. Contenders, each in its own process:
 
-    ours                      SCUTrainer with the memory loop as it comes: micro-batches shrink, the batch stays
-    ours, no headroom         the same, told to keep nothing free
+    ours                      SCUTrainer with the default memory loop: micro-batches shrink, the batch stays
+    ours, no headroom         the same, without keeping memory free
     stock                     transformers.Trainer as configured
-    auto_find_batch_size      the same with the stock answer to a lack of memory
-    best fixed batch          what a person finds: batch 8, 4, 2, 1 with accumulation 4, 8, 16, 32; the first that
+    auto_find_batch_size      the same with the stock option for a lack of memory
+    best fixed batch          what a user would find: batch 8, 4, 2, 1 with accumulation 4, 8, 16, 32; the first that
                               finishes. If none does, batch 1 with gradient checkpointing. Each try is a process.
-    unlimited                 ours and stock once more, without a limit
-    Composer                  its automatic micro-batching: a line that says why it is not here
+    unlimited                 ours and stock again, without a limit
+    Composer                  its automatic micro-batching: a line that says why it is not measured
 
-Time is from the start of ``train()`` to its end. That of the search is the sum over its tries; a person would wait for
-process starts as well. Rounds take all contenders in turn, each round another one first; a ratio is taken within a
-round. Rows count as trained when their gradients reach an optimizer step. Equal work is shown by held-out bits per
-token and by the largest relative distance of the loss curve from that of stock without a limit (- where the steps are
-not the same). Limit and peak count from the level after the first step, stock without a limit = 1.
+Time is from the start of ``train()`` to its end. The time of the search is the sum over its tries; a user would also
+wait for process starts. Each round runs all contenders, with another one first, and ratios are taken within a round.
+Rows count as trained when their gradients reach an optimizer step. Held-out bits per token, and the largest relative
+difference of the loss curve from that of stock without a limit (- if the steps differ), show whether the work is equal.
+Limit and peak are above the level after the first step, relative to stock without a limit.
 
-Every contender has one thread and oneDNN off: oneDNN may crash instead of raising where it cannot allocate.
+Every contender has one thread and no oneDNN, because oneDNN may crash instead of raising an error without memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ QUICK = Job(
     Shape(vocab=16_384, hidden=16, layers=1, longest_row=48), Lengths("tiny", 16, 0.6), 2, batch_rows=4, accumulation=2
 )
 SHARES, QUICK_SHARES = (0.4, 0.2, 0.12), (0.85,)
-"""Of what stock takes: below its batch of 8, below that of 2, below a single row of it."""
+"""Shares of what stock needs: less than its batch of 8, than a batch of 2, and than a single row."""
 
 Result = dict[str, Any]
 
@@ -68,7 +68,7 @@ Result = dict[str, Any]
 
 
 def measured(job: Job, shares: Sequence[float], repeats: int) -> list[Result]:
-    """All results of all rounds, with their ``round`` and ``share`` (None: unlimited)."""
+    """Return all results of all rounds, with their ``round`` and ``share`` (None: unlimited)."""
     first = {"round": 0, "share": None, **attempt(job, REFERENCES[0], None)}
     need_bytes = int(first["peak_over_first_step_mib"] * MIB)
     wanted = [(None, contender) for contender in REFERENCES]
@@ -86,7 +86,8 @@ def measured(job: Job, shares: Sequence[float], repeats: int) -> list[Result]:
 
 
 def by_hand(job: Job, room_bytes: int) -> list[Result]:
-    """The training as configured, and the best of the search that begins with it. ``search_s``: of all its tries."""
+    """Return the training as configured, and the best of the search that begins with it. ``search_s``: the seconds of
+    all tries."""
     contenders = [AS_CONFIGURED]
     contenders += [
         Contender(BY_HAND, batch_rows=job.batch_rows >> halvings) for halvings in range(1, job.batch_rows.bit_length())
@@ -115,14 +116,14 @@ def is_reference(result: Result, contender: str) -> bool:
 
 
 def of(results: Sequence[Result], share: Optional[float], contender: str) -> list[Result]:
-    """One per round, in the order of rounds."""
+    """Return the results of a contender, one per round, in order."""
     return sorted(
         (one for one in results if (one["share"], one["contender"]) == (share, contender)), key=lambda one: one["round"]
     )
 
 
 def ratios(results: Sequence[Result], share: Optional[float], contender: str, key: str = "wall_s") -> list[float]:
-    """Seconds of a contender, ours = 1, by round; of the rounds that both finished."""
+    """Return the seconds of a contender relative to ours, for the rounds that both finished."""
     pairs = zip(of(results, share, contender), of(results, share, OURS.name), strict=True)
     return [one[key] / own["wall_s"] for one, own in pairs if one["error"] is None and own["error"] is None]
 
@@ -162,7 +163,7 @@ HEADS = (
 
 
 def grid_of(results: Sequence[Result], shares: Sequence[float]) -> Grid:
-    """``limit`` and ``peak`` in units of what stock takes without a limit."""
+    """Return the table. ``limit`` and ``peak`` are relative to what stock needs without a limit."""
     need_mib = of(results, None, AS_CONFIGURED.name)[0]["peak_over_first_step_mib"]
     rows = [row(results, None, contender.name, need_mib) for contender in REFERENCES]
     limited = (OURS.name, OURS_FULL.name, AS_CONFIGURED.name, AUTO_FIND.name, BY_HAND)
@@ -172,11 +173,11 @@ def grid_of(results: Sequence[Result], shares: Sequence[float]) -> Grid:
 
 
 def row(results: Sequence[Result], share: Optional[float], contender: str, need_mib: float) -> list[str]:
-    """Of the last round, but for the time: what is counted does not depend on the machine's mood."""
+    """Return a row of the table, from the last round except for the time, because only times vary between rounds."""
     last = of(results, share, contender)[-1]
     first = [contender, "none" if share is None else f"{share:.2f}", time_cell(results, share, contender)]
     first.append(f"{last['batch_rows']} + checkpointing" if last["checkpointing"] else str(last["batch_rows"]))
-    if "steps_due" not in last:  # killed
+    if "steps_due" not in last:  # the process was killed
         return [*first, *["-"] * (len(HEADS) - len(first))]
     apart, bits = last["loss_distance"], last["held_out_bits"]
     return [
@@ -192,7 +193,7 @@ def row(results: Sequence[Result], share: Optional[float], contender: str, need_
 
 
 def time_cell(results: Sequence[Result], share: Optional[float], contender: str, key: str = "wall_s") -> str:
-    """The median over rounds; how many of them did not finish, if any."""
+    """Return the median time over rounds, and the number of rounds that did not finish, if any."""
     found, times = of(results, share, contender), ratios(results, share, contender, key)
     died = sum(one["error"] is not None for one in found)
     said = [f"{median(times):.2f}"] if times else []
@@ -208,7 +209,7 @@ def search_row(results: Sequence[Result], share: float) -> list[str]:
 
 
 def notes(results: Sequence[Result]) -> Iterator[str]:
-    """What killed a contender, and what ours did about the limit; of the last round."""
+    """Yield notes on what killed a contender, and on how ours adapted to the limit, in the last round."""
     last = max(one["round"] for one in results)
     for one in results:
         if one["round"] != last:

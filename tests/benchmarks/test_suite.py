@@ -13,7 +13,7 @@ from benchmarks.lib.memory_estimate.cases import CASES
 from benchmarks.lib.memory_estimate.run import Watch
 from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
-from benchmarks.lib.text_race import Raced, _book
+from benchmarks.lib.text_race import Raced, _record_round
 from benchmarks.lib.turns import Contender, Ended, in_turns
 
 JOB = text_job.Job(Shape(vocab=64, hidden=16, layers=1, longest_row=64), DISTRIBUTIONS["alpaca"], 3, 4, 2)
@@ -61,7 +61,7 @@ def test_a_ratio_counts_tokens_and_leaves_the_first_steps_out():
     raced = {name: Raced(name) for name in ("stock", "ours")}
     said = {"held_out_bits": 1.0, "step_tokens": [100, 100, 300, 100]}
     found = {"stock": Ended([9.0, 1.0, 3.0], said), "ours": Ended([27.0, 0.5, 1.0], said)}
-    _book(raced, found, steps_per_turn=1, warm_up_turns=1)
+    _record_round(raced, found, steps_per_turn=1, warm_up_turns=1)
     assert raced["ours"].ratios == [pytest.approx((400 / 1.5) / (400 / 4.0))]
     assert raced["ours"].whole_ratios == [pytest.approx(13.0 / 28.5)]
     assert raced["ours"].paired_ratios == [pytest.approx(2.5)]

@@ -16,25 +16,25 @@ from scu_trainer.train.fixtures.base_model import embedded_base
 
 FORMATS = ("jsonl", "parquet")
 BASE_STEPS = 240
-"""As the other benchmarks have the embedded base, so that it is made once."""
+"""The same as in the other benchmarks, so that the embedded base is trained only once."""
 
 DISTINCT = 10_000
-"""Documents that differ; a larger file repeats them."""
+"""Number of different documents. A larger file repeats them."""
 
 ROW_GROUP = 100_000
-"""Rows of a group of a parquet file."""
+"""Number of rows in a row group of a parquet file."""
 
 READ_EVERY_S = 0.01
 LONGEST_S = 300
 
 
 def texts() -> list[str]:
-    """Short ones that differ."""
+    """Return short, different documents."""
     return [f"document {number}: {number * 7919 % 10007} is a part of it" for number in range(DISTINCT)]
 
 
 def write_texts(path: Path, count: int) -> None:
-    """``count`` documents, whole or a part of the distinct ones at a time."""
+    """Write ``count`` documents, repeating the distinct ones."""
     if path.suffix == ".jsonl":
         lines = [json.dumps({"text": text}) + "\n" for text in texts()]
         with path.open("w") as file:
@@ -73,9 +73,9 @@ def command(path: Path, output_dir: Path) -> list[str]:
 
 
 def streamed(kind: str, count: int, folder: Path) -> dict[str, Any]:
-    """Seconds from the start of the command to its first logged step, and its highest anonymous memory.
+    """Return the seconds from the start of the command to its first logged step, and its peak anonymous memory.
 
-    Raises RuntimeError where the command fails or logs no step.
+    Raises RuntimeError if the command fails or logs no step.
     """
     path = folder / f"documents.{kind}"
     write_texts(path, count)
@@ -97,12 +97,12 @@ def streamed(kind: str, count: int, folder: Path) -> dict[str, Any]:
 
 
 def _so_far(log: Any) -> str:
-    """The process writes at the end of the same file, so its place must not be moved: read past it."""
+    """Return the text of the log without moving its file position, because the process appends to the same file."""
     return os.pread(log.fileno(), 2**20, 0).decode(errors="replace")
 
 
 def anonymous_bytes_of(process: int) -> int:
-    """0 once it has ended."""
+    """Return the anonymous memory of a process, or 0 after its end."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

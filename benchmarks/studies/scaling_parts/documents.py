@@ -32,11 +32,11 @@ REPEATS = 1
 CONTENDERS = ("stock", "ours")
 DOCUMENTS, QUICK_DOCUMENTS = (10_000, 100_000, 1_000_000, 10_000_000), (1_000, 50_000)
 SHORTEST, LONGEST = 4, 8
-"""Tokens of a document, so that ten million of them are some 700 MB."""
+"""Tokens of a document, so that ten million documents take about 700 MB."""
 
 VOCAB, ROWS_PER_BATCH = 256, 8
 STEPS = 4
-"""Optimizer steps; then a checkpoint, and one step more of a run that is resumed from it."""
+"""Optimizer steps. A checkpoint follows, and one more step of a run that is resumed from it."""
 
 READ_EVERY_S = 0.005
 
@@ -45,7 +45,7 @@ READ_EVERY_S = 0.005
 
 
 def write_documents(path: Path, count: int) -> None:
-    """Rows as ``scu_trainer.data`` stores them; their numbers are drawn for a whole Arrow batch at a time."""
+    """Write rows as ``scu_trainer.data`` stores them, drawing the tokens of a whole Arrow batch at a time."""
     write_arrow(path, training_schema(isolate=False), _batches(count))
 
 
@@ -69,14 +69,14 @@ def _batches(count: int) -> Iterator[Any]:
 
 
 def anonymous_bytes() -> int:
-    """Of this process: heap and private maps, without pages of mapped files."""
+    """Return the anonymous memory of this process: heap and private maps, without pages of mapped files."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 class Highest:
-    """The highest reading of anonymous memory, from a thread."""
+    """Records the highest anonymous memory, which a thread samples."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -98,7 +98,7 @@ class Highest:
 
 
 class Notes(TrainerCallback):
-    """Seconds until the first step has ended; memory at the last one, as it is once every document was seen."""
+    """Records the seconds until the end of the first step, and the memory at the last step, as after all documents."""
 
     def __init__(self, begun_s: float) -> None:
         self._begun_s = begun_s
@@ -112,7 +112,7 @@ class Notes(TrainerCallback):
 
 
 def trained(contender: str, path: str) -> dict[str, Any]:
-    """One run of ``STEPS`` steps with a checkpoint, and one that is resumed from it."""
+    """Train one run of ``STEPS`` steps with a checkpoint, and one that is resumed from it."""
     torch.set_num_threads(1)
     watch = Highest()
     loops = {} if contender == "stock" else {**LOOPS, "regularization": RegularizationSettings(target_s=0.1)}
@@ -120,7 +120,7 @@ def trained(contender: str, path: str) -> dict[str, Any]:
     before_bytes = anonymous_bytes()
     with run_log(), watch.watching(), scratch_arguments(max_steps=STEPS, **save) as args:
         first = _run(contender, args, path, loops)
-        gc.collect()  # or the second trainer would stand beside the first
+        gc.collect()  # frees the first trainer before the second one is created
         args.max_steps = STEPS + 1
         checkpoint = Path(args.output_dir) / f"checkpoint-{STEPS}"
         again = _run(contender, args, path, loops, resume_from_checkpoint=str(checkpoint))
@@ -147,7 +147,7 @@ def _run(contender: str, args: Any, path: str, loops: dict[str, Any], **given: A
 
 
 class AllSeen(TrainerCallback):
-    """Writes the statistics of all documents as they are, for pages that nobody has written to take no memory yet."""
+    """Writes the unchanged statistics of all documents, because pages that were never written take no memory."""
 
     def __init__(self, trainer: SCUTrainer) -> None:
         self.trainer = trainer
@@ -187,16 +187,16 @@ def measure(repeats: int, quick: bool) -> tuple[str, Grid, dict[str, Figure], li
 
 
 def values(results: Sequence[dict[str, Any]], path: str, documents: int, name: str) -> list[float]:
-    """Of the repeats of one run."""
+    """Return a value of each repeat of a run."""
     return [one[name] for one in results if (one["path"], one["documents"]) == (path, documents)]
 
 
 FLAT_BYTES = 1.0
-"""Per document: less than that is nothing that grows with them."""
+"""Bytes per document below which memory counts as independent of the number of documents."""
 
 
 def bytes_per_document(results: Sequence[dict[str, Any]], path: str, name: str) -> list[float]:
-    """What the largest number of documents takes above the smallest, by document."""
+    """Return the extra memory of the largest number of documents over the smallest, per document."""
     counts = sorted({one["documents"] for one in results if one["path"] == path})
     least, most = (values(results, path, count, name) for count in (counts[0], counts[-1]))
     return [(large - small) / (counts[-1] - counts[0]) for small, large in zip(least, most, strict=True)]

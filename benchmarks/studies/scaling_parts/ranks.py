@@ -33,7 +33,7 @@ LONGEST_S = 300
 
 @dataclass(frozen=True)
 class RankJob(Job):
-    """What one of ``ranks`` processes does; rows are drawn for all of them together."""
+    """The job of one of ``ranks`` processes. Rows are drawn for all processes together."""
 
     ranks: int = 1
 
@@ -43,7 +43,7 @@ class RankJob(Job):
         )
 
     def among(self, ranks: int) -> RankJob:
-        """The same rows per optimizer step, dealt to ``ranks`` processes."""
+        """Return the job with the same rows per optimizer step, distributed to ``ranks`` processes."""
         return replace(self, accumulation=self.accumulation // ranks, ranks=ranks)
 
 
@@ -55,7 +55,7 @@ Run = dict[str, Any]
 
 
 class Clock:
-    """In the place of turns: how long each step took, the last one left out."""
+    """Replaces turns: records the time of each step except the last one."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -71,7 +71,7 @@ class Clock:
 
 
 def rank(contender: str, ranks: int, quick: bool, answer: Path) -> None:
-    """One process of a run; the first writes what it found to ``answer``."""
+    """Run one process of a run. The main process writes the results to ``answer``."""
     torch.set_num_threads(1)
     job, clock = (QUICK if quick else FULL).among(ranks), Clock()
     work, settings = WORKERS[contender]
@@ -86,7 +86,7 @@ def rank(contender: str, ranks: int, quick: bool, answer: Path) -> None:
 
 
 def launched(contender: str, ranks: int, quick: bool) -> Run:
-    """Raises RuntimeError where a rank fails."""
+    """Launch a run with torchrun, and return its results. Raises RuntimeError if a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -103,7 +103,7 @@ def launched(contender: str, ranks: int, quick: bool) -> Run:
         try:
             _, said = launcher.communicate(timeout=LONGEST_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # its ranks would outlive it
+            with contextlib.suppress(ProcessLookupError):  # otherwise its ranks would outlive it
                 os.killpg(launcher.pid, signal.SIGKILL)
         if launcher.returncode:
             raise RuntimeError(f"{contender} with {ranks} ranks ended with {launcher.returncode}: {said[-2000:]}")
@@ -123,13 +123,13 @@ def measure(repeats: int, quick: bool) -> tuple[str, Grid, dict[str, Figure], li
 
 
 def rate(run: Run) -> float:
-    """Predicted tokens per second: of the typical step, for each step has other tokens."""
+    """Return the median over steps of the predicted tokens per second, because steps differ in their tokens."""
     seconds, tokens = run["step_s"][WARM_UP_STEPS:], run["step_tokens"][WARM_UP_STEPS:]
     return median(count / second for count, second in zip(tokens, seconds, strict=False))
 
 
 def summary(rounds: list[Mapping[str, Run]]) -> tuple[Grid, dict[str, Figure]]:
-    """``rounds``: by "contender ranks"."""
+    """Return the table and the figures. ``rounds``: the runs of each round, by "contender ranks"."""
     gain = {
         contender: [rate(one[f"{contender} 2"]) / rate(one[f"{contender} 1"]) for one in rounds]
         for contender in CONTENDERS

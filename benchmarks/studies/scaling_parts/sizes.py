@@ -16,11 +16,11 @@ from benchmarks.lib.turns import Contender, Turns, rounds
 REPEATS = 2
 CONTENDERS = ("stock", "ours")
 STEPS_PER_TURN = 5
-"""As in a training, where a step finds in the caches what the step before it left there: the first of a turn does not,
-and the fixed cost of small steps would drown in what that costs."""
+"""Steps per turn. The first step of a turn starts with cold caches, unlike in a normal training; with few steps per
+turn, that would hide the fixed cost of small steps."""
 
 WARM_UP_TURNS = 3
-"""In the first of which ours measures every micro-batch."""
+"""Turns that are not counted. In the first one ours measures every micro-batch."""
 
 STEPS = 100
 """Optimizer steps of each point."""
@@ -28,7 +28,7 @@ STEPS = 100
 
 @dataclass(frozen=True)
 class Point:
-    """``series``: what grows, ``size``: how far."""
+    """One measurement. ``series``: the size that grows; ``size``: its value."""
 
     series: str
     size: int
@@ -36,7 +36,7 @@ class Point:
 
 
 def job(block: int, rows: int, shape: Shape, lora_rank: Optional[int] = None) -> Job:
-    """Rows of exactly ``block`` tokens."""
+    """Return a job with rows of exactly ``block`` tokens."""
     return Job(shape, Lengths("block", block, 0.0), STEPS, batch_rows=rows, accumulation=1, lora_rank=lora_rank)
 
 
@@ -51,13 +51,13 @@ def points(quick: bool) -> list[Point]:
 
 
 def all_of(turns: Turns, name: str, jobs: Sequence[Job]) -> dict[str, Any]:
-    """In a process of its own: one job after the other."""
+    """Run one job after the other. Runs in its own process."""
     return {"runs": [run(turns, name, one) for one in jobs]}
 
 
 def by_job(seconds: Sequence[Optional[float]]) -> list[list[float]]:
-    """Seconds per optimizer step in the turns of each job after its first ones. None stands between jobs: the next one
-    says that it is ready."""
+    """Return the seconds per optimizer step in the turns of each job, without the first turns. In ``seconds``, None
+    separates the jobs."""
     parts = [list(part) for is_between, part in groupby(seconds, lambda turn: turn is None) if not is_between]
     return [[turn_s / STEPS_PER_TURN for turn_s in part[WARM_UP_TURNS:]] for part in parts]
 
@@ -81,13 +81,13 @@ def measure(repeats: int, quick: bool) -> tuple[str, Grid, dict[str, Figure], li
 
 
 def ratios(result: dict[str, Any]) -> list[float]:
-    """Ours against stock, of each repeat: the median over its pairs of turns."""
+    """Return the ratio of ours to stock for each repeat, as the median over its pairs of turns."""
     pairs = zip(result["step_s"]["stock"], result["step_s"]["ours"], strict=True)
     return [median(theirs / own for theirs, own in zip(*pair, strict=True)) for pair in pairs]
 
 
 def rate(result: dict[str, Any], contender: str) -> float:
-    """Predicted tokens per second."""
+    """Return the predicted tokens per second."""
     return result["step_tokens"] / median(second for one in result["step_s"][contender] for second in one)
 
 
