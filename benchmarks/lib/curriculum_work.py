@@ -1,8 +1,8 @@
-"""What the curriculum benchmarks train: docstrings of uneven length and scikit-learn's digits, both also spoiled.
+"""The trainings of the curriculum benchmarks: docstrings of different lengths and scikit-learn's digits, also spoiled.
 
-Every run is a real ``SCUTrainer``. Uniform sampling and ``group_by_length`` are the stock Trainer's own (``curriculum``
-None). All runs of one seed and one share of noise have the same rows, the same start and the same schedule, which
-decays over the run's own budget; none of them trains on the rows by which an early stop is chosen.
+Every run uses ``SCUTrainer``. Uniform sampling and ``group_by_length`` are those of the stock Trainer (``curriculum``
+None). All runs with the same seed and share of noise have the same rows, initial weights and schedule, which decays
+over the budget of the run. No run trains on the validation rows for early stopping.
 """
 
 from __future__ import annotations

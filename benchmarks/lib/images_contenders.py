@@ -1,6 +1,6 @@
-"""The contenders of images.py: who trains the recipe's model on its data, and with which of its settings changed.
+"""The contenders of images.py, which train the model of the recipe on its data, with different settings.
 
-Every contender but the hand-written loops is a run of the real command's settings; flags stand after those of the
+Every contender except the hand-written loops uses the settings of the real command. Its flags follow those of the
 recipe.
 """
 

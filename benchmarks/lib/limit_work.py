@@ -1,8 +1,7 @@
-"""One training under a hard memory limit, in a process of its own: the contenders of under_a_limit.py, and what is
-counted.
+"""One training under a hard memory limit, in its own process: the contenders of under_a_limit.py, and their counts.
 
-Processes come from a fork server that has imported everything and run nothing, under the environment in which freed
-blocks go back to the kernel at once: each begins as one just started would, without the seconds of its imports.
+The processes are forks of a server that has imported everything and run nothing, in an environment in which freed
+blocks are returned to the kernel immediately. Each starts like a new process, but without the time for imports.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 NO_BATCH_LEFT = "No executable batch size found"
-"""What ``auto_find_batch_size`` ends with."""
+"""The message of ``auto_find_batch_size`` when it gives up."""
 
 KILLED = "the process was killed"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``headroom``: None for the stock Trainer, else what ours keeps free. ``batch_rows`` None: as configured;
-    otherwise accumulation grows as the batch shrinks."""
+    """A contender. ``headroom``: the memory that ours keeps free; None for the stock Trainer. ``batch_rows``: None for
+    the configured batch; otherwise accumulation grows as the batch shrinks."""
 
     name: str
     headroom: Optional[str] = None
@@ -65,10 +64,11 @@ class Contender:
 
 
 def run(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[str, Any]:
-    """One contender to its end or its death. ``headroom_bytes``: above what it holds after its first optimizer step."""
+    """Train one contender until it finishes or dies. ``headroom_bytes``: the limit above what it holds after its first
+    optimizer step."""
     if any(os.environ.get(name) != value for name, value in EXACT_MEMORY.items()):
         raise RuntimeError("the fork server was started in another environment: freed blocks would stay")
-    # oneDNN may crash instead of raising where it cannot allocate for a shape that it has not seen.
+    # oneDNN may crash instead of raising an error if it cannot allocate memory for a new shape.
     torch.backends.mkldnn.enabled = False
     rows, record, witness = rows_of(job), Record(), Witness(job.device)
     register_optimizer_step_post_hook(record.optimizer_stepped)
@@ -98,13 +98,14 @@ def run(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[s
 
 
 def rows_of(job: Job) -> TokenRows:
-    """Of the first optimizer step very short ones: model, gradients and optimizer are there before the limit is."""
+    """Return the rows. Those of the first optimizer step are very short, so that model, gradients and optimizer state
+    are allocated before the limit is set."""
     lengths = job.lengths.draw((job.steps - 1) * job.step_rows, job.shape.longest_row)
     return TokenRows([SHORTEST_ROW] * job.step_rows + lengths, job.shape.vocab)
 
 
 def arguments(job: Job, contender: Contender) -> dict[str, Any]:
-    """Of TrainingArguments. One epoch, so that a smaller batch leaves no row out."""
+    """Return the TrainingArguments. They train one epoch, so that a smaller batch leaves no row out."""
     return {
         **job.training(),
         "max_steps": -1,
@@ -125,7 +126,7 @@ def _train(trainer: Trainer) -> Optional[str]:
 
 
 def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -> dict[str, Any]:
-    """Rows count as trained when their gradients have reached an optimizer step."""
+    """Return the counts of a run. Rows count as trained when their gradients have reached an optimizer step."""
     due, of_loop = job.steps * job.step_rows, counted(trainer)
     return {
         "steps_due": job.steps,
@@ -135,14 +136,15 @@ def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -
         "rows_trained_once": sum(count == 1 for count in record.rows.values()),
         "rows_repeated": sum(count - 1 for count in record.rows.values()),
         "rows_never_seen": due - len(record.rows),
-        "rows_per_step": max(record.rows_per_step[-2:], default=None),  # the last one of an epoch may be short
+        "rows_per_step": max(record.rows_per_step[-2:], default=None),  # the last step of an epoch may have fewer
         "out_of_memory": of_loop.out_of_memory if of_loop else record.starts - 1 + (error is not None),
         "losses": record.losses,
     }
 
 
 def _pieces(trainer: Trainer) -> dict[str, Any]:
-    """How ours cut: micro-batches kept, tokens with their padding, and every change of the size with its reason."""
+    """Return how ours split: the micro-batches, the tokens with padding, and every change of the size with its
+    reason."""
     statistics = trainer.micro_batches.loop.statistics
     changes = read_rows(Path(trainer.args.output_dir) / MemoryLoop.history_file)
     return {
@@ -157,7 +159,7 @@ def _pieces(trainer: Trainer) -> dict[str, Any]:
 
 
 def attempt(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[str, Any]:
-    """What ``run`` says, with the contender's name; a process that was killed has only that to say."""
+    """Return the result of ``run`` with the name of the contender; for a killed process only that it was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "deepspeed"])  # accelerate imports the latter where it is installed
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -168,7 +170,7 @@ def attempt(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> di
         "checkpointing": contender.checkpointing,
     }
     begun_s = time.perf_counter()
-    # The server takes the environment that there is when the first process is asked for.
+    # The server inherits the environment at the moment when the first process is requested.
     with patch.dict(os.environ, given), ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return {**named, **pool.submit(run, job, contender, headroom_bytes).result()}
@@ -178,7 +180,7 @@ def attempt(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> di
 
 
 def composer() -> str:
-    """Why Composer's automatic micro-batching has no figures here."""
+    """Return why Composer's automatic micro-batching is not measured."""
     if importlib.util.find_spec("composer") is None:
         return "not installed"
     from composer import Trainer as Composers

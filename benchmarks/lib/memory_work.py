@@ -1,4 +1,4 @@
-"""What the memory benchmarks share: uneven rows, a model, fresh processes, peaks, limits, trainers that take turns."""
+"""Shared by the memory benchmarks: rows of different lengths, a model, fresh processes, peaks, limits, and turns."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ SHORTEST_ROW = 4
 WARM_UP_TOKENS = 8
 
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""Environment under which blocks of tensors go back to the kernel at once: what a process holds is what is live."""
+"""Environment in which freed tensors are returned to the kernel immediately, so that a process holds only live
+memory."""
 
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 1024 * MIB)}
-"""Environment under which none goes back: without page faults, whose number varies, small differences show."""
+"""Environment in which no memory is returned. This avoids page faults, which vary in number and hide small
+differences."""
 
 
 # -- work --------------------------------------------------------------------------------------------------------------
@@ -42,14 +44,14 @@ KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 1024 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lognormal tokens per row. ``spread``: standard deviation of ln(length)."""
+    """A lognormal distribution of tokens per row. ``spread``: standard deviation of ln(length)."""
 
     name: str
     median: float
     spread: float
 
     def draw(self, count: int, longest: int, seed: int = 0) -> list[int]:
-        """Rows above ``longest`` are cut to it, as a maximum sequence length does."""
+        """Draw lengths. Those above ``longest`` are cut to it, as by a maximum sequence length."""
         drawn = numpy.random.default_rng(seed).lognormal(numpy.log(self.median), self.spread, count)
         return [int(length) for length in drawn.round().clip(SHORTEST_ROW, longest)]
 
@@ -67,7 +69,7 @@ DISTRIBUTIONS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama made from a configuration, float32, random weights."""
+    """The sizes of a Llama with random float32 weights."""
 
     vocab: int = 32_000
     hidden: int = 256
@@ -124,7 +126,7 @@ class TokenRows(torch.utils.data.Dataset):
 
 
 def pad(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch of the rows, padded on the right to the longest of them."""
+    """Collate rows to a batch, padded on the right to the longest row."""
 
     def stack(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
@@ -142,7 +144,7 @@ def pad(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class WithoutIndices:
-    """Mixin: ``sample_index`` travels with the batch as far as the trainer, the model does not see it."""
+    """Mixin that removes ``sample_index`` from the batch before the model gets it."""
 
     def _prepare_inputs(self, inputs):
         return {name: value for name, value in super()._prepare_inputs(inputs).items() if name != "sample_index"}
@@ -166,7 +168,7 @@ def trainer_for(
     kinds: tuple[type[Trainer], type[Trainer]] = (Stock, Ours),
     **arguments: Any,
 ) -> Iterator[Trainer]:
-    """Stock trainer (``memory`` None) or ours; SGD and rows in order unless ``arguments`` say otherwise."""
+    """Yield the stock trainer (``memory`` None) or ours, by default with SGD and rows in order."""
     defaults = {
         "use_cpu": device == "cpu",
         "learning_rate": 0.1,
@@ -186,7 +188,7 @@ def trainer_for(
 
 
 def work_seconds(device: str) -> float:
-    """CPU time of this process, which other programs on the machine hardly touch; wall time for a GPU's work."""
+    """Return the CPU time of this process, which other programs hardly affect; for a GPU, the wall time of its work."""
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -264,14 +266,14 @@ class Witness(Gauge):
         self.inner.reset(exact)
 
     def start(self) -> int:
-        """Forget what was; own bytes now."""
+        """Reset the peak, and return the own bytes now."""
         self.inner.reset(exact=True)
         self.highest_bytes = self.inner.read().own_bytes
         return self.highest_bytes
 
 
 def limit_memory(device: str, headroom_bytes: int) -> None:
-    """From here on this process may hold ``headroom_bytes`` more than now."""
+    """Limit this process to ``headroom_bytes`` more than it holds now."""
     free_memory(torch.device(device))
     if device == "cpu":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -282,14 +284,14 @@ def limit_memory(device: str, headroom_bytes: int) -> None:
 
 
 def _private_bytes() -> int:
-    """What RLIMIT_DATA counts."""
+    """Return the memory that RLIMIT_DATA counts."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith("VmData"))
     return int(line.split()[1]) * 1024
 
 
 def counted(trainer: Trainer) -> Optional[MemoryStatistics]:
-    """What the memory loop counted; None of a trainer without it."""
+    """Return the statistics of the memory loop; None for a trainer without it."""
     micro_batches = getattr(trainer, "micro_batches", None)
     return None if micro_batches is None else micro_batches.loop.statistics
 
@@ -302,7 +304,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any, allocator: d
 
     ``allocator``: environment of the C library's; {} as users have it.
     """
-    # One card: with several the Trainer would spread the batch over them.
+    # Only one GPU is visible, because the Trainer would spread the batch over several.
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     given = {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1", **allocator}
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""What the study of retention is made of: texts, bases that know one of them, and what people do against forgetting."""
+"""Parts of the retention study: texts, bases trained on one of them, and the usual methods against forgetting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scu_trainer.train.retention.sampled import sampled_text
 
 ROWS = {"block_size": 64, "validation_split_percentage": 20.0, "packing": False}
 MOST_MEASURED, MOST_JUDGED = 96, 64
-"""Rows that the loop measures on, and that each side of a point is scored on."""
+"""Rows that the loop measures, and rows that each score of a point uses."""
 
 SAMPLED_DOCUMENTS = 300
 """Of a row each: where the model writes what is replayed."""
@@ -58,14 +58,14 @@ SIZES = {
 
 BASE_ROWS, BASE_BLOCK = 8, 128
 FORMAT = 1
-"""Raised when anything here changes the bases."""
+"""Increase this when a change in this file changes the bases."""
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
 def sums(count: int) -> Iterator[str]:
-    """Documents of sums that are right."""
+    """Yield documents of correct sums."""
     chance = random.Random(0)
     for _ in range(count):
         pairs = [(chance.randint(1, 99), chance.randint(1, 99)) for _ in range(12)]
@@ -104,7 +104,8 @@ def _file(name: str, count: int) -> Path:
 
 
 def anchor_of(known: str, new: str, seed: int, sampled: Optional[nn.Module] = None) -> Anchor:
-    """Of ``known``, without what ``new`` has of it; or of what the model ``sampled`` writes."""
+    """Return the anchor of the text ``known``, without documents that ``new`` contains, or of text that the model
+    ``sampled`` writes."""
     cache = default_cache_dir(None)
     how = {"tokenizer": embedded_tokenizer(cache), "seed": seed, "cache_dir": cache, "model_name": known}
     choose: Callable[[int], tuple[bool, str]] = lambda rows: (True, f"{rows} rows")  # noqa: E731
@@ -118,7 +119,7 @@ def anchor_of(known: str, new: str, seed: int, sampled: Optional[nn.Module] = No
 
 
 def some(rows: Any, count: int) -> Any:
-    """``count`` rows at most, of as many documents as there are."""
+    """Return at most ``count`` rows, from as many documents as possible."""
     return rows.select(numpy.sort(spread(numpy.asarray(rows["document"]))[:count]))
 
 
@@ -126,7 +127,7 @@ def some(rows: Any, count: int) -> Any:
 
 
 def base(text: str, size: str) -> Path:
-    """Folder of a Llama that was pre-trained on ``text``, made at the first call."""
+    """Return the folder of a Llama pre-trained on ``text``, which is trained at the first call."""
     shape, cache = SIZES[size], default_cache_dir(None)
     recipe = [FORMAT, shape, TEXTS[text], BASE_ROWS, BASE_BLOCK, torch.__version__]
     return built_once(
@@ -173,7 +174,7 @@ def _shape(tokenizer: Any, hidden_size: int, layers: int) -> LlamaConfig:
 
 
 def tuned(text: str, size: str, seed: int, rank: Optional[int] = 8) -> nn.Module:
-    """A base with fresh adapters; all of it where ``rank`` is None."""
+    """Return a base with new adapters, or for full tuning if ``rank`` is None."""
     if rank is None:
         return prepare_for_tuning(untuned(text, size), ModelSettings(tuning="full"))
     settings = ModelSettings(tuning="lora", lora_r=rank, lora_alpha=2 * rank)
@@ -190,7 +191,7 @@ def untuned(text: str, size: str) -> nn.Module:
 
 
 class FixedReplay(Loop):
-    """So many rows of the anchor in every batch, and nothing measured."""
+    """Replays a fixed number of anchor rows in every batch, and measures nothing."""
 
     name = "fixed_replay"
 
@@ -202,8 +203,8 @@ class FixedReplay(Loop):
 
 
 def fisher(text: str, size: str, rows: Any) -> dict[str, torch.Tensor]:
-    """Diagonal of the empirical Fisher information of each matrix of the base, by token of ``rows``: squared gradients
-    of their summed losses, one row at a time."""
+    """Return the diagonal of the empirical Fisher information of each matrix of the base, per token of ``rows``, from
+    the squared gradients of the summed loss of each row."""
     model = untuned(text, size)
     weights = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
     found, tokens, collate = {name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, collator()
@@ -239,7 +240,7 @@ class Ewc(Loop):
 
 
 def dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """Each token weighted by the probability that the model gives it (arXiv:2508.05629)."""
+    """Return the loss with each token weighted by its probability (arXiv:2508.05629)."""
     nats, counted, _ = _of_tokens(outputs, labels)
     return _mean(torch.exp(-nats.detach()) * nats, counted, num_items_in_batch)
 
@@ -257,7 +258,8 @@ def eaft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
 
 
 def _of_tokens(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Nats of each token, whether it counts, logits; shapes (rows, time - 1) and with words at the end."""
+    """Return the nats of each token, whether it counts, both of shape (rows, time - 1), and logits with another
+    dimension for words."""
     logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
     nats = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     return nats, targets != -100, logits
@@ -271,7 +273,7 @@ LOSSES = {"dft": dft_loss, "eaft": eaft_loss}
 
 
 class Points(TrainerCallback):
-    """What is forgotten and learned after ``steps``, as one who stops early would find it."""
+    """Records what is forgotten and learned after ``steps``, as with early stopping there."""
 
     def __init__(self, point: Callable[[nn.Module], dict[str, float]], steps: tuple[int, ...]) -> None:
         self.point, self.steps, self.found = point, steps, []

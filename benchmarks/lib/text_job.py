@@ -1,20 +1,18 @@
-"""One fine-tuning of a causal language model, as five kinds of people would do it: the contenders of the text
-benchmarks.
+"""One fine-tuning job of a causal language model, done in five ways: the contenders of the text benchmarks.
 
-Same model, same documents in the same order, same optimizer, schedule and logical batch; each contender then tells the
-held-out loss of what it trained, which is the proof that all did the same work. Tokens are those of the documents:
-padding is no work.
+All contenders use the same model, documents in the same order, optimizer, schedule and logical batch. Each reports its
+held-out loss, which proves that all did the same work. Tokens are those of the documents, without padding.
 
-    plain     a hand-written PyTorch loop: the floor
-    stock     transformers.Trainer; also with its own remedy for padding, batches grouped by length
-    trl ...   TRL's SFTTrainer: as it comes, padding-free, packing. Its loss goes through tiles of the logits, 4,096
+    plain     a hand-written PyTorch loop: the lower bound
+    stock     transformers.Trainer; also with its option against padding, batches grouped by length
+    trl ...   TRL's SFTTrainer: with its defaults, padding-free, and packing. Its loss uses tiles of the logits, 4,096
               tokens by 32,768 words
-    ours ...  SCUTrainer: without regularization, which moves weights on purpose; with all three loops, as the commands
-              have it; with none
+    ours ...  SCUTrainer: without regularization, which changes weights on purpose; with all three loops, as the
+              commands use it; and with none
 
-TRL's own defaults of bfloat16 and gradient checkpointing are set to what all contenders use, else the arithmetic would
-be compared. Packing keeps tokens per optimizer step by taking fewer, longer rows; grouping by length has other rows in
-each step.
+TRL's defaults of bfloat16 and gradient checkpointing are replaced by the settings of all contenders; otherwise the
+benchmark would compare precisions. Packing keeps the tokens per optimizer step with fewer, longer rows; grouping by
+length has other rows in each step.
 """
 
 from __future__ import annotations
@@ -39,9 +37,9 @@ from scu_trainer.train.run_directory.logs import run_log
 
 HELD_OUT_ROWS, HELD_OUT_SEED = 64, 100_000
 PACKED_TOKENS = 1024
-"""``max_length`` of SFTConfig."""
+"""The default of ``max_length`` in SFTConfig."""
 SHIFT = 1
-"""Of a row's tokens the first is predicted by nothing."""
+"""Tokens at the start of a row that have no prediction."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Job:
         return self.adapted(self.shape.model())
 
     def adapted(self, model: torch.nn.Module) -> torch.nn.Module:
-        """``model`` with the adapters of this job, if it has any."""
+        """Return ``model`` with the adapters of this job, if it has any."""
         if self.lora_rank is None:
             return model
         from peft import LoraConfig, get_peft_model
@@ -85,7 +83,7 @@ class Job:
         return get_peft_model(model, adapters)
 
     def training(self) -> dict[str, Any]:
-        """Of TrainingArguments, for every contender that has a Trainer."""
+        """Return the TrainingArguments of all contenders that use a Trainer."""
         return {
             "use_cpu": self.device == "cpu",
             "max_steps": self.steps,
@@ -102,7 +100,7 @@ class Job:
 
 
 class Counted:
-    """Mixin of any Trainer: predicted tokens of each optimizer step, left on the device until the end."""
+    """Mixin for any Trainer that counts the predicted tokens of each optimizer step, on the device until the end."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.state.global_step == len(self.step_tokens):
@@ -126,7 +124,7 @@ Trained = tuple[torch.nn.Module, list[int]]
 
 
 def plain(job: Job, turns: Turns) -> Trained:
-    """What one would write by hand, with the optimizer of the Trainer."""
+    """Train with a hand-written loop, with the optimizer of the Trainer."""
     rows, model = job.token_rows(), job.model().to(job.device).train()
     if job.checkpointing:
         model.gradient_checkpointing_enable()
@@ -163,14 +161,15 @@ def _precision(job: Job) -> contextlib.AbstractContextManager:
 
 
 def stock(job: Job, turns: Turns, **changes: Any) -> Trained:
-    """``changes``: of TrainingArguments."""
+    """Train with the stock Trainer. ``changes``: of TrainingArguments."""
     with scratch_arguments(**{**job.training(), **changes}) as args:
         trainer = StockTrainer(job.model(), args, data_collator=padded, train_dataset=job.token_rows())
         return _trained(trainer, turns)
 
 
 def stock_keeping(job: Job, turns: Turns) -> Trained:
-    """As in a process whose C library keeps freed memory (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_)."""
+    """Train with the stock Trainer while the C library keeps freed memory, as with MALLOC_TRIM_THRESHOLD_ and
+    MALLOC_MMAP_THRESHOLD_."""
     if not keep_freed():
         raise RuntimeError("this C library has no switch to keep freed memory")
     return stock(job, turns)
@@ -187,7 +186,7 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def trl(job: Job, turns: Turns, **changes: Any) -> Trained:
-    """``changes``: of SFTConfig."""
+    """Train with TRL's SFTTrainer. ``changes``: of SFTConfig."""
     import datasets
     from trl import SFTConfig, SFTTrainer
 
@@ -208,10 +207,10 @@ def trl(job: Job, turns: Turns, **changes: Any) -> Trained:
 
 
 def _packed(rows: TokenRows, steps: int) -> dict[str, int]:
-    """One pass over rows of TRL's own default length, or of the longest document; as many to a step as hold the tokens
-    of a step of the others."""
+    """Return arguments for packing: rows of TRL's default length, or of the longest document, and as many per step as
+    hold the tokens of a step of the others, for one epoch."""
     longest = max(rows.lengths)
-    length = max(longest, min(PACKED_TOKENS, 8 * longest))  # of tiny documents a few, so that there are several rows
+    length = max(longest, min(PACKED_TOKENS, 8 * longest))  # a few tiny documents per row, so that there are more rows
     rows_per_step = max(1, round(sum(rows.lengths) / steps / length))
     one_pass = {"max_steps": -1, "num_train_epochs": 1, "max_length": length}
     return {**one_pass, "per_device_train_batch_size": 1, "gradient_accumulation_steps": rows_per_step}
@@ -225,8 +224,8 @@ def _trained(trainer: Trainer, turns: Turns) -> Trained:
 
 
 LOOPS = {"memory": MemorySettings(), "curriculum": CurriculumSettings(), "safety": SafetySettings()}
-"""As the commands have them: rows cut and measured, each row's loss recorded, bad numbers refused. Regularization,
-which the commands also turn on, comes on top."""
+"""The loops that the commands turn on: batches are split and measured, row losses are recorded, and non-finite steps
+are skipped. Regularization, which the commands also turn on, is added separately."""
 
 WORKERS: dict[str, tuple[Callable[..., Trained], dict[str, Any]]] = {
     "plain": (plain, {}),
@@ -247,7 +246,7 @@ def contender_of(name: str, job: Job) -> Contender:
 
 
 def run(turns: Turns, name: str, job: Job) -> dict[str, Any]:
-    """In a process of its own: one contender to its end, and its held-out loss."""
+    """Train one contender, and return its results with the held-out loss. Runs in its own process."""
     work, settings = WORKERS[name]
     with run_log():
         model, step_tokens = work(job, turns, **settings)
@@ -255,7 +254,7 @@ def run(turns: Turns, name: str, job: Job) -> dict[str, Any]:
 
 
 class Watches:
-    """In the place of turns: level after the first optimizer step, and the peak of all."""
+    """Replaces turns: records the memory after the first optimizer step, and the peak of all steps."""
 
     def __init__(self, device: str) -> None:
         self.witness, self.level_bytes = Witness(device), 0
@@ -269,7 +268,7 @@ class Watches:
 
 
 def memory(name: str, job: Job) -> dict[str, int]:
-    """In a process of its own: bytes that one contender holds after its first step, and its peak."""
+    """Return the bytes that one contender holds after its first step, and its peak. Runs in its own process."""
     work, settings = WORKERS[name]
     watches = Watches(job.device)
     if "memory" in settings:
@@ -291,7 +290,7 @@ def tiny(job: Job) -> Job:
 
 @torch.no_grad()
 def held_out_bits(model: torch.nn.Module, job: Job) -> float:
-    """Bits per predicted token on documents that nobody trained on, the same for every contender."""
+    """Return the bits per predicted token on held-out documents, which are the same for every contender."""
     lengths = job.lengths.draw(HELD_OUT_ROWS, job.shape.longest_row, seed=HELD_OUT_SEED)
     rows = TokenRows([0] * HELD_OUT_SEED + lengths, job.shape.vocab, job.template_tokens)
     nats, tokens = 0.0, 0

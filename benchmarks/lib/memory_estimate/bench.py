@@ -1,4 +1,4 @@
-"""Runs of memory_estimate.py: what a training takes, what is predicted, how it ends under a limit."""
+"""The runs of memory_estimate.py: the memory that a training needs, its prediction, and training under a limit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ OUT_OF_MEMORY = (
 SAMPLED_EVERY_S = 0.02
 
 NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""A thread that spins while it waits makes a step ten times as slow on a machine that others use too."""
+"""Threads that spin while they wait make a step ten times as slow on a machine with other load."""
 
 
 class Bench:
-    """``device``: cpu or cuda. ``scratch``: folder for models and runs. ``predicts``: False: nothing is predicted."""
+    """Runs trainings. ``device``: cpu or cuda. ``scratch``: folder for models and runs. ``predicts``: whether to
+    predict."""
 
     def __init__(self, device: str, scratch: Path, predicts: bool = True) -> None:
         self.device, self.scratch, self.predicts = device, scratch, predicts
@@ -53,7 +54,8 @@ class Bench:
     def run(
         self, flags: Sequence[str], *options: str, allocator: Optional[dict[str, str]] = None, threads: int = 2
     ) -> dict[str, Any]:
-        """One training in a fresh process. ``code``, ``error`` (its last words) and, where it ended well, ``bytes``."""
+        """Run one training in a fresh process. Returns ``code``, ``error`` (the end of its output) and, if it
+        succeeded, ``bytes``."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             facts, output_dir = Path(folder) / "facts.json", Path(folder) / "run"
             script = str(Path(__file__).with_name("run.py"))
@@ -80,7 +82,7 @@ class Bench:
         }
 
     def measure(self, case: Case, repeats: int, exact: bool) -> dict[str, Any]:
-        """Raises RuntimeError where the training fails."""
+        """Measure the memory of a training. Raises RuntimeError if the training fails."""
         flags = self.flags(case)
         runs = [self._good(flags) for _ in range(repeats)]
         taken = [run["bytes"] for run in runs]
@@ -111,7 +113,7 @@ class Bench:
     # -- predicted --
 
     def predicted(self, flags: Sequence[str], limit_bytes: Optional[int] = None) -> dict[str, Any]:
-        """What ``plan --json`` says. Raises RuntimeError where it says nothing."""
+        """Return the output of ``plan --json``. Raises RuntimeError if there is none."""
         limit = [] if limit_bytes is None else ["--limit", f"{limit_bytes / MIB:.1f}MiB"]
         command = [str(Path(sys.executable).with_name("scu-trainer")), "plan", "--json", *limit, *flags]
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -129,7 +131,7 @@ class Bench:
     # -- under a limit --
 
     def limited(self, case: Case) -> list[dict[str, Any]]:
-        """What the same arithmetic takes without a limit, then whether it ends well under each share of that."""
+        """Measure the need of the training without a limit, then test whether it succeeds under each share of that."""
         flags = [*self.flags(case), "--memory_control", "false"]
         plain = {"threads": 1} if self.device == "cpu" else {}
         whole = self.run(flags, "--limitable", **plain)
@@ -155,7 +157,7 @@ class Bench:
 
 
 class Sampler:
-    """Resident memory of another process, looked at from beside it, loading and saving included."""
+    """Samples the resident memory of another process, including loading and saving."""
 
     def __init__(self, pid: int) -> None:
         self._process, self._highest_bytes = psutil.Process(pid), 0
@@ -167,7 +169,7 @@ class Sampler:
             while self._process.status() != psutil.STATUS_ZOMBIE:
                 self._highest_bytes = max(self._highest_bytes, self._process.memory_info().rss)
                 time.sleep(SAMPLED_EVERY_S)
-        except psutil.NoSuchProcess:  # it has ended, which is what this waits for
+        except psutil.NoSuchProcess:  # the process has ended, which is the usual end of sampling
             return
 
     def highest_bytes(self) -> int:
@@ -184,7 +186,7 @@ def ended(run: dict[str, Any]) -> str:
 
 
 def require_full_rows(case: Case, flags: Sequence[str], longest_row: int) -> None:
-    """Raise RuntimeError where the rows are shorter than the plan must take them to be."""
+    """Raise RuntimeError if the rows are shorter than the plan must assume."""
     if "--block_size" not in flags:
         return
     length = int(flags[len(flags) - 1 - flags[::-1].index("--block_size") + 1])
@@ -193,7 +195,7 @@ def require_full_rows(case: Case, flags: Sequence[str], longest_row: int) -> Non
 
 
 def shown_flags(flags: Sequence[str]) -> str:
-    """Without the scratch folder."""
+    """Return the flags as text, without the scratch folder."""
     words = list(flags)
     if "--model_name_or_path" in words:
         place = words.index("--model_name_or_path") + 1

@@ -1,4 +1,4 @@
-"""Trainings whose memory is predicted and measured: flags of ``scu-trainer train``, models made from configurations."""
+"""The trainings of memory_estimate.py: flags of ``scu-trainer train``, and models made from configurations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Optional
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 EMBEDDED_WORDS = 2048
 Model = tuple[str, dict[str, Any]]
-"""A family of transformers, and the sizes in its configuration."""
+"""A model family of transformers, and the sizes in its configuration."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """``model``: a name in MODELS; None: the one that the task or the embedded base has."""
+    """One training. ``model``: a name in MODELS; None uses the model of the task, or the embedded base."""
 
     name: str
     model: Optional[str]
@@ -76,7 +76,8 @@ MODELS: dict[str, Model] = {
 
 
 def make_model(name: str, folder: Path, device: str) -> None:
-    """Random weights (bfloat16 on a GPU, which holds the large ones) and the embedded tokenizer, in ``folder``."""
+    """Save a model with random weights, and the embedded tokenizer, in ``folder``. Weights are bfloat16 for a GPU,
+    where the models are large."""
     import torch
     import transformers
 
@@ -100,7 +101,7 @@ COMMON = (
     "--logging_steps 1000"
 )
 TEXT = "--dataset_size 300"
-"""Packed rows of the documents: all of them have ``block_size`` tokens."""
+"""Flags for packed rows of the documents, which all have ``block_size`` tokens."""
 
 ALONE = "--memory_control false --scu false"
 CAPPED = "--memory_control false --token_cap"
@@ -210,7 +211,7 @@ OVERHEAD_CASES = _cases(
     ("gru", None, f"{WORDS} --mode tiny {FLOAT32} {ALONE} {_batch(2)}"),
     ("sensors", None, f"{SENSORS} --sensor_samples 100 {FLOAT32} {ALONE} {_batch(2)}"),
 )
-"""Models of next to no size: what is left is the process's own."""
+"""Trainings of very small models, which show the memory of the process itself."""
 
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES, "overhead": OVERHEAD_CASES}
 
@@ -220,19 +221,19 @@ TINY_WORDS = f"--mode tiny {_batch(2)}"
 
 
 def tiny(case: Case) -> Case:
-    """The same path with next to no work, to see that it runs."""
+    """Return the case with very little work, to test that it runs."""
     kind = TINY_IMAGES if IMAGES in case.flags else TINY_WORDS if WORDS in case.flags else TINY_TEXT
     family = None if case.model is None else "gpt2-0" if case.model.startswith("gpt2") else "llama-0"
     return Case(case.name, family, f"{case.flags} {kind}")
 
 
 def flags_of(case: Case, model: Optional[Path]) -> list[str]:
-    """Words after ``scu-trainer train`` or ``plan``."""
+    """Return the flags for ``scu-trainer train`` or ``plan``."""
     name = [] if model is None else ["--model_name_or_path", str(model)]
     is_text = not any(task in case.flags for task in (IMAGES, WORDS, SENSORS))
     return [*name, *COMMON.split(), *(TEXT.split() if is_text else ()), *case.flags.split()]
 
 
 def named(cases: Iterable[Case], wanted: list[str]) -> list[Case]:
-    """Those whose name contains one of ``wanted``; all of them where that is empty."""
+    """Return the cases with a name that contains one of ``wanted``, or all if that is empty."""
     return [case for case in cases if not wanted or any(part in case.name for part in wanted)]

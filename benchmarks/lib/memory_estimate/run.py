@@ -1,10 +1,10 @@
-"""One training of memory_estimate.py, in a process of its own, which may be held to a limit.
+"""One training of memory_estimate.py, in its own process, optionally under a memory limit.
 
     python benchmarks/lib/memory_estimate/run.py FACTS [--limitable] [--limit_bytes N] FLAGS...
 
-FLAGS are those of ``scu-trainer train``. FACTS: file that gets what was seen. ``--limitable``: without oneDNN, which
-may crash where memory ends, and with a warm-up that makes the threads. ``--limit_bytes``: what the process may then
-take above what it holds before there is a model.
+FLAGS are those of ``scu-trainer train``. FACTS: the file for the results. ``--limitable``: without oneDNN, which may
+crash when memory runs out, and with a warm-up that creates the threads. ``--limit_bytes``: the memory that the process
+may use above what it holds before the model is loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scu_trainer.train.tasks import common
 
 
 class Watch(TrainerCallback):
-    """What is held at the border of each step, and how much of it is tensors."""
+    """Records the memory at the start and end of each step, and how much of it is tensors."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.peaks = trainer, step_peaks(trainer)
@@ -60,7 +60,7 @@ class Watch(TrainerCallback):
 
 
 def held(device: torch.device) -> dict[str, int]:
-    """Of the process's memory on the device; on CUDA also what torch's allocator and all processes hold."""
+    """Return the memory of the process on the device; on CUDA also that of torch's allocator and of all processes."""
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return {
@@ -75,10 +75,10 @@ def held(device: torch.device) -> dict[str, int]:
 
 
 def tensor_bytes(device: torch.device) -> int:
-    """Of all tensors that Python can reach, each storage once."""
+    """Return the bytes of all tensors that Python can reach, counting each storage once."""
     found = {}
     for thing in gc.get_objects():
-        # type(): isinstance would ask lazy modules of libraries for their class, which imports them
+        # type(), because isinstance would make lazy modules of libraries import themselves
         if issubclass(type(thing), torch.Tensor) and thing.device == device:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
@@ -86,14 +86,14 @@ def tensor_bytes(device: torch.device) -> int:
 
 
 def longest_row(rows: Any) -> int:
-    """Tokens; 0 for rows that have none."""
+    """Return the tokens of the longest row; 0 for rows without tokens."""
     if "input_ids" not in rows[0]:
         return 0
     return max(len(rows[number]["input_ids"]) for number in range(len(rows)))
 
 
 def watched() -> list[Watch]:
-    """Of every trainer that the session builds from here on."""
+    """Add a Watch to every trainer that the session builds from now on, and return the list that collects them."""
     build, watches = session.build_trainer, []
 
     def built(*arguments: Any) -> Any:
@@ -107,7 +107,7 @@ def watched() -> list[Watch]:
 
 
 def limit_before_model(limit_bytes: Optional[int]) -> None:
-    """Hold this process to a limit from the moment at which its memory before a model is noted."""
+    """Limit the memory of this process from the moment when its memory before the model is recorded."""
     noted = common.bytes_before_model
 
     def limited(device: torch.device) -> Optional[int]:
@@ -120,7 +120,7 @@ def limit_before_model(limit_bytes: Optional[int]) -> None:
 
 
 def warm_up(device: torch.device) -> None:
-    """Threads and kernels exist afterwards."""
+    """Make torch create its threads and load its kernels."""
     weight = torch.randn(256, 256, device=device, requires_grad=True)
     (weight @ weight).sum().backward()
     torch.optim.AdamW([weight]).step()
