@@ -169,7 +169,7 @@ CONTENDERS = {
     "unsloth": CardContender(unsloth, needs=("unsloth",), needs_cuda=True, attends="its own"),
     "axolotl": CardContender(axolotl, needs=("axolotl",), needs_cuda=True, wants_flash=True),
 }
-"""In the order of importance."""
+"""The contenders, in the order of importance."""
 
 
 def obstacle(point: Point) -> Optional[str]:

@@ -39,8 +39,9 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "nu
 
 @dataclass
 class Case:
-    """``splits``: whether the loss is a sum or a (weighted) mean over rows, tokens or classes, so that it can be split
-    exactly. ``compute_loss``: what a subclass of the Trainer would override, (model, inputs, outputs) -> loss."""
+    """One random training. ``splits``: whether the loss is a sum or a (weighted) mean over rows, tokens or classes, so
+    that it can be split exactly. ``compute_loss``: the override in a subclass of the Trainer, as a function (model,
+    inputs, outputs) -> loss."""
 
     seed: int
     family: str

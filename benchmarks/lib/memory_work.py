@@ -95,9 +95,9 @@ class Shape:
 
 
 class TokenRows(torch.utils.data.Dataset):
-    """Rows of the given lengths, every token of them learned: random walks over a part of the vocabulary, so that a
-    few steps show in the loss. ``template_tokens``: that each row begins with instead, which are not learned: one of
-    two templates by turns, the first half of which is the same."""
+    """Rows of the given lengths with all tokens learned. They are random walks over a part of the vocabulary, so that a
+    few steps show in the loss. ``template_tokens``: the number of tokens at the start of each row that are not learned,
+    from one of two alternating templates with the same first half."""
 
     def __init__(self, lengths: Sequence[int], vocab: int, template_tokens: int = 0) -> None:
         self.words, self.template_tokens = min(vocab - 3, 256), template_tokens
@@ -196,9 +196,9 @@ def work_seconds(device: str) -> float:
 
 
 class Turns:
-    """Trainers in threads that run one optimizer step each, in turn: what slows the machine slows all of them.
+    """Trainers in threads that run one optimizer step each, in turn, so that load on the machine slows all of them.
 
-    ``seconds``: work of every step of every trainer, with its data loading and logging. The first one holds the setup.
+    ``seconds``: of every step of every trainer, including data loading and logging. The first step includes the setup.
     """
 
     def __init__(self, trainers: Sequence[Trainer], device: str) -> None:
@@ -250,7 +250,7 @@ class _EndsTurn(TrainerCallback):
 
 
 class Witness(Gauge):
-    """A gauge that remembers the highest own bytes over all resets: the memory loop restarts peaks as it goes."""
+    """A gauge that records the highest own bytes over all resets, because the memory loop resets the peak."""
 
     def __init__(self, device: str) -> None:
         self.inner = gauge_for(torch.device(device))
@@ -300,9 +300,10 @@ def counted(trainer: Trainer) -> Optional[MemoryStatistics]:
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any, allocator: dict[str, str] = EXACT_MEMORY) -> Any:
-    """What ``function`` returns or raises in a process of its own. BrokenProcessPool: that process was killed.
+    """Call ``function`` in a new process, and return or raise what it does. Raises BrokenProcessPool if the process was
+    killed.
 
-    ``allocator``: environment of the C library's; {} as users have it.
+    ``allocator``: environment variables for the allocator of the C library; {} keeps its defaults.
     """
     # Only one GPU is visible, because the Trainer would spread the batch over several.
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]

@@ -32,7 +32,7 @@ MOST_MEASURED, MOST_JUDGED = 96, 64
 """Rows that the loop measures, and rows that each score of a point uses."""
 
 SAMPLED_DOCUMENTS = 300
-"""Of a row each: where the model writes what is replayed."""
+"""Number of documents, of one row each, that the model generates for replay."""
 
 TEXTS: dict[str, dict[str, Any]] = {
     "docs": {"dataset": "python_docs", "dataset_size": 300},
@@ -47,8 +47,8 @@ PAIRS = {
     "source > docs": ("source", "docs"),
     "source > rot13": ("source", "rot13"),
 }
-"""What the base knows, and what it learns: code and prose either way, sums that are made here, and docstrings whose
-letters are moved by 13 places, which have nothing of what is known but its punctuation."""
+"""The text of the base and the new text: code and prose in both directions, generated sums, and docstrings in rot13,
+which share only punctuation with the text of the base."""
 
 SIZES = {
     "small": {"hidden_size": 64, "layers": 3, "rate": 6e-3, "steps": 600},
@@ -221,9 +221,9 @@ def fisher(text: str, size: str, rows: Any) -> dict[str, torch.Tensor]:
 
 
 class Ewc(Loop):
-    """Elastic weight consolidation (Kirkpatrick et al. 2017): strength / 2 * sum of F (W - W0)^2 beside the loss, F of
-    the anchor, W - W0 the product of the adapter. Strength 1 weighs the anchor's loss, as its Fisher information has
-    it, as much as that of the new text."""
+    """Elastic weight consolidation (Kirkpatrick et al. 2017): adds strength / 2 * sum of F (W - W0)^2 to the loss, with
+    the Fisher information F of the anchor and the product of the adapter as W - W0. With strength 1 the loss of the
+    anchor, as approximated by F, has the same weight as the loss of the new text."""
 
     name = "ewc"
 
@@ -249,8 +249,8 @@ EAFT_WORDS = 20
 
 
 def eaft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """Each token weighted by the entropy of the EAFT_WORDS likeliest words, over its largest value
-    (arXiv:2601.02151)."""
+    """Return the loss with each token weighted by the entropy of the EAFT_WORDS likeliest words, relative to the
+    largest possible value (arXiv:2601.02151)."""
     nats, counted, logits = _of_tokens(outputs, labels)
     likeliest = torch.log_softmax(logits.detach().topk(EAFT_WORDS, dim=-1).values, dim=-1)
     entropy = -(likeliest.exp() * likeliest).sum(-1) / torch.log(torch.tensor(float(EAFT_WORDS)))

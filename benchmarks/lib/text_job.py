@@ -44,8 +44,8 @@ SHIFT = 1
 
 @dataclass(frozen=True)
 class Job:
-    """``step_rows`` documents per optimizer step, as ``batch_rows`` x ``accumulation``. ``arguments``: of
-    TrainingArguments, beyond what every contender gets. ``template_tokens``: as of ``TokenRows``, not for TRL."""
+    """A job with ``step_rows`` documents per optimizer step, as ``batch_rows`` x ``accumulation``. ``arguments``:
+    TrainingArguments besides the common ones. ``template_tokens``: see ``TokenRows``; not for TRL."""
 
     shape: Shape
     lengths: Lengths
@@ -282,8 +282,8 @@ def memory(name: str, job: Job) -> dict[str, int]:
 
 
 def tiny(job: Job) -> Job:
-    """The same with rows of eight tokens: what model, optimizer and trainer hold. Packed rows are as short
-    as to make two steps, too."""
+    """Return the job with rows of eight tokens, which shows the memory of model, optimizer and trainer. Packed rows are
+    so short that they make two steps as well."""
     shape = replace(job.shape, longest_row=8 * WARM_UP_TOKENS)
     return replace(job, lengths=Lengths("tiny", WARM_UP_TOKENS, 0.0), shape=shape, steps=2)
 

@@ -5,14 +5,14 @@
 The same training (a small Llama with 32,000 words, lognormal lengths of median 40 cut to 160 tokens, batch 8 x
 accumulation 4, AdamW) runs in six fresh processes: ours and the stock Trainer without a limit; then, under a hard
 limit, ours, ours without the headroom that it keeps free by default, the stock Trainer, and the stock Trainer with
-``auto_find_batch_size``. The limit (RLIMIT_DATA on a CPU, the allocator's memory fraction on CUDA) comes down after a
-first optimizer step on very short rows: what the process holds then, plus --share of what ours needed above that
-without a limit. Allocations above it fail for real; nothing is injected.
+``auto_find_batch_size``. The limit (RLIMIT_DATA on a CPU, the memory fraction of the allocator on CUDA) is set after a
+first optimizer step on very short rows, to what the process holds then, plus --share of what ours needed above that
+without a limit. Allocations above it really fail; nothing is injected.
 
 Prints per run: how it ended, optimizer steps executed (counted in the optimizer) and reported (``state.global_step``),
-rows whose gradients reached an optimizer step (trained, repeated, never seen; every row is due once), out-of-memory
-events, rows per optimizer step at the end, the last loss, the largest relative distance of the loss curve from that of
-ours without a limit (- where steps are not the same), peak above the first step, wall time.
+rows with gradients that reached an optimizer step (trained, repeated, never seen; each row should be trained once),
+out-of-memory events, rows per optimizer step at the end, the last loss, the largest relative difference of the loss
+curve from that of ours without a limit (- if the steps differ), peak above the first step, and wall time.
 """
 
 from __future__ import annotations

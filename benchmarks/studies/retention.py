@@ -103,9 +103,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "sampled 50 %": {"replay": 0.5, "sampled": True},
     "sampled, budget 0.1": {"budget": 0.1, "sampled": True},
 }
-"""``none`` also gives the points of stopping early. lambda: decay toward the initial weights (L2-SP, decoupled).
-``twice the steps`` takes the time that replay takes at its most. ``sampled``: the anchor is what the base writes
-itself, and its real text is only judged on."""
+"""``none`` also gives the points of early stopping. lambda: decay toward the initial weights (L2-SP, decoupled).
+``twice the steps`` takes as long as the largest replay. ``sampled``: the anchor is text that the base generates, and
+the real text is used for scoring only."""
 
 
 class Scene:
