@@ -196,7 +196,7 @@ def test_the_list_of_arms_follows_the_job(config, capsys):
         ),
         (["--arm", "mine:seed=5"], "arm mine: seed is set by the comparison: each run has its own: give --seeds"),
         (["--arm", "mine:output_dir=x"], "arm mine: output_dir is set by the comparison"),
-        (["--arm", "mine:max_steps=5"], "at equal tokens: its max_steps is 5, that of none 3"),
+        (["--arm", "mine:max_steps=5"], "at equal tokens: its max_steps is 5, but that of none is 3"),
         (["--curriculum", "noise_guard"], "noise_guard leaves out rows by their loss; set curriculum: none"),
         (["--validation_split_percentage", "0"], "nothing is held out"),
         (["--table", "somewhere"], "--table prints an existing comparison and takes no other option"),
