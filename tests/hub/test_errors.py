@@ -39,7 +39,7 @@ def answer(status: int, text: str = "no", **more: str) -> Exception:
         (ConnectionResetError(104, "reset by peer"), "broke ([Errno 104] reset by peer)", True),
         (OfflineModeIsEnabled("no"), "HF_HUB_OFFLINE is set", False),
         (HFValidationError("no such name"), "repo_id 'me/x' is not a valid Hub name: no such name", False),
-        (json.JSONDecodeError("Expecting value", "<html>", 0), "answered with something else than the Hub", False),
+        (json.JSONDecodeError("Expecting value", "<html>", 0), "did not answer like the Hub", False),
         (ValueError("Invalid metadata in README.md.\n- license"), "the Hub refuses the model card: Invalid", False),
         (hf_xet.XetAuthenticationError("401"), "the storage of the Hub does not accept the token", False),
     ],

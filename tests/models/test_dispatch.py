@@ -125,7 +125,7 @@ def test_weights_in_other_files_are_written_into_the_folder_and_need_room(tmp_pa
     ("limits", "gpus", "error", "words"),
     [
         ({"cpu_mem": 4.0}, 0, SettingsError, "add device_map: auto"),
-        ({"max_gpu_mem": 4.0, "offload_folder": "x"}, 1, SettingsError, "max_gpu_mem, offload_folder: limits"),
+        ({"max_gpu_mem": 4.0, "offload_folder": "x"}, 1, SettingsError, "max_gpu_mem, offload_folder: these limit"),
     ],
 )
 def test_limits_without_a_device_map(limits, gpus, error, words):
@@ -184,7 +184,7 @@ def test_one_gpu_of_several(folder):
 
 @pytest.mark.parametrize(("gpus", "main", "where"), [((), 0.8, "on disk"), ((0.6,), 4.0, "in main memory")])
 def test_trained_weights_are_not_offloaded(folder, gpus, main, where):
-    with pytest.raises(SettingsError, match=rf"tuning: full trains every weight, and 0\.\d+ MiB {where}"):
+    with pytest.raises(SettingsError, match=rf"tuning: full trains every weight, but 0\.\d+ MiB {where}"):
         placed(folder, gpus=gpus, main=main, tuning="full")
 
 
@@ -199,7 +199,7 @@ def test_quantized_weights_are_not_offloaded(folder, bits, fits):
     settings = settings_of(folder, tuning="qlora", load_in_8bit=bits == 8)
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     memory = MemorySettings(offload_folder=str(folder / "offload"))
-    with pytest.raises(SettingsError, match=f"qlora keeps {bits}-bit weights where they are computed"):
+    with pytest.raises(SettingsError, match=f"qlora needs {bits}-bit weights on the device that computes them"):
         place(settings, memory, Free((), int(0.17 * size_bytes(folder))), config)
     assert place(settings, memory, Free((), int(fits * size_bytes(folder))), config).device_map == {"": "cpu"}
     assert placed(folder, main=fits, tuning="lora").is_offloaded, "unquantized they would not fit"

@@ -219,7 +219,7 @@ def test_a_base_that_moved_is_set_in_the_file_that_names_it(adapter_dir, copy_of
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = copy_of(adapter_dir)
     edit_json(folder / "adapter_config.json", base_model_name_or_path="gone_base")
-    said = re.escape(f"{folder / 'adapter_config.json'} names it: set its base_model_name_or_path")
+    said = re.escape(f"{folder / 'adapter_config.json'} names that base; set base_model_name_or_path there")
     for load in (load_model, load_tokenizer):
         with pytest.raises(ModelError, match=said):
             load(settings(folder))
@@ -517,6 +517,6 @@ def test_weights_of_another_user_are_not_said_to_be_missing(tmp_path, monkeypatc
     folder = tiny.saved_llama(tmp_path / "model")
     file = folder / "model.safetensors"
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != file)
-    with pytest.raises(ModelError, match=rf"{file} is there, but this user may not read it; chmod a\+r {file}$"):
+    with pytest.raises(ModelError, match=rf"{file} exists, but this user may not read it; chmod a\+r {file}$"):
         with as_model_error(str(folder), "model"):
             raise FileNotFoundError(f"No such file or directory: {file}")

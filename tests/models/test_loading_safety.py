@@ -349,7 +349,7 @@ def test_code_in_another_repository_is_named_as_its_own(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         '{"auto_map": {"AutoTokenizer": ["other/repo--tokens.Slow", null]}}'
     )
-    assert loading_safety._references(str(tmp_path), "tokenizer_config.json", None) == [("other/repo", "tokens")]
+    assert loading_safety._code_references(str(tmp_path), "tokenizer_config.json", None) == [("other/repo", "tokens")]
 
 
 def test_models_without_code_are_not_announced(model_dir, caplog):

@@ -294,7 +294,7 @@ def test_an_adapter_is_gone_on_with_and_said(flags, base, tmp_path, capsys):
     other = tiny.saved_llama(tmp_path / "other", seed=5)
     words = [*flags, "--model_name_or_path", str(other), "--adapter_name_or_path", str(first)]
     assert cli.main(["train", *words, "--output_dir", str(tmp_path / "third")]) == 2
-    assert f"was trained on {base}, and model_name_or_path is {other}" in capsys.readouterr().err
+    assert f"was trained on {base}, but model_name_or_path is {other}" in capsys.readouterr().err
 
 
 def test_an_adapter_without_a_rank_is_gone_on_with(flags, base, tmp_path, capsys):
@@ -320,7 +320,7 @@ def test_weights_are_trained_and_frozen_by_pattern():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tuning": "full", "trainable_parameters": ["layers.9."]}, "names no weight; there are model.embed_tokens"),
+        ({"tuning": "full", "trainable_parameters": ["layers.9."]}, "matches no weight; there are model.embed_tokens"),
         ({"tuning": "full", "frozen_parameters": [""]}, "leave nothing to train"),
         ({"modules_to_save": ["lm_haed"]}, "no module 'lm_haed' .did you mean 'lm_head'"),
         ({"exclude_modules": ["q_porj"]}, "no module 'q_porj' .did you mean 'q_proj'"),
@@ -359,7 +359,7 @@ def test_loftq_needs_a_gpu(flags, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("token", "message"),
-    [("<|im_start|>", "which the tokenizer knows already"), ('["<a>", "<b>"]', "a list as one word")],
+    [("<|im_start|>", "which the tokenizer already has"), ('["<a>", "<b>"]', "a list as one word")],
     ids=["known", "list"],
 )
 def test_a_token_that_is_there_or_no_token_is_refused(base, token, message):

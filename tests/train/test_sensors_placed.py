@@ -85,7 +85,7 @@ def test_weights_that_are_all_trained_lie_where_they_are_computed(tmp_path, reco
 
 
 def test_limits_without_a_device_map_are_refused(tmp_path, recordings):
-    with pytest.raises(SettingsError, match="cpu_mem: limits of what device_map may use, and it is not set"):
+    with pytest.raises(SettingsError, match="cpu_mem: these limit what device_map may use, but it is not set"):
         job_of(tmp_path / "run", recordings, cpu_mem="1MB").check()
 
 

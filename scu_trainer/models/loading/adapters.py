@@ -1,4 +1,4 @@
-"""What is trained of a model: which layers adapters act on and what they are, rows of new tokens, weights by name."""
+"""Choose what is trained: the layers that adapters act on, embedding rows of new tokens, or weights by name."""
 
 from __future__ import annotations
 
@@ -28,23 +28,29 @@ logger = logging.getLogger("scu_trainer")
 
 ROWS_IN_WHOLE = "token_adapter.base_layer."
 SAVED_WHOLE = ("", "base_layer.", "modules_to_save.", ROWS_IN_WHOLE)
-"""What stands before the last part in peft's names of a module's own weight, in the file of an adapter."""
+"""What peft may insert before the last part of a weight's name when an adapter file holds the module's own weight."""
 
 
 def active_configs(model: nn.Module) -> list[PeftConfig]:
-    """Of the adapters that act; several at once do in a PeftMixedModel, or where ``set_adapter`` was given a list."""
-    names, held = getattr(model, "active_adapters", ()), getattr(model, "peft_config", {})
-    return [held[name] for name in names if name in held] if held and not callable(names) else []
+    """Return the configurations of the active adapters.
+
+    Several are active in a PeftMixedModel, or if ``set_adapter`` was given a list.
+    """
+    names, configs = getattr(model, "active_adapters", ()), getattr(model, "peft_config", {})
+    return [configs[name] for name in names if name in configs] if configs and not callable(names) else []
 
 
 def active_config(model: nn.Module) -> Optional[PeftConfig]:
-    """Of the first adapter that acts; None where the model has none."""
+    """Return the configuration of the first active adapter; None if there is none."""
     return next(iter(active_configs(model)), None)
 
 
 def cannot_write(model: nn.Module) -> Optional[str]:
-    """Why ``model`` would write other words than it learned; None where it does not. peft puts a learned prompt before
-    the text. One older than transformers asks for does not find the cache and puts it there again at every word."""
+    """Return why ``model`` would generate wrong text; None if it would not.
+
+    peft puts a learned prompt before the text. If peft is older than transformers needs, it does not find the cache and
+    puts the prompt there again at every token.
+    """
     if not getattr(active_config(model), "is_prompt_learning", False):
         return None
     from transformers.integrations.peft import MIN_PEFT_VERSION as NEEDED
@@ -54,34 +60,40 @@ def cannot_write(model: nn.Module) -> Optional[str]:
     return (
         f"peft {version('peft')} would put the learned prompt before every new word, since transformers "
         f'{version("transformers")} needs peft {NEEDED} or later: pip install "peft>={NEEDED}", '
-        "or an older transformers while there is none"
+        "or an older transformers if there is no such peft yet"
     )
 
 
 def takes_from_base(config: Any) -> bool:
-    """Whether an adapter of this configuration takes what it begins with out of the base weights, as PiSSA does: they
-    are not those of the base while it is off."""
+    """Return whether an adapter of this configuration subtracts its initial value from the base weights, as PiSSA does.
+
+    With such an adapter disabled, the weights differ from those of the base model.
+    """
     return str(getattr(config, "init_lora_weights", True)).lower().startswith(MUTATING)
 
 
 def adapter_targets(model: nn.Module) -> list[str]:
-    """Names of the linear layers that LoRA can act on: all of them, as peft's ``all-linear``, but for the output head
-    and for projections whose weight is handed to a fused kernel instead of being called (an adapter there would train
-    on a CPU and do nothing on a GPU)."""
+    """Return the names of the linear layers that LoRA can act on. Raises ModelError if there are none.
+
+    These are all linear layers, as with peft's ``all-linear``, except the output head and projections that pass their
+    weight to a fused kernel instead of being called: an adapter there would train on a CPU and do nothing on a GPU.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     excluded = {name for name, module in model.named_modules() if module is head} | {*bypassed_projections(model)}
     usable = [name for name in _linear_names(model) if name not in excluded]
     if not usable:
         raise ModelError(f"{type(model).__name__} has no linear layers for LoRA; use tuning: full")
     excluded_leaves = {_leaf(name) for name in excluded}
-    # Short names where they are unambiguous: adapter_config.json stays readable.
+    # Short names where they are unambiguous keep adapter_config.json readable.
     return sorted({name if _leaf(name) in excluded_leaves else _leaf(name) for name in usable})
 
 
 def bypassed_projections(model: nn.Module) -> Iterator[str]:
-    """Full names of mamba projections whose weights the fused kernels take as arguments: the output projection, and in
-    the first mamba those of the state. peft refuses LoRA on the former for the families it knows, and Granite's hybrid
-    is not yet among them."""
+    """Yield the full names of mamba projections whose weights the fused kernels take as arguments.
+
+    These are the output projection, and in Mamba-1 also the projections of the state. peft refuses LoRA on the output
+    projection for the families it knows, which do not yet include Granite's hybrid.
+    """
     for name, module in model.named_modules():
         if is_mamba(module):
             yield from (f"{name}.{leaf}" for leaf in ("out_proj", "x_proj", "dt_proj") if hasattr(module, leaf))
@@ -99,7 +111,11 @@ def _leaf(name: str) -> str:
 
 
 def checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Optional[list[str]]:
-    """``wanted`` if the model has them all, None if nothing is wanted. Raises ModelError with the nearest name."""
+    """Return ``wanted`` if the model has all of these modules, and None if ``wanted`` is empty.
+
+    Warns about mamba projections, where adapters have no effect on a GPU. Raises ModelError with the nearest name for a
+    module that the model does not have.
+    """
     if not wanted:
         return None
     if list(wanted) == ["all-linear"]:
@@ -125,9 +141,12 @@ def checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Option
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What LoRA means for a kind of model. ``task_type``: peft's name of it. ``targets``: the layers to adapt where
-    nobody names any; None: those of ``adapter_targets``. ``modules_to_save``: trained as they are, beside adapters.
-    ``new_rows``: of the embeddings, of tokens that the tokenizer got."""
+    """How a kind of model is adapted.
+
+    ``task_type`` is peft's name of the task. ``targets`` are the layers to adapt if the user names none (None: those of
+    ``adapter_targets``). ``modules_to_save`` are trained in full next to the adapters. ``new_rows`` are the embedding
+    rows of tokens that were added to the tokenizer.
+    """
 
     task_type: Optional[str] = "CAUSAL_LM"
     targets: Optional[list[str]] = None
@@ -139,12 +158,12 @@ CAUSAL = AdapterPlan()
 
 
 def adapter_config(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> PeftConfig:
-    """New adapters for ``model``. Raises ModelError for modules that it does not have."""
+    """Return the configuration of new adapters for ``model``. Raises ModelError for modules that it does not have."""
     from peft import LoftQConfig, LoraConfig, VeraConfig
 
     shared = {
         "task_type": adapters.task_type,
-        "target_modules": _targets(model, settings, adapters),
+        "target_modules": _target_modules(model, settings, adapters),
         "modules_to_save": _saved_modules(model, settings, adapters),
         "layers_to_transform": settings.layers_to_transform,
         "r": settings.lora_r,
@@ -152,7 +171,7 @@ def adapter_config(model: nn.Module, settings: ModelSettings, adapters: AdapterP
     if settings.peft_type == "vera":
         if adapters.new_rows:
             raise ModelError(
-                "new_tokens beside VeRA need modules_to_save: [embed_tokens, lm_head]; or use peft_type: lora"
+                "new_tokens with VeRA need modules_to_save: [embed_tokens, lm_head]; or use peft_type: lora"
             )
         return VeraConfig(**shared, vera_dropout=settings.lora_dropout)
     initial = settings.init_lora_weights
@@ -165,12 +184,12 @@ def adapter_config(model: nn.Module, settings: ModelSettings, adapters: AdapterP
         use_dora=settings.use_dora,
         init_lora_weights=True if initial == "true" else initial,
         loftq_config=LoftQConfig() if initial == "loftq" else {},
-        trainable_token_indices=_new_rows(model, settings, adapters.new_rows),
+        trainable_token_indices=_trainable_rows(model, settings, adapters.new_rows),
         ensure_weight_tying=_is_tied(model) and bool(settings.modules_to_save or adapters.new_rows),
     )
 
 
-def _targets(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan) -> list[str]:
+def _target_modules(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan) -> list[str]:
     found = checked_targets(model, settings.lora_target_modules) or adapters.targets or adapter_targets(model)
     whole = {*(settings.modules_to_save or ())}
     return [name for name in found if name not in whole] if settings.lora_target_modules is None else found
@@ -189,8 +208,8 @@ def _is_tied(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
 
 
-def _new_rows(model: nn.Module, settings: ModelSettings, rows: Sequence[int]) -> Optional[dict[str, list[int]]]:
-    """Rows of the embeddings by the name of the module; of both where they are not tied."""
+def _trainable_rows(model: nn.Module, settings: ModelSettings, rows: Sequence[int]) -> Optional[dict[str, list[int]]]:
+    """Return the new rows by module name: of the input embedding, and of the output embedding if they are not tied."""
     embeddings = model.get_input_embeddings() if rows else None
     modules = [embeddings] if _is_tied(model) else [embeddings, model.get_output_embeddings() if rows else None]
     names = {id(module): name for name, module in model.named_modules()}
@@ -199,50 +218,55 @@ def _new_rows(model: nn.Module, settings: ModelSettings, rows: Sequence[int]) ->
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> tuple[int, ...]:
-    """Put ``new_tokens`` into the tokenizer; their ids. Raises ModelError for one that it knows, and for a list."""
+    """Add ``new_tokens`` to the tokenizer and return their ids.
+
+    Raises ModelError for a token that the tokenizer already has, and for a list that was typed as one word.
+    """
     known = [token for token in settings.new_tokens or () if token in tokenizer.get_vocab()]
     if known:
-        raise ModelError(f"new_tokens has {known[0]!r}, which the tokenizer knows already; take it out")
+        raise ModelError(f"new_tokens has {known[0]!r}, which the tokenizer already has; take it out")
     listed = [token for token in settings.new_tokens or () if token.startswith(("['", '["')) and token.endswith("]")]
-    if listed:  # one flag takes several words, and this would be one token with brackets, quotes and commas
-        raise ModelError(f"new_tokens has {listed[0]}, a list as one word; on a command line: --new_tokens '<a>' '<b>'")
+    if listed:  # the flag takes several words; this would become one token with brackets, quotes and commas
+        raise ModelError(
+            f"new_tokens has {listed[0]}, a list as one word; on a command line, type --new_tokens '<a>' '<b>'"
+        )
     tokenizer.add_tokens(list(settings.new_tokens or ()))
     return tuple(tokenizer.convert_tokens_to_ids(token) for token in settings.new_tokens or ())
 
 
 def grow_embeddings(model: nn.Module, rows: int) -> None:
-    """Rows for new tokens, by transformers' default around the mean of the others; nothing where there are enough."""
-    if rows > 0 and rows > model.get_input_embeddings().weight.shape[0]:  # a classifier of images has no embedding
+    """Resize the embeddings to ``rows`` rows if they have fewer; transformers draws new rows around the mean row."""
+    if rows > 0 and rows > model.get_input_embeddings().weight.shape[0]:  # an image classifier has no embedding
         model.resize_token_embeddings(rows)
 
 
 def grow_for_adapter(model: nn.Module, adapter: Path) -> None:
-    """Rows for the tokens that an adapter has trained, or whose whole embedding peft has saved with it."""
+    """Resize the embeddings for the new tokens of an adapter, which holds their rows or a whole grown embedding."""
     grow_embeddings(model, max(rows_of_adapter(adapter), _saved_rows(model, adapter)))
 
 
 def _saved_rows(model: nn.Module, adapter: Path) -> int:
-    """Of the embedding among the weights of an adapter, by the header of their file; 0 where it has not grown."""
+    """Return the rows of the grown embedding in an adapter's file, by its header; 0 if there is none."""
     from torch import nn
 
-    shapes = _shapes(adapter)
+    shapes = _saved_shapes(adapter)
     grown = (
         (module, shapes[key][0])
         for name, module in model.named_modules()
         for key in (f"base_model.model.{name}.{kind}weight" for kind in SAVED_WHOLE)
         if isinstance(module, nn.Embedding) and key in shapes and shapes[key][0] > module.num_embeddings
     )
-    # Asked last: a classifier, whose embeddings are those of places or of the words of a report, may not answer.
+    # Called last: get_input_embeddings may fail for classifiers, which embed positions or the words of a report.
     return max((rows for module, rows in grown if module is model.get_input_embeddings()), default=0)
 
 
 def has_rows_alone(adapter: Path) -> bool:
-    """Whether an adapter has trained rows of an embedding that was not saved with it."""
-    return rows_of_adapter(adapter) > 0 and not any(ROWS_IN_WHOLE in key for key in _shapes(adapter))
+    """Return whether an adapter trained single rows of an embedding without saving the whole embedding."""
+    return rows_of_adapter(adapter) > 0 and not any(ROWS_IN_WHOLE in key for key in _saved_shapes(adapter))
 
 
-def _shapes(adapter: Path) -> dict[str, list[int]]:
-    """Of its weights by name, by the header of their file; none where there is no such file."""
+def _saved_shapes(adapter: Path) -> dict[str, list[int]]:
+    """Return the shapes of an adapter's weights by name, from the header of its file; {} without a file."""
     from safetensors import safe_open
 
     file = adapter / "adapter_model.safetensors"
@@ -253,15 +277,18 @@ def _shapes(adapter: Path) -> dict[str, list[int]]:
 
 
 def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
-    """tuning: full: trains what ``trainable_parameters`` name and ``frozen_parameters`` do not. Raises ModelError for a
-    pattern that names nothing, and where nothing is left."""
+    """For ``tuning: full``, freeze all weights but those in ``trainable_parameters`` and not in ``frozen_parameters``.
+
+    Without these settings nothing changes. Raises ModelError for a pattern that matches no weight, and if nothing is
+    left to train.
+    """
     if not (settings.trainable_parameters or settings.frozen_parameters):
         return model
     names = [name for name, _ in model.named_parameters()]
     for field in ("trainable_parameters", "frozen_parameters"):
         for pattern in getattr(settings, field) or ():
             if not any(re.search(pattern, name) for name in names):
-                raise ModelError(f"{field}: {pattern!r} names no weight; there are {_examples(names)}")
+                raise ModelError(f"{field}: {pattern!r} matches no weight; there are {_kinds_of_weights(names)}")
     wanted, frozen = settings.trainable_parameters or [""], settings.frozen_parameters or []
     for name, weight in model.named_parameters():
         is_frozen = any(re.search(pattern, name) for pattern in frozen)
@@ -272,14 +299,17 @@ def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
     return model
 
 
-def _examples(names: list[str]) -> str:
-    """Kinds of weights, without the numbers of layers."""
+def _kinds_of_weights(names: list[str]) -> str:
+    """List the kinds of weights, with N for the numbers of layers."""
     kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))
     return ", ".join(kinds[:12]) + (", ..." if len(kinds) > 12 else "")
 
 
 def save_rows_alone(model: nn.Module) -> nn.Module:
-    """Saved with an adapter are the rows of new tokens; peft would add the whole embedding, since it has grown."""
+    """Make ``model.save_pretrained`` save only the rows of new tokens.
+
+    By default peft saves the whole embedding, because it has grown.
+    """
 
     class WithNewTokens(type(model)):
         def save_pretrained(self, save_directory: str, *args: Any, **options: Any) -> None:

@@ -1,11 +1,11 @@
-"""``device_map``: the weights of one process spread over GPUs, main memory and disk, planned before any is loaded.
+"""``device_map``: spread the weights of one process over GPUs, main memory and disk, planned before any is loaded.
 
-    refuse_unsound(settings, training)          what cannot be combined with it, known from the settings alone
-    check_limits(settings, memory, gpus)
-    place(settings, memory, free) -> Placement  the plan, from a model without weights; refused where it is unsound
-    from_pretrained(name, **arguments)          accelerate's hooks fetch what is offloaded whenever a layer runs
+    refuse_unsound(settings, training)          refuse settings that cannot be combined with device_map
+    check_limits(settings, memory, gpus)        check the limits that the user gave
+    place(settings, memory, free) -> Placement  plan from a model without weights, and refuse an untrainable plan
+    from_pretrained(name, **arguments)          accelerate's hooks then fetch offloaded weights whenever a layer runs
 
-GPUs are filled first, then main memory, then disk; room for the largest layer stays free where layers are fetched to.
+GPUs are filled first, then main memory, then disk. Where layers are fetched to, room for the largest one stays free.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
 Device = Union[int, str]
-"""Number of a GPU, "cpu" for main memory, "disk"."""
+"""The number of a GPU, "cpu" for main memory, or "disk"."""
 
 USED_SHARE = 0.9
-"""Share of free memory that weights may take where no limit is given: the rest is for what training itself needs."""
+"""Share of the free memory that weights may take if no limit is set; the rest is for training itself."""
 
 LIMITS = ("max_gpu_mem", "cpu_mem", "offload_folder")
 DROP = "drop device_map"
@@ -39,7 +39,7 @@ DROP = "drop device_map"
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that are free in each CUDA GPU that training may use (none with ``use_cpu``), and in main memory."""
+    """Free bytes of each CUDA GPU that training may use (no GPU with ``use_cpu``), and of main memory."""
 
     gpu_bytes: tuple[int, ...]
     main_bytes: int
@@ -47,8 +47,12 @@ class Free:
 
 @dataclass(frozen=True)
 class Placement:
-    """``device_map``: device by module name. ``weight_bytes``: by device. ``rewritten_bytes``: what loading writes
-    into ``offload_folder``; weights that lie in safetensors files as the model needs them are read from there."""
+    """Where the weights of a model go.
+
+    ``device_map`` maps module names to devices, and ``weight_bytes`` devices to the bytes they hold.
+    ``rewritten_bytes`` is what loading writes into ``offload_folder``; weights that safetensors files already hold in
+    the model's layout are not written, but read from those files.
+    """
 
     device_map: dict[str, Device]
     weight_bytes: dict[Device, int]
@@ -57,7 +61,7 @@ class Placement:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether layers lie elsewhere than they are computed."""
+        """Whether some layers are stored on another device than the one that computes them."""
         return "disk" in self.device_map.values() or ("cpu" in self.device_map.values() and bool(self.gpus))
 
     @property
@@ -65,31 +69,34 @@ class Placement:
         return {device for device in self.device_map.values() if isinstance(device, int)}
 
     def private_folder(self) -> Optional[OffloadFolder]:
-        """Room for what loading writes, for as long as somebody holds it; None where nothing goes to disk."""
+        """Create the folder that loading writes to, which lasts as long as the object; None if nothing goes to disk."""
         return OffloadFolder(self.offload_folder) if "disk" in self.device_map.values() else None
 
     def arguments(self, folder: Optional[OffloadFolder]) -> dict[str, Any]:
-        """For ``from_pretrained``."""
+        """Return the arguments of ``from_pretrained`` that apply this placement."""
         return {"device_map": self.device_map, **({} if folder is None else {"offload_folder": str(folder.path)})}
 
     def line(self, checkpoints: bool) -> str:
-        """Where the weights lie, and what is missing for offloading to save memory. ``checkpoints``: whether
-        ``checkpoint_every_layer`` is on."""
+        """Return the log line that says where the weights are.
+
+        ``checkpoints`` is whether ``checkpoint_every_layer`` is on: without it offloading saves little memory, and the
+        line says so.
+        """
         sizes = sorted(self.weight_bytes.items(), key=lambda entry: (isinstance(entry[0], str), entry[0]))
         parts = ", ".join(f"{_readable(size)} {_where(device)}" for device, size in sizes if size)
-        hint = "; without checkpoint_every_layer: true fetched weights are kept until backward: little memory is saved"
+        hint = "; without checkpoint_every_layer: true fetched weights stay until backward, which saves little memory"
         return f"weights: {parts}{hint if self.is_offloaded and not checkpoints else ''}"
 
 
 def asks_for_fsdp(training: TrainingArguments) -> bool:
-    """Whether a setting or ``accelerate launch`` does."""
+    """Return whether the settings or ``accelerate launch`` turn FSDP on."""
     from accelerate.utils import parse_flag_from_env
 
     return bool(training.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None:
-    """Raise SettingsError for launchers and options under which a model with a ``device_map`` cannot be trained."""
+    """Raise SettingsError if a model with a ``device_map`` cannot be trained with this launcher or these options."""
     if settings.device_map is None:
         return
     from accelerate.utils import parse_flag_from_env
@@ -102,8 +109,8 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
     )
     require(
         not (training.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")),
-        f"{name} and DeepSpeed both decide where weights are placed; {DROP}: ZeRO-3 with offload_param is "
-        f"DeepSpeed's way",
+        f"{name} and DeepSpeed both decide where weights are placed; {DROP}: DeepSpeed offloads weights with ZeRO-3 "
+        f"and offload_param",
     )
     require(
         not asks_for_fsdp(training),
@@ -117,28 +124,33 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
     for option in ("bf16_full_eval", "fp16_full_eval"):
         require(
             not getattr(training, option),
-            f"{option} converts the weights before an evaluation, and those that {name} offloads cannot be; set "
-            f"{option}: false (dtype: {'bfloat16' if option[0] == 'b' else 'float16'} loads them so)",
+            f"{option} converts the weights before an evaluation, which is impossible for weights that {name} "
+            f"offloads; set {option}: false (dtype: {'bfloat16' if option[0] == 'b' else 'float16'} loads them in that "
+            f"type)",
         )
     kind = training.device.type
     require(
         kind in ("cpu", "cuda"),
-        f"{name} knows CUDA GPUs, main memory and disk, and training would run on {kind}; set use_cpu: true, or {DROP}",
+        f"{name} supports CUDA GPUs, main memory and disk, but training would run on {kind}; set use_cpu: true, or "
+        f"{DROP}",
     )
 
 
 def check_limits(settings: ModelSettings, memory: MemorySettings, gpus: int) -> None:
-    """Raise SettingsError for limits without a ``device_map``, RequirementError for a limit on GPUs where there are
-    none that training uses, StorageError for an ``offload_folder`` that cannot be written."""
+    """Check the limits of ``device_map`` that the user gave; ``gpus`` is the number of GPUs that training uses.
+
+    Raises SettingsError if limits are given without ``device_map``, RequirementError for ``max_gpu_mem`` without a GPU,
+    and StorageError if ``offload_folder`` cannot be written.
+    """
     given = [name for name in LIMITS if getattr(memory, name) is not None]
     require(
         settings.device_map is not None or not given,
-        f"{', '.join(given)}: limits of what device_map may use, and it is not set; add device_map: auto",
+        f"{', '.join(given)}: these limit what device_map may use, but it is not set; add device_map: auto",
     )
     if memory.max_gpu_mem is not None and gpus == 0:
         raise RequirementError(
-            f"max_gpu_mem is {memory.max_gpu_mem:g} GiB, and training uses no CUDA GPU (there is none, or use_cpu is "
-            "set); drop max_gpu_mem: cpu_mem and offload_folder limit main memory"
+            f"max_gpu_mem is {memory.max_gpu_mem:g} GiB, but training uses no CUDA GPU (there is none, or use_cpu is "
+            "set); drop max_gpu_mem; to limit main memory, use cpu_mem and offload_folder"
         )
     if memory.offload_folder is not None:
         require_writable(memory.offload_folder, "offload_folder")
@@ -152,18 +164,20 @@ def place(
     auto: Any = None,
     kept: Sequence[str] = (),
 ) -> Placement:
-    """Decide where each layer of ``settings.model_name_or_path``, which is no adapter, goes. Reads its config.json and
-    makes the model without memory for weights, by the class ``auto`` of transformers (None: a causal language model).
-    ``kept``: modules of the model that are trained as they are, and so lie where they are computed.
+    """Decide where each layer of ``settings.model_name_or_path`` goes, which must not be an adapter.
 
-    Raises SettingsError where a limit is too small or weights that would be trained or are quantized are offloaded,
-    StorageError where the disk has no room.
+    Reads config.json and builds the model on the meta device with the Auto class ``auto`` (None: a causal language
+    model). ``kept`` names top-level modules that are trained without adapters, and so must be stored on the device that
+    computes them.
+
+    Raises SettingsError if a limit is too small, or if trainable or quantized weights would be offloaded; StorageError
+    if the disk is too full.
     """
     skeleton, quantizer = _skeleton(settings, quantization_config, auto)
     sizes = _Sizes.of(skeleton, quantizer)
     limits = _limits(memory, free)
-    device_map = _infer(skeleton, quantizer, settings.device_map, limits)
-    if set(device_map.values()) == {"disk"}:  # one entry for all: accelerate would take the model for not dispatched
+    device_map = _inferred_device_map(skeleton, quantizer, settings.device_map, limits)
+    if set(device_map.values()) == {"disk"}:  # accelerate does not dispatch a model with a single entry for all
         device_map = {name: "disk" for name, _ in skeleton.named_children()}
     first = next(iter(limits))
     device_map |= {name: first for name in device_map if name.partition(".")[0] in kept}
@@ -172,20 +186,20 @@ def place(
         weight_bytes[device] = weight_bytes.get(device, 0) + sizes.by_module[name]
     rewritten = weight_bytes.get("disk", 0) if _is_rewritten(skeleton, settings.model_name_or_path) else 0
     placement = Placement(device_map, weight_bytes, rewritten, memory.offload_folder)
-    _check_devices(placement, sizes, limits)
-    _check_soundness(placement, settings)
-    _check_disk(placement, limits)
+    _require_room_on_devices(placement, sizes, limits)
+    _require_trainable(placement, settings)
+    _require_room_on_disk(placement, limits)
     return placement
 
 
 def _skeleton(settings: ModelSettings, quantization_config: Any, auto: Any) -> tuple[PreTrainedModel, Any]:
-    """The model on the meta device, its layers quantized as loading will, and the quantizer."""
+    """Return the model on the meta device, with its layers quantized as loading will do it, and the quantizer."""
     from transformers import AutoConfig
     from transformers.quantizers import AutoHfQuantizer
 
     remote = {"trust_remote_code": settings.trust_remote_code}
     config = AutoConfig.from_pretrained(settings.model_name_or_path, revision=settings.model_revision, **remote)
-    model = skeleton_of(config, **remote, auto=auto, dtype=_dtype(settings, config))
+    model = skeleton_of(config, **remote, auto=auto, dtype=_weight_dtype(settings, config))
     if quantization_config is None:
         return model, None
     quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
@@ -193,7 +207,7 @@ def _skeleton(settings: ModelSettings, quantization_config: Any, auto: Any) -> t
     return model, quantizer
 
 
-def _dtype(settings: ModelSettings, config: Any):
+def _weight_dtype(settings: ModelSettings, config: Any):
     import torch
 
     if settings.dtype != "auto":
@@ -203,8 +217,8 @@ def _dtype(settings: ModelSettings, config: Any):
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes ``by_module`` name (tied weights once), of the ``largest`` layer, which stays whole, and of the ``first``
-    part."""
+    """Bytes of weights: ``by_module`` name (tied weights count once), of the ``largest`` layer, which is never split
+    over devices, and of the ``first`` module that has weights."""
 
     by_module: Mapping[str, int]
     largest: int
@@ -223,7 +237,7 @@ class _Sizes:
 
 
 def _limits(memory: MemorySettings, free: Free) -> dict[Device, int]:
-    """Bytes for weights by device: what is asked for, and never more than there is."""
+    """Return the bytes that weights may take on each device: the user's limit, but never more than is free."""
 
     def limit(wanted_gib: Optional[float], free_bytes: int) -> int:
         return int(USED_SHARE * free_bytes) if wanted_gib is None else min(int(wanted_gib * 2**30), free_bytes)
@@ -232,8 +246,13 @@ def _limits(memory: MemorySettings, free: Free) -> dict[Device, int]:
     return {**gpus, "cpu": limit(memory.cpu_mem, free.main_bytes)}
 
 
-def _infer(skeleton: PreTrainedModel, quantizer: Any, kind: str, limits: Mapping[Device, int]) -> dict[str, Device]:
-    """As ``from_pretrained`` would, with its functions: sizes of quantized and tied weights are theirs."""
+def _inferred_device_map(
+    skeleton: PreTrainedModel, quantizer: Any, kind: str, limits: Mapping[Device, int]
+) -> dict[str, Device]:
+    """Return the device map that ``from_pretrained`` would choose within ``limits``.
+
+    Uses the functions of ``from_pretrained``, so sizes of quantized and tied weights are counted in the same way.
+    """
     from transformers.integrations.accelerate import get_balanced_memory, infer_auto_device_map
 
     whole = skeleton._no_split_modules
@@ -245,60 +264,63 @@ def _infer(skeleton: PreTrainedModel, quantizer: Any, kind: str, limits: Mapping
     return dict(infer_auto_device_map(skeleton, room, whole, hf_quantizer=quantizer))
 
 
-def _check_devices(placement: Placement, sizes: _Sizes, limits: Mapping[Device, int]) -> None:
+def _require_room_on_devices(placement: Placement, sizes: _Sizes, limits: Mapping[Device, int]) -> None:
     gpus = [device for device in limits if isinstance(device, int)]
     needed = sizes.largest + sizes.first
     require(
         not gpus or bool(placement.gpus),
-        f"max_gpu_mem: a GPU needs {_readable(needed)} for the first weights and a layer that is fetched, and "
+        f"max_gpu_mem: a GPU needs {_readable(needed)} for the first weights and a fetched layer, but only "
         f"{_readable(max(limits[gpu] for gpu in gpus) if gpus else 0)} may be used; raise it to "
-        f"{_typed(needed)} or more, or set use_cpu: true",
+        f"{_as_setting(needed)} or more, or set use_cpu: true",
     )
     require(
         bool(gpus) or limits["cpu"] >= sizes.largest,
-        f"cpu_mem: the largest layer takes {_readable(sizes.largest)}, and {_readable(limits['cpu'])} may be used; "
-        f"raise it to {_typed(sizes.largest)} or more",
+        f"cpu_mem: the largest layer takes {_readable(sizes.largest)}, but only {_readable(limits['cpu'])} may be "
+        f"used; raise it to {_as_setting(sizes.largest)} or more",
     )
     only = next(iter(placement.gpus)) if len(placement.gpus) == 1 else None
     require(
         len(gpus) < 2 or only is None or (only == 0 and not placement.is_offloaded),
-        f"only GPU {only} of {len(gpus)} can hold layers, and training would use them all; set "
+        f"only GPU {only} of {len(gpus)} can hold layers, but training would use all of them; set "
         f"CUDA_VISIBLE_DEVICES={only}, or raise max_gpu_mem",
     )
 
 
-def _check_soundness(placement: Placement, settings: ModelSettings) -> None:
+def _require_trainable(placement: Placement, settings: ModelSettings) -> None:
     if not placement.is_offloaded:
         return
-    sizes = [(at, placement.weight_bytes.get(at)) for at in (["cpu", "disk"] if placement.gpus else ["disk"])]
-    away = " and ".join(f"{_readable(size)} {_where(at)}" for at, size in sizes if size)
+    sizes = [
+        (device, placement.weight_bytes.get(device)) for device in (["cpu", "disk"] if placement.gpus else ["disk"])
+    ]
+    offloaded = " and ".join(f"{_readable(size)} {_where(device)}" for device, size in sizes if size)
     require(
         settings.tuning != "full",
-        f"tuning: full trains every weight, and {away} would be stored away from where it is computed, and "
-        f"accelerate drops what an optimizer changes there; set tuning: lora, or raise max_gpu_mem or cpu_mem "
-        f"until all fits",
+        f"tuning: full trains every weight, but {offloaded} would be offloaded, and accelerate drops what an optimizer "
+        f"changes there; set tuning: lora, or raise max_gpu_mem or cpu_mem until all fits",
     )
     require(
         settings.tuning != "qlora",
-        f"tuning: qlora keeps {'8' if settings.load_in_8bit else '4'}-bit weights where they are computed, and {away} "
-        "would be elsewhere (bitsandbytes cannot train like that); raise max_gpu_mem or cpu_mem, or set tuning: lora",
+        f"tuning: qlora needs {'8' if settings.load_in_8bit else '4'}-bit weights on the device that computes them, "
+        f"but {offloaded} would be offloaded (bitsandbytes cannot train such weights); raise max_gpu_mem or cpu_mem, "
+        "or set tuning: lora",
     )
 
 
-def _check_disk(placement: Placement, limits: Mapping[Device, int]) -> None:
+def _require_room_on_disk(placement: Placement, limits: Mapping[Device, int]) -> None:
     size = placement.weight_bytes.get("disk", 0)
     if not size:
         return
     require(
         placement.offload_folder is not None,
         f"{_readable(size)} of the weights fit neither on a GPU nor in the {_readable(limits['cpu'])} of main memory "
-        "that cpu_mem allows or that are free; set offload_folder to a folder on a fast disk, or raise cpu_mem",
+        "that are free and that cpu_mem allows; set offload_folder to a folder on a fast disk, or raise cpu_mem",
     )
     require_room(placement.offload_folder, placement.rewritten_bytes, "offload_folder")
 
 
 def _is_rewritten(skeleton: PreTrainedModel, name: str) -> bool:
-    """Whether loading writes offloaded weights again: other files than safetensors, or experts that are stacked."""
+    """Return whether loading writes offloaded weights to disk again: if their files are not safetensors, or if the
+    weights are converted on loading, as for stacked experts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -315,6 +337,6 @@ def _readable(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 0.1 * 2**30 else f"{size_bytes / 2**20:.2f} MiB"
 
 
-def _typed(size_bytes: int) -> str:
-    """As a limit is given, rounded up."""
+def _as_setting(size_bytes: int) -> str:
+    """Format bytes as a limit that can be typed as a setting, rounded up."""
     return f"{math.ceil(size_bytes / 2**20)}MiB"

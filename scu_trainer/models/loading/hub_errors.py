@@ -1,4 +1,4 @@
-"""What the Hub answers and connections that break, in one line each."""
+"""One-line explanations of errors that the Hub returns and of broken connections."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, Optional
 from scu_trainer.errors import HubError, UserError
 
 PASSING_STATUS = (408, 409, 412, 429, 500, 502, 503, 504)
-"""Answers after which the same request may succeed."""
+"""HTTP status codes after which the same request may succeed."""
 
 STALL_S = 120.0
-"""Seconds without a byte after which a connection counts as broken; the library itself would wait for ever."""
+"""Seconds without a byte after which a connection counts as broken; huggingface_hub itself would wait forever."""
 
 AGAIN = "run the same command again: what has arrived is not sent twice"
 
 
 @contextlib.contextmanager
 def as_hub_error(repo_id: str) -> Iterator[None]:
-    """What huggingface_hub raises about ``repo_id`` becomes one HubError."""
+    """Turn what huggingface_hub raises about ``repo_id`` into a HubError with one line; other errors pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -32,25 +32,25 @@ def as_hub_error(repo_id: str) -> Iterator[None]:
 
 
 def hub_line(error: BaseException, repo_id: str) -> Optional[str]:
-    """What went wrong with ``repo_id`` and what to do; None for an error that has nothing to do with the Hub."""
+    """Return what went wrong with ``repo_id`` and what to do; None for an error that does not come from the Hub."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     for cause in _causes(error):
         if isinstance(cause, OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set, so nothing can be sent to the Hub; unset it"
         if isinstance(cause, HFValidationError):
-            more = "it has more than one slash; give OWNER/NAME" if repo_id.count("/") > 1 else _short(cause)
-            return f"repo_id {repo_id!r} is not a valid Hub name: {more}"
+            reason = "it has more than one slash; give OWNER/NAME" if repo_id.count("/") > 1 else _short(cause)
+            return f"repo_id {repo_id!r} is not a valid Hub name: {reason}"
         if status_of(cause) is not None:
-            return _answer(cause, repo_id)
+            return _explained_status(cause, repo_id)
         if isinstance(cause, PermissionError) and type(cause).__module__.startswith("hf_xet"):
             return f"the storage of the Hub does not accept the token for {repo_id}; use one with write access"
         if is_broken_connection(cause):
             return f"the connection to {endpoint()} broke ({_short(cause) or type(cause).__name__}); {AGAIN}"
         if isinstance(cause, json.JSONDecodeError):
             return (
-                f"{endpoint()} answered with something else than the Hub does, such as the page of a login; check "
-                "HF_ENDPOINT, and what this network asks for"
+                f"{endpoint()} did not answer like the Hub, but for instance with a login page; check HF_ENDPOINT, and "
+                "whether this network asks for a login"
             )
         if isinstance(cause, ValueError) and "README.md" in str(cause):
             return f"the Hub refuses the model card: {_short(cause)}; fix README.md"
@@ -58,12 +58,15 @@ def hub_line(error: BaseException, repo_id: str) -> Optional[str]:
 
 
 def without_again(line: str) -> str:
-    """Of a push that belongs to a training: the same command would train again."""
+    """Return ``line`` without the advice to run the command again: after a training, that would train again."""
     return re.sub(f"(; |, then ){re.escape(AGAIN)}$", "", line)
 
 
 def end_stalls() -> None:
-    """Give the connections of huggingface_hub in this process an end; it makes new ones after some errors."""
+    """Set the timeout of huggingface_hub's session in this process; call it again if the session was replaced.
+
+    huggingface_hub makes a new session after some errors.
+    """
     from huggingface_hub import get_session
 
     get_session().timeout = STALL_S
@@ -76,7 +79,7 @@ def endpoint() -> str:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same request may succeed in a moment: a broken connection, a server that is busy."""
+    """Return whether the same request may succeed in a moment, as after a broken connection or with a busy server."""
     return any(status_of(cause) in PASSING_STATUS or is_broken_connection(cause) for cause in _causes(error))
 
 
@@ -90,18 +93,19 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> Optional[int]:
-    """The number of an answer of the Hub; None where there was none."""
+    """Return the HTTP status of the Hub's response; None if there was no response."""
     response: Any = getattr(error, "response", None)
     return getattr(response, "status_code", None)
 
 
-def _answer(error: BaseException, repo_id: str) -> str:
+def _explained_status(error: BaseException, repo_id: str) -> str:
+    """Return what the HTTP status of ``error`` means for ``repo_id`` and what to do."""
     status = status_of(error)
     owner = repo_id.partition("/")[0]
     known = {
         401: f"the Hub does not accept the token; make one with write access at {endpoint()}/settings/tokens, then "
         "`hf auth login`, or set HF_TOKEN",
-        402: f"{owner} would have to pay for {repo_id}; push to a public repository or to another owner",
+        402: f"{owner} would have to pay for {repo_id}; push to a public repository, or to another owner",
         403: f"the token may not write to {repo_id}{_reason(error)}; use one with write access to {owner}, or push "
         "to another name",
         404: f"there is no {repo_id} that this token may see, or no such revision; check the names of both",
@@ -118,18 +122,18 @@ def _answer(error: BaseException, repo_id: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """In the words of the Hub: a token is not the only one, there is a limit of space too."""
+    """Return the Hub's own reason in parentheses, or "": a full storage quota has the same status as a wrong token."""
     return f" ({_short(error)})" if getattr(error, "server_message", None) else ""
 
 
 def _causes(error: Optional[BaseException]) -> Iterator[BaseException]:
-    """``error`` and what it was raised from: the library wraps uploads that failed."""
+    """Yield ``error`` and the errors that it was raised from; huggingface_hub wraps errors of failed uploads."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _short(error: BaseException) -> str:
-    """One line, without request ids and addresses, which carry signatures."""
+    """Return the error as one line, without request ids and URLs, which may hold signatures."""
     text = re.sub(r"\(Request ID: .*?\)|\(?https?://\S+", "", getattr(error, "server_message", None) or str(error))
     return " ".join(text.split())[:200].rstrip(" .;:")

@@ -1,4 +1,4 @@
-"""From a name to a model that can be tuned: how it is loaded, and which of its layers get adapters."""
+"""Load tokenizers, configurations and models by name, and prepare a model for training or evaluation."""
 
 from __future__ import annotations
 
@@ -66,8 +66,11 @@ VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.jso
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to ``model_name_or_path``; an end-of-text token doubles as padding where none is
-    defined."""
+    """Load the tokenizer of ``model_name_or_path``; if it has no padding token, the end-of-text token is used.
+
+    An adapter folder without tokenizer files takes the tokenizer of its base model. Raises ModelError if the tokenizer
+    cannot be loaded or has no end-of-text token.
+    """
     from transformers import AutoTokenizer
 
     name = settings.model_name_or_path
@@ -95,8 +98,10 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
 
 def _require_vocabulary(source: str, settings: ModelSettings) -> None:
-    """Raise ModelError for a folder without a tokenizer, which the library reports as one that it cannot read. A model
-    of images has none because it is no language model: that is said first."""
+    """Raise ModelError if a folder has no tokenizer files; transformers would only report that it cannot read them.
+
+    An image model has no tokenizer because it is not a language model, so that is checked first.
+    """
     folder = Path(source)
     if not folder.is_dir() or any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         return
@@ -111,11 +116,13 @@ def _require_vocabulary(source: str, settings: ModelSettings) -> None:
 def load_model(
     settings: ModelSettings, *, device: Optional[torch.device] = None, placement: Optional[Placement] = None
 ) -> PreTrainedModel:
-    """Base weights only (of an adapter: those it was trained on), on the CPU, see ``loading_dtype``. ``tuning: qlora``:
-    packed into 4 or 8 bits on ``device`` (default: the CPU) as the files are read, and frozen. ``placement``: where
-    else weights go.
+    """Load the base model of ``settings``, without adapters, on the CPU in the dtype of ``loading_dtype``.
 
-    Raises ModelError, and RequirementError where the machine cannot quantize.
+    If ``model_name_or_path`` is an adapter, the base model that it was trained on is loaded. With ``tuning: qlora`` the
+    weights are packed into 4 or 8 bits on ``device`` (default: the CPU) while the files are read, and frozen.
+    ``placement`` spreads the weights over several devices (see ``plan_placement``).
+
+    Raises ModelError, and RequirementError if this machine cannot quantize.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -130,12 +137,15 @@ def load_model(
         require_safe_weights(name, settings)
         config = read_config(name, settings)
         require_causal(config, name)
-        packing = _packing(config, settings, device)
+        packing = _packing_config(config, settings, device)
         if placement is None:
             require_room_for(config, name, _bytes_per_weight(config, dtype, settings), settings.trust_remote_code)
-        own = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": settings.attn_implementation}
+        auto_arguments = {
+            "trust_remote_code": settings.trust_remote_code,
+            "attn_implementation": settings.attn_implementation,
+        }
         model, random = read_model(
-            AutoModelForCausalLM, name, config, settings, dtype, device, packing, placement, **own
+            AutoModelForCausalLM, name, config, settings, dtype, device, packing, placement, **auto_arguments
         )
     if random:
         raise ModelError(
@@ -144,7 +154,7 @@ def load_model(
         )
     if settings.tuning != "qlora":
         return model
-    release_mapped_files()  # what was packed is not read again
+    release_mapped_files()  # the packed weights are copies, so the files are not needed any more
     return prepare_quantized(model)
 
 
@@ -159,8 +169,11 @@ def read_model(
     placement: Optional[Placement] = None,
     **more: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """(model of the class ``kind``, names of the weights that its files lack or hold in another shape, which
-    transformers fills with random numbers). ``packing``: into 4 or 8 bits on ``device``. ``more``: of the kind."""
+    """Return the model, and the names of the weights that are missing from its files or have another shape there.
+
+    transformers initializes those weights at random. ``kind`` is the Auto class to load with, ``packing`` how weights
+    are packed into 4 or 8 bits on ``device``, and ``more`` holds further arguments of ``from_pretrained``.
+    """
     folder = None if placement is None else placement.private_folder()
     given = {} if packing is None else {"quantization_config": packing}
     if device is not None and settings.tuning == "qlora":
@@ -172,22 +185,25 @@ def read_model(
         dtype=dtype,
         revision=settings.model_revision,
         use_safetensors=safetensors_only(settings),
-        ignore_mismatched_sizes=True,  # they are in the report, with their names
+        ignore_mismatched_sizes=True,  # the report names them, and the caller decides
         output_loading_info=True,
         **given,
         **more,
     )
-    model.offload_folder = folder  # there as long as the model is
+    model.offload_folder = folder  # keeps the folder until the model is freed
     is_unpacked = stored_quantization(config) and not getattr(model, "is_quantized", False)
     if settings.tuning != "qlora" and is_unpacked and not isinstance(dtype, str):
         give_type(model, dtype)
-    keep_as_loaded(model)  # also without packing: its files may hold 4 bits
+    keep_as_loaded(model)  # even without packing here, because its files may hold 4-bit weights
     mismatched = [*(entry[0] for entry in report["mismatched_keys"]), *packed_of_another_shape(model)]
     return model, sorted({*report["missing_keys"], *mismatched})
 
 
 def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
-    """What weights are loaded in. Full tuning in ``auto``: float32, for AdamW's small steps vanish in bfloat16."""
+    """Return the dtype in which weights are loaded: ``dtype`` if set, else float32 for full tuning, else "auto".
+
+    Full tuning defaults to float32 because small updates of AdamW are rounded away in bfloat16.
+    """
     import torch
 
     if settings.dtype != "auto":
@@ -196,14 +212,20 @@ def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
 
 
 def causal_config(settings: ModelSettings) -> PretrainedConfig:
-    """Of the model that ``load_model`` would load. Raises ModelError where it is no causal language model."""
+    """Return the configuration of the model that ``load_model`` would load.
+
+    Raises ModelError if it is not a causal language model.
+    """
     config = config_of(settings)
     require_causal(config, base_of(settings.model_name_or_path))
     return config
 
 
 def config_of(settings: ModelSettings) -> PretrainedConfig:
-    """Of a model, or of the base of an adapter, without its weights. Raises ModelError."""
+    """Read the configuration of a model, or of the base model of an adapter, without loading weights.
+
+    Raises ModelError if it cannot be read.
+    """
     check_source(settings.model_name_or_path)
     name = base_of(settings.model_name_or_path)
     with as_model_error(name, "configuration", settings.model_revision, settings.model_name_or_path):
@@ -212,8 +234,10 @@ def config_of(settings: ModelSettings) -> PretrainedConfig:
 
 
 def check_weights(settings: ModelSettings) -> bool:
-    """Whether the folder that ``load_model`` reads holds weights. Raises ModelError as that would for a folder that is
-    not whole, by the headers of its files alone."""
+    """Return whether the folder that ``load_model`` would read holds weights.
+
+    Reads only the headers of the files. Raises ModelError if a file is missing or damaged, as ``load_model`` would.
+    """
     from safetensors import safe_open
 
     name = base_of(settings.model_name_or_path)
@@ -229,8 +253,10 @@ def check_weights(settings: ModelSettings) -> bool:
     return bool(files) or any((folder / file).is_file() for file in PICKLED_WEIGHTS)
 
 
-def _packing(config: PretrainedConfig, settings: ModelSettings, device: torch.device) -> Optional[BitsAndBytesConfig]:
-    """How weights are packed into 4 or 8 bits as they are read; None where they are not, or lie packed in the files."""
+def _packing_config(
+    config: PretrainedConfig, settings: ModelSettings, device: torch.device
+) -> Optional[BitsAndBytesConfig]:
+    """Return how to pack weights into 4 or 8 bits while loading; None without qlora, or if the files are packed."""
     if settings.tuning != "qlora":
         return None
     skeleton = skeleton_of(config, settings.trust_remote_code)
@@ -238,35 +264,38 @@ def _packing(config: PretrainedConfig, settings: ModelSettings, device: torch.de
 
 
 def classes_of(config: PretrainedConfig) -> tuple[str, ...]:
-    """Names of the classes of a classifier, by label."""
-    names = config.id2label or {}  # PvtConfig has its number of labels alone
+    """Return the class names of a classifier in the order of their labels."""
+    names = config.id2label or {}  # PvtConfig has only the number of labels
     return tuple(names.get(number, f"LABEL_{number}") for number in range(config.num_labels))
 
 
 def fields_of_classes(names: Sequence[str]) -> dict[str, Any]:
-    """Of a configuration, from which ``classes_of`` reads ``names``."""
+    """Return the configuration fields that store the class ``names``; ``classes_of`` reads them back."""
     numbers = {name: number for number, name in enumerate(names)}
     return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
 
 
 def read_config(name: str, settings: ModelSettings) -> PretrainedConfig:
-    """Of the folder or Hub id ``name``. Raises ModelError for ``architectures`` that transformers takes unread."""
+    """Read the configuration of the folder or Hub id ``name``.
+
+    Raises ModelError if ``architectures`` is not a list of strings, which transformers does not check.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(
         name, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
     )
     classes = config.architectures or []
-    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+    if not isinstance(classes, list) or not all(isinstance(name_of_class, str) for name_of_class in classes):
         raise ModelError(
-            f"the configuration of {name!r} has {classes!r} as architectures; a list of names of classes is allowed, "
-            'such as ["LlamaForCausalLM"], or none'
+            f"the configuration of {name!r} has {classes!r} as architectures; it must be a list of class names, "
+            'such as ["LlamaForCausalLM"], or be left out'
         )
     return config
 
 
 def _bytes_per_weight(config: PretrainedConfig, dtype: Any, settings: ModelSettings) -> float:
-    """Of a weight in memory, at least."""
+    """Return the least bytes that one weight takes in memory."""
     import torch
 
     if settings.tuning == "qlora" or getattr(config, "quantization_config", None):
@@ -278,21 +307,29 @@ def _bytes_per_weight(config: PretrainedConfig, dtype: Any, settings: ModelSetti
 def plan_placement(
     settings: ModelSettings, memory: MemorySettings, free: Free, *, device: torch.device
 ) -> Optional[Placement]:
-    """Where ``device_map`` puts the weights, known before any is loaded; None without it. Raises a UserError where they
-    do not fit or could not be trained there."""
+    """Plan where ``device_map`` puts the weights, before any is loaded; None if ``device_map`` is not set.
+
+    Raises a UserError if they do not fit or could not be trained there.
+    """
     if settings.device_map is None:
         return None
     check_source(settings.model_name_or_path)
     name = base_of(settings.model_name_or_path)
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
         announce_code(name, settings)
-        there = replace(settings, model_name_or_path=name)
-        return place(there, memory, free, _packing(read_config(name, settings), settings, device))
+        base_settings = replace(settings, model_name_or_path=name)
+        return place(base_settings, memory, free, _packing_config(read_config(name, settings), settings, device))
 
 
 def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> nn.Module:
-    """Full: every weight trainable. LoRA: adapters on ``lora_target_modules`` or on those of the plan, base frozen;
-    where ``model_name_or_path`` is an adapter, training goes on with it, and its own configuration counts."""
+    """Make the weights trainable that ``tuning`` asks for, and add adapters if it needs them.
+
+    ``tuning: full`` trains the weights that ``choose_weights`` selects, by default all of them. LoRA freezes the base
+    model and adds adapters on ``lora_target_modules``, or on the layers of the plan ``adapters``. If
+    ``model_name_or_path`` is an adapter, training continues from it with its own configuration.
+
+    Raises ModelError for full tuning of an adapter, and for module names that the model does not have.
+    """
     adapter = Path(settings.model_name_or_path or "").expanduser()
     if settings.tuning == "full":
         if is_adapter(adapter):
@@ -310,14 +347,14 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
         return save_rows_alone(adapted) if has_rows_alone(adapter) else adapted
     config = adapter_config(model, settings, adapters)
     with warnings.catch_warnings():
-        # peft finds out layer by layer which way round a weight lies, and warns each time that it did.
+        # peft detects for each layer whether its weight is transposed, and warns every time.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         adapted = adapt(model, config)
     return save_rows_alone(adapted) if adapters.new_rows else adapted
 
 
 def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedModel:
-    """A base model, or a base with the adapter found in ``path_or_id``, frozen and in evaluation mode."""
+    """Load a model, or an adapter with its base model, frozen and in evaluation mode, on the GPU if there is one."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -327,7 +364,7 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
 
 
 def for_evaluation(model: PreTrainedModel, name: str, settings: ModelSettings) -> nn.Module:
-    """``model`` with the adapter in the folder ``name`` if there is one, frozen and in evaluation mode."""
+    """Return ``model`` frozen and in evaluation mode, with the adapter in the folder ``name`` if there is one."""
     path = Path(name).expanduser()
     if is_adapter(path):
         grow_for_adapter(model, path)
@@ -336,10 +373,11 @@ def for_evaluation(model: PreTrainedModel, name: str, settings: ModelSettings) -
 
 
 def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool, allow_pickle: bool) -> nn.Module:
+    """Add the adapter saved in the folder ``adapter``. Raises ModelError if it cannot be read or lacks weights."""
     from peft import PeftModel
 
     require_safe_adapter(adapter, allow_pickle)
     with as_model_error(str(adapter), "adapter"), warnings.catch_warnings():
-        # An adapter that lacks weights would otherwise pass for its base, with a warning only.
+        # peft only warns about missing weights, and the model would behave like its base.
         warnings.filterwarnings("error", "Found missing adapter keys")
         return PeftModel.from_pretrained(model, str(adapter), is_trainable=is_trainable)

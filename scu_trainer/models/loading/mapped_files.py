@@ -1,4 +1,4 @@
-"""Weight files that are mapped into memory: their pages count as this process's until the system wants them back."""
+"""Release the pages of weight files that are mapped into memory: until then they count as memory of this process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 
 PAGE_OUT = 21
-"""MADV_PAGEOUT of Linux 5.4: give pages back now; one that is wanted again is read again."""
+"""MADV_PAGEOUT of Linux 5.4: release pages now; a page that is needed later is read from the file again."""
 
 SUFFIX = ".safetensors"
 
 
 def release_mapped_files() -> int:
-    """Give back the pages of weight files that were only read to be converted. Nothing is lost: a weight that is still
-    used in place is read again. Returns the bytes of the mappings; 0 where the system cannot do it."""
+    """Release the pages of weight files that were only read to convert the weights.
+
+    A weight that is still used in place is read from its file again. Returns the bytes of the released mappings; 0 if
+    the system cannot release them.
+    """
     if not sys.platform.startswith("linux"):
         return 0
     libc = ctypes.CDLL(None, use_errno=True)

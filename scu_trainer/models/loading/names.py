@@ -1,5 +1,4 @@
-"""What the name of a model stands for: a folder, an adapter with its base, an id of the Hub; and what is said where it
-cannot be used."""
+"""Resolve the name of a model (a folder, an adapter with its base model, or a Hub id), and explain names that fail."""
 
 from __future__ import annotations
 
@@ -23,8 +22,11 @@ from scu_trainer.settings import ModelSettings
 
 
 def check_source(name_or_path: str, what: str = "model", typed: str = "model_name_or_path ") -> None:
-    """Raise ModelError for a path that is no model, without touching the network. Hub ids pass. For the message:
-    ``what`` is wanted of it, and ``typed`` is what one gave it by, such as a setting, with a space behind it."""
+    """Raise ModelError for a local path that does not hold a model; Hub ids pass, and the network is not used.
+
+    For the message, ``what`` is what the caller wants to load, and ``typed`` the setting or flag that gave the name,
+    followed by a space.
+    """
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith((".", "/", "~")) or path.exists() or name_or_path.count("/") > 1
     if not looks_local:
@@ -36,7 +38,7 @@ def check_source(name_or_path: str, what: str = "model", typed: str = "model_nam
         if any(path.glob("pytorch_model_fsdp*")):
             raise ModelError(
                 f"{typed}{name_or_path!r} is a checkpoint that FSDP wrote in shards, which only its run can read; "
-                "resume that run, which writes the whole model at its end"
+                "resume that run, which writes the whole model when it ends"
             )
         raise ModelError(
             f"{typed}{name_or_path!r} is a folder without config.json or adapter_config.json; give the "
@@ -47,7 +49,10 @@ def check_source(name_or_path: str, what: str = "model", typed: str = "model_nam
 
 
 def _model_below(path: Path) -> str:
-    """peft saves an adapter that has a name of its own in a folder of that name, the stock Trainer in checkpoints."""
+    """Return a phrase that names the newest model or adapter in a subfolder; "" if there is none.
+
+    peft saves a named adapter in a subfolder, and the stock Trainer saves checkpoints there.
+    """
     found = {file.parent for kind in ("config", "adapter_config") for file in path.glob(f"*/{kind}.json")}
     if not found:
         return ""
@@ -56,20 +61,20 @@ def _model_below(path: Path) -> str:
 
 
 def is_adapter(path: Path) -> bool:
+    """Return whether ``path`` is the folder of a peft adapter."""
     return (path / "adapter_config.json").is_file()
 
 
 def located(name: str) -> str:
-    """A folder with ``~`` written out, which the libraries take for part of a Hub id; Hub ids as they are."""
+    """Return a folder with ``~`` expanded, which the libraries do not do, and a Hub id unchanged."""
     path = Path(name).expanduser()
     return str(path) if path.is_dir() else name
 
 
 def base_of(name: Union[str, Path]) -> str:
-    """The folder or Hub id of the base model that an adapter was trained on; ``name`` itself, as ``located`` has it,
-    when it is no adapter.
+    """Return the folder or Hub id of an adapter's base model; for anything else, ``name`` as ``located`` returns it.
 
-    Raises ModelError if the adapter does not tell, or if its base is a folder that is gone.
+    Raises ModelError if the adapter does not name its base, or if that folder no longer exists.
     """
     adapter = Path(located(str(name)))
     if not is_adapter(adapter):
@@ -84,16 +89,19 @@ def base_of(name: Union[str, Path]) -> str:
     try:
         check_source(base)
     except ModelError as error:
-        raise ModelError(f"the adapter {adapter} needs its base model: {error}; {_names_base(adapter)}") from error
+        raise ModelError(f"the adapter {adapter} needs its base model: {error}; {_base_hint(adapter)}") from error
     return located(base)
 
 
-def _names_base(adapter: Path) -> str:
-    return f"{adapter / 'adapter_config.json'} names it: set its base_model_name_or_path to where it is"
+def _base_hint(adapter: Path) -> str:
+    return f"{adapter / 'adapter_config.json'} names that base; set base_model_name_or_path there to where it is"
 
 
 def found_base(name: str, folder: Path) -> str:
-    """See ``found_above``. Of a name alone, which can be a Hub id as well, a run is not the base of those beside it."""
+    """Return the base model ``name`` of the adapter in ``folder``, searched in the folders above it by ``found_above``.
+
+    A name without a slash can also be a Hub id, so a run of that name next to the adapter does not count as its base.
+    """
 
     def is_base(path: Path) -> bool:
         is_run = (path / "run.json").is_file()
@@ -103,8 +111,10 @@ def found_base(name: str, folder: Path) -> str:
 
 
 def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> Optional[Path]:
-    """The folder in the cache of the Hub with the adapter of this id; None for everything else: what lies here, a full
-    model, and what the Hub does not have, as who loads it says."""
+    """Download the adapter with this Hub id and return its folder in the Hub's cache.
+
+    Returns None for local paths, full models, and names that the Hub does not have; loading reports the latter.
+    """
     from transformers.utils.peft_utils import find_adapter_config_file
 
     if name is None or Path(name).expanduser().exists():
@@ -123,29 +133,32 @@ def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> O
 
 
 def prompt_of_adapter(name: str) -> int:
-    """Positions that an adapter's learned prompt takes; 0 for one without, and for a model."""
+    """Return how many positions an adapter's learned prompt takes; 0 without a prompt, and for a full model."""
     adapter = Path(located(name))
-    return (_in_config(adapter, "num_virtual_tokens") or 0) if is_adapter(adapter) else 0
+    return (_config_value(adapter, "num_virtual_tokens") or 0) if is_adapter(adapter) else 0
 
 
-def _in_config(adapter: Path, name: str) -> Any:
+def _config_value(adapter: Path, name: str) -> Any:
     with as_model_error(str(adapter), "adapter"):
         return json.loads(read_regular(adapter / "adapter_config.json")).get(name)
 
 
 def rows_of_adapter(adapter: Path) -> int:
-    """Rows that the embedding needs for the tokens which an adapter has trained; 0 for one without."""
-    found = _in_config(adapter, "trainable_token_indices") or {}
-    rows = found.values() if isinstance(found, dict) else [found]
-    return 1 + max((row for some in rows for row in some), default=-1)
+    """Return how many rows the embedding needs for the tokens that an adapter trained; 0 if it trained none."""
+    indices = _config_value(adapter, "trainable_token_indices") or {}
+    rows = indices.values() if isinstance(indices, dict) else [indices]
+    return 1 + max((row for rows_of_module in rows for row in rows_of_module), default=-1)
 
 
 def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
-    """``adapter_name_or_path`` as the model to go on with. Raises ModelError where it is none, or of another base."""
+    """Return ``settings`` with the adapter of ``adapter_name_or_path`` as ``model_name_or_path``, downloaded if needed.
+
+    Raises ModelError if it is not an adapter, or belongs to another base model than ``model_name_or_path``.
+    """
     name, revision = settings.adapter_name_or_path or settings.model_name_or_path, settings.model_revision
     found = downloaded_adapter(name, revision)
     if found is not None:
-        settings = replace(settings, model_revision=None)  # which was that of the adapter
+        settings = replace(settings, model_revision=None)  # the revision was the adapter's, not its base model's
     if settings.adapter_name_or_path is None:
         return settings if found is None else replace(settings, model_name_or_path=str(found))
     adapter = found or Path(settings.adapter_name_or_path).expanduser()
@@ -155,74 +168,77 @@ def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
             "nor an adapter on the Hub; give the folder that a run wrote, or the id"
         )
     base, given = base_of(adapter), settings.model_name_or_path
-    if given is not None and _place(base) != _place(given):
+    if given is not None and _resolved(base) != _resolved(given):
         raise ModelError(
-            f"the adapter {adapter} was trained on {base}, and model_name_or_path is {given}; give that base, or leave "
+            f"the adapter {adapter} was trained on {base}, but model_name_or_path is {given}; give that base, or leave "
             "model_name_or_path out"
         )
     return replace(settings, model_name_or_path=str(adapter), adapter_name_or_path=None)
 
 
-def _place(name: str) -> Union[str, Path]:
-    """Of a folder by any path to it; a Hub id is no path."""
+def _resolved(name: str) -> Union[str, Path]:
+    """Return the resolved path of a folder, so that all paths to it compare equal; a Hub id unchanged."""
     path = Path(located(name))
     return path.resolve() if path.is_dir() else name
 
 
-STUMBLES = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeError, KeyError)
-"""What a library runs into that computes with files nobody has looked at: zero heads, text for a number."""
+UNCHECKED_VALUE_ERRORS = (AttributeError, IndexError, ArithmeticError, AssertionError, TypeError, KeyError)
+"""Errors of libraries that compute with values they did not check, such as zero heads or text for a number."""
 
 
 @contextlib.contextmanager
 def as_model_error(
     name: str, what: str, revision: Optional[str] = None, asked_for: Optional[str] = None
 ) -> Iterator[None]:
-    """What transformers raises for a name it cannot use becomes one ModelError. ``asked_for``: what a person named;
-    where it is an adapter, ``name`` is its base."""
+    """Turn what the libraries raise for the model ``name`` into one ModelError.
+
+    ``what`` is what is loaded, for the message. ``asked_for`` is the name that the user gave: if it is an adapter,
+    ``name`` is its base model.
+    """
     try:
         yield
     except Exception as error:
         import torch
         from safetensors import SafetensorError
 
-        # The tokenizers library, which is no Python, raises nothing more narrow than Exception itself.
-        is_of_the_files = isinstance(error, loading_errors()) or type(error) is Exception
-        if not is_of_the_files or isinstance(error, (UserError, torch.OutOfMemoryError)):
+        # The tokenizers library is written in Rust and raises plain Exception.
+        is_loading_error = isinstance(error, loading_errors()) or type(error) is Exception
+        if not is_loading_error or isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
         if needs_code(error):
             raise code_refusal(located(name), revision) from error
         first, hint = _first_line(error), ""
-        if (file := _not_fetched_file(name)) is not None:
+        if (file := _unfetched_file(name)) is not None:
             first = f"{file} {NOT_FETCHED}"
         elif isinstance(error, SafetensorError):
-            hint = f"; {_torn_file(name)} is damaged or cut off: copy or download it again"
+            hint = f"; {_damaged_file(name)} is damaged or cut off: copy or download it again"
         elif not Path(name).expanduser().exists():
             hint = f"; there is no folder {name} here{near_folder(name)}"
             hint += "; if it is a Hub id, check its spelling and the connection"
             adapter = Path(asked_for or "").expanduser()
             if is_adapter(adapter):
-                hint += f"; {_names_base(adapter)}"
-        elif (file := _unreadable_file(name)) is not None:  # which safetensors calls "no such file"
-            first, hint = f"{file} is there, but this user may not read it", f"; chmod a+r {shlex.quote(str(file))}"
+                hint += f"; {_base_hint(adapter)}"
+        elif (file := _unreadable_file(name)) is not None:  # safetensors reports it as "no such file"
+            first, hint = f"{file} exists, but this user may not read it", f"; chmod a+r {shlex.quote(str(file))}"
         first = first.rstrip(".") if hint else first
         raise ModelError(f"cannot load the {what} of {name!r}: {first}{hint}") from error
 
 
 def near_folder(name: str) -> str:
-    """Phrase that names the nearest of the folders beside a path that is not there; nothing for a name alone."""
+    """Return a "did you mean" phrase with the most similar folder next to the missing path ``name``, or ""."""
     path = Path(name).expanduser()
     beside = [other.name for other in path.parent.glob("*") if os.path.isdir(other)] if path.parent.name else []
-    near = get_close_matches(path.name, beside, n=1, cutoff=NEAR)  # the same folder above makes no two names alike
+    near = get_close_matches(path.name, beside, n=1, cutoff=NEAR)  # only names: a shared parent makes paths similar
     return f" (did you mean {str(path.parent / near[0])!r}?)" if near else ""
 
 
-def _not_fetched_file(name: str) -> Optional[Path]:
+def _unfetched_file(name: str) -> Optional[Path]:
     files = sorted(path for path in Path(name).expanduser().glob("*") if path.is_file() and os.access(path, os.R_OK))
     return next((file for file in files if is_not_fetched(file)), None)
 
 
-def _torn_file(name: str) -> str:
-    """The first weights file of a folder that cannot be opened."""
+def _damaged_file(name: str) -> str:
+    """Return the first weight file of a folder that cannot be opened."""
     files = sorted(Path(name).expanduser().glob("*.safetensors"))
     return next((str(file) for file in files if not is_safetensors(file)), "its weights file")
 
@@ -233,7 +249,7 @@ def _unreadable_file(name: str) -> Optional[Path]:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Its header says how long the file must be, and opening it compares that."""
+    """Return whether ``path`` is a whole safetensors file: opening compares its length with the one in its header."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -249,15 +265,15 @@ def _first_line(error: Exception) -> str:
     first = str(error).strip().splitlines()[0].strip() if str(error).strip() else type(error).__name__
     if first.endswith(":"):  # a list follows
         first = " ".join(str(error).split())[:300]
-    if isinstance(error, STUMBLES):
+    if isinstance(error, UNCHECKED_VALUE_ERRORS):
         return f"its files do not hold what the library expects there ({type(error).__name__}: {first})"
     return first
 
 
 def loading_errors() -> tuple[type[Exception], ...]:
-    """What the libraries raise for files that are torn, of another kind, or in need of a package."""
+    """Return what the libraries raise for files that are damaged, of another kind, or need a missing package."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     builtin = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, UserWarning, pickle.UnpicklingError)
-    return (*builtin, *STUMBLES, StrictDataclassError, SafetensorError)
+    return (*builtin, *UNCHECKED_VALUE_ERRORS, StrictDataclassError, SafetensorError)

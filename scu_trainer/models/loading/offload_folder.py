@@ -1,4 +1,7 @@
-"""A folder of our own inside the user's ``offload_folder``: two runs never write over each other, and nothing stays."""
+"""A private folder inside the user's ``offload_folder``, so that two runs never overwrite each other.
+
+It is removed when it is no longer used, after a killed run by the next run.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ MARKER = "in_use"
 
 
 class OffloadFolder:
-    """A new folder ``path`` inside ``outer``, there as long as this object is: a model keeps the one that it reads.
+    """A new folder ``path`` inside ``outer`` that is deleted with this object; a model keeps the object that it reads.
 
-    Folders of runs that were killed are removed first. Raises StorageError if ``outer`` cannot be written.
+    Folders that killed runs left behind are removed first. Raises StorageError if ``outer`` cannot be written.
     """
 
     def __init__(self, outer: str) -> None:
@@ -39,19 +42,19 @@ class OffloadFolder:
 
 
 def _release(path: Path, lock: int, pid: int) -> None:
-    if os.getpid() != pid:  # a forked worker's copy of the object
+    if os.getpid() != pid:  # a forked worker has a copy of the object
         return
-    shutil.rmtree(path, ignore_errors=True)  # files that a remote disk still holds: the next run removes them
+    shutil.rmtree(path, ignore_errors=True)  # the next run removes files that a remote disk still holds
     os.close(lock)
 
 
 def _remove_abandoned(inside: Path) -> None:
-    """The system drops a lock with the process that held it, however that ended."""
+    """Remove the folders whose lock is free: the system releases a lock when its process ends, however it ends."""
     for marker in (found for found in inside.glob(f"{PREFIX}*/{MARKER}") if OURS.fullmatch(found.parent.name)):
         with open(marker) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            logger.info("offload_folder: %s was left behind by a killed run, and is removed", marker.parent)
+            logger.info("offload_folder: removing %s, which a killed run left behind", marker.parent)
             remove_inside(inside, marker.parent.name, OURS)

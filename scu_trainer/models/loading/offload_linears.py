@@ -1,7 +1,7 @@
-"""Large frozen linear layers lie in main memory or on disk, and are fetched whenever they run.
+"""Keep large frozen linear layers in main memory or on disk, and fetch each one whenever it runs.
 
-For models of which ``device_map`` would place whole blocks with convolutions and heads that are trained. accelerate's
-hooks fetch a layer; ``offloaded.py`` puts adapters beside weights that are not there.
+This is for models where ``device_map`` would offload whole blocks, with convolutions and heads that are trained.
+accelerate's hooks fetch a layer; ``offloaded.py`` adds adapters to offloaded weights.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """``names`` of the layers, the bytes of their weights, and where they lie now ("cpu" or "disk")."""
+    """``names`` of the offloaded layers, the bytes of their weights, and their ``place`` ("cpu" or "disk")."""
 
     names: tuple[str, ...]
     weight_bytes: int
     place: str
 
     def line(self, checkpoints: bool) -> str:
+        """Return the log line about them; ``checkpoints`` is whether ``checkpoint_every_layer`` is on."""
         where = "on disk" if self.place == "disk" else "in main memory"
         hint = "" if checkpoints else "; without checkpoint_every_layer: true they are kept from forward to backward"
         return f"offloaded: {len(self.names)} linear layers, {self.weight_bytes / 2**20:,.1f} MiB {where}{hint}"
@@ -39,25 +40,25 @@ def offload_linears(
     device: torch.device,
     folder: Optional[str] = None,
 ) -> Offloaded:
-    """Take those of the layers ``names`` that have ``at_least_bytes`` off ``device``, where all else is put.
+    """Offload those of the layers ``names`` that have ``at_least_bytes`` of weights, and move the rest to ``device``.
 
-    They must not be trained themselves. ``folder``: on disk, in a folder of their own that lasts as long as the model;
-    else in main memory. Raises StorageError where the disk has no room.
+    The layers are frozen. With ``folder`` they go to disk, into a private folder that lasts as long as the model;
+    otherwise to main memory. Raises StorageError if the disk is too full.
     """
     modules = dict(model.named_modules())
     chosen = [name for name in names if _bytes_of(modules[name]) >= at_least_bytes]
     weight_bytes = sum(_bytes_of(modules[name]) for name in chosen)
-    inside = None
+    private_folder = None
     if folder is not None and chosen:
         require_room(folder, weight_bytes, "offload_linears_folder")
-        inside = OffloadFolder(folder)
+        private_folder = OffloadFolder(folder)
     for name in chosen:
-        _offload(modules[name], name, device, inside)
+        _offload(modules[name], name, device, private_folder)
     move_rest(model, device)
     place = "cpu" if folder is None else "disk"
     if chosen:
-        model.offload_folder = inside  # there as long as the model is
-        # The Trainer and accelerate leave a model with such a map where it is.
+        model.offload_folder = private_folder  # keeps the folder until the model is freed
+        # With such a map the Trainer and accelerate do not move the model.
         model.hf_device_map = {"": "cpu" if device.type == "cpu" else device, **dict.fromkeys(chosen, place)}
     return Offloaded(tuple(chosen), weight_bytes, place)
 
@@ -79,7 +80,7 @@ def _offload(linear: nn.Module, name: str, device: torch.device, folder: Optiona
 
 
 def move_rest(model: nn.Module, device: torch.device) -> None:
-    """Put all tensors that have memory on ``device``; ``model.to`` would fail on those without."""
+    """Move all tensors that are not on the meta device to ``device``; ``model.to`` would fail on meta tensors."""
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if not tensor.is_meta:

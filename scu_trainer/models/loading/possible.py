@@ -1,7 +1,7 @@
-"""Can a model be what its config.json says? Asked before anything is built: a slip of the pen takes the whole machine.
+"""Refuse a config.json with impossible sizes before a model is built from it: a typo could exhaust the whole machine.
 
-Counts of layers and experts are looked at in the file itself, for a library would begin to make them one by one. What
-the weights take is counted on the meta device, where they take nothing.
+Numbers of layers and experts are checked in the file, because transformers would start to build them one by one. The
+size of the weights is computed on the meta device, which needs no memory for them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MOST_PARTS = 4096
-"""Layers, experts or blocks of a model; the largest that are known have a few hundred."""
+"""Most layers, experts or blocks of a model; the largest known models have a few hundred."""
 
 MOST = 2**53
-"""Of any other number; beyond, libraries compute with something else."""
+"""Largest allowed value of any other number; a float64 cannot represent all integers beyond it."""
 
 MOST_FILE_BYTES = 2**24
 
-_PARTS = re.compile(r"layer|expert|block|depth|stage|branch")
-_IS_NO_COUNT = re.compile(r"_(size|dim|id|index|freq|eps|every|interval|period)s?$")
+_COUNT_NAME = re.compile(r"layer|expert|block|depth|stage|branch")
+_NOT_A_COUNT = re.compile(r"_(size|dim|id|index|freq|eps|every|interval|period)s?$")
 WEIGHTS_PER_SIZE = 64
-"""No layer of a model has more weights than so many squares of its largest size."""
+"""No layer of a model has more weights than this many times the square of the largest number in its configuration."""
 
 
 def require_sane_config(config_file: Path, what: str = "model") -> dict[str, Any]:
-    """The content of a config.json. Raises ModelError where it is no JSON object, or counts what nobody counts."""
+    """Return the content of a config.json; ``what`` is what is loaded, for the message.
+
+    Raises ModelError if it is not a JSON object, or holds a number beyond MOST_PARTS or MOST.
+    """
     cannot = f"cannot load the {what} of {str(config_file.parent)!r}"
     try:
         config = json.loads(read_regular(config_file, MOST_FILE_BYTES))
@@ -47,14 +50,14 @@ def require_sane_config(config_file: Path, what: str = "model") -> dict[str, Any
         found = type(config).__name__
         raise ModelError(f"{cannot}: config.json holds a {found}; it must be what save_pretrained wrote")
     for name, value in _numbers(config):
-        most = MOST_PARTS if _PARTS.search(name) and not _IS_NO_COUNT.search(name) else MOST
+        most = MOST_PARTS if _COUNT_NAME.search(name) and not _NOT_A_COUNT.search(name) else MOST
         if abs(value) > most:
             raise ModelError(f"{config_file}: {name} is {_shown(value)}; it must be {most:,} or less, correct it")
     return config
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, int]]:
-    """Whole numbers by name, at any depth."""
+    """Yield all integers at any depth, each with the name of its field."""
     level = [("", config)]
     while level:
         name, value = level.pop()
@@ -71,29 +74,30 @@ def _shown(value: int) -> str:
 
 
 def require_room_for(config: PretrainedConfig, name: str, bytes_per_weight: float, trust_remote_code: bool) -> None:
-    """Raise ModelError where the weights of ``config`` alone are more than the memory of this machine."""
+    """Raise ModelError if the weights of ``config`` need more than all memory of this machine, with swap and GPUs."""
     from scu_trainer.models.quantize import skeleton_of
 
-    there = _memory_bytes()
-    if _highest_weights(config) * bytes_per_weight <= there:
+    available = _memory_bytes()
+    if _most_weights(config) * bytes_per_weight <= available:
         return
     weights = sum(weight.numel() for weight in skeleton_of(config, trust_remote_code).parameters())
     needed = weights * bytes_per_weight
-    if needed > there:
+    if needed > available:
         raise ModelError(
-            f"{name}: by its config.json it has {weights:,} weights, which take {readable(needed)}, and this machine "
-            f"has {readable(there)}; correct the sizes in it, or give device_map: auto with an offload_folder"
+            f"{name}: by its config.json it has {weights:,} weights, which take {readable(needed)}, but this machine "
+            f"has {readable(available)}; correct the sizes in it, or give device_map: auto with an offload_folder"
         )
 
 
-def _highest_weights(config: PretrainedConfig) -> float:
-    """More than the model can have; most are far below what the machine has, and need no closer look."""
+def _most_weights(config: PretrainedConfig) -> float:
+    """Return an upper bound of the number of weights; for most models it fits, and the exact count is not needed."""
     numbers = [abs(value) for _, value in _numbers(config.to_dict())]
-    parts = [abs(value) for name, value in _numbers(config.to_dict()) if _PARTS.search(name)]
+    parts = [abs(value) for name, value in _numbers(config.to_dict()) if _COUNT_NAME.search(name)]
     return WEIGHTS_PER_SIZE * float(max(numbers, default=0)) ** 2 * max(1, *parts, 1)
 
 
 def _memory_bytes() -> int:
+    """Return the bytes of main memory, swap and GPU memory of this machine, whether free or not."""
     import psutil
     import torch
 

@@ -1,9 +1,9 @@
-"""What may run code when a model or a checkpoint is loaded, and what is asked before it does.
+"""Refuse to run code from a model or checkpoint that is loaded, unless the user allows it.
 
-- Weights in pickle files (``pytorch_model.bin``, ``adapter_model.bin``) are not read unless ``allow_pickle`` says so,
-  and then with ``weights_only``: tensors and plain values, or nothing.
-- Checkpoints of DeepSpeed and sharded FSDP can be read in no such way: reading them runs what is in them.
-- Python that comes with a model runs only under ``trust_remote_code``, after its files and their hashes are named.
+- Pickled weights (``pytorch_model.bin``, ``adapter_model.bin``) are read only with ``allow_pickle``, and then with
+  ``weights_only``, which accepts nothing but tensors and plain values.
+- Checkpoints of DeepSpeed and of sharded FSDP cannot be read like that: reading them runs the code in them.
+- Python files of a model run only with ``trust_remote_code``, after a warning that lists the files and their hashes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 SAFE_ADAPTER, PICKLED_ADAPTER = "adapter_model.safetensors", "adapter_model.bin"
 
 RUNS_CODE = ("global_step*/*.pt", "latest", "*/.metadata")
-"""In a checkpoint: the files of DeepSpeed (``latest`` names a folder, which may be any), and of a state that FSDP has
-sharded. Their readers unpickle anything."""
+"""Checkpoint files that are unpickled without restrictions: those of DeepSpeed (``latest`` may name any folder), and of
+state that FSDP sharded."""
 
 CONFIGS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 
@@ -44,8 +44,10 @@ _announced: set[tuple[str, ...]] = set()
 
 
 def require_safe_weights(source: str, settings: ModelSettings) -> None:
-    """Raise ModelError where the weights of ``source``, a folder or Hub id, are stored as pickle only, unless
-    ``allow_pickle``; a source without any weights is left to whoever loads it."""
+    """Raise ModelError if ``source``, a folder or Hub id, has its weights only as pickle and ``allow_pickle`` is off.
+
+    A source without any weights passes; loading it reports that.
+    """
     from transformers.utils import has_file
 
     revision = settings.model_revision
@@ -57,16 +59,16 @@ def require_safe_weights(source: str, settings: ModelSettings) -> None:
 
 
 def safetensors_only(settings: ModelSettings) -> Optional[bool]:
-    """What ``from_pretrained(use_safetensors=...)`` takes; with pickle allowed safetensors still come first.
+    """Return ``use_safetensors`` for ``from_pretrained``; safetensors are preferred even if pickle is allowed.
 
-    Nothing is converted on the Hub meanwhile: transformers would ask a server to, in the user's name.
+    Also turns off the conversion of pickled weights on the Hub, which transformers would request in the user's name.
     """
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
     return None if settings.allow_pickle else True
 
 
 def require_safe_adapter(folder: Path, allow_pickle: bool) -> None:
-    """Raise ModelError where the weights of the adapter in ``folder`` are stored as pickle only, unless allowed."""
+    """Raise ModelError if the adapter in ``folder`` has its weights only as pickle, unless ``allow_pickle``."""
     if not (folder / SAFE_ADAPTER).is_file() and (folder / PICKLED_ADAPTER).is_file():
         _refuse_or_warn(str(folder), PICKLED_ADAPTER, SAFE_ADAPTER, allow_pickle)
 
@@ -75,14 +77,18 @@ def _refuse_or_warn(source: str, found: str, wanted: str, allow: bool) -> None:
     if not allow:
         raise ModelError(
             f"{source} has its weights in {found}, a pickle file, and no {wanted}: a pickle can contain code "
-            f"instead of weights. {_conversion(source, found, wanted)}or set allow_pickle: true, which reads tensors "
-            "and plain values and refuses everything else"
+            f"instead of weights. {_conversion_hint(source, found, wanted)}or set allow_pickle: true, which reads "
+            "tensors and plain values and refuses everything else"
         )
     logger.warning("%s has no %s: its weights are read from the pickle file %s, tensors only", source, wanted, found)
 
 
-def _conversion(source: str, found: str, wanted: str) -> str:
-    """What to type for a single file in a folder; a set of files needs its index written as well."""
+def _conversion_hint(source: str, found: str, wanted: str) -> str:
+    """Return the sentence with the command that converts a single pickle file in a folder to safetensors.
+
+    For several files, which would need a new index, and for the Hub it asks for another repository or revision. Raises
+    ModelError if Git LFS did not fetch the file.
+    """
     file = Path(source) / found
     if file.is_file() and is_not_fetched(file):
         raise ModelError(f"{file} {NOT_FETCHED}")
@@ -98,10 +104,10 @@ def _conversion(source: str, found: str, wanted: str) -> str:
 
 
 def refuse_pickle(path: Path, allow: bool) -> None:
-    """Raise CheckpointError where reading the checkpoint in ``path`` would run whatever its files say.
+    """Raise CheckpointError if reading the checkpoint in ``path`` would run code from its files, unless ``allow``.
 
-    These are checkpoints of DeepSpeed, and of FSDP in shards. ``allow``: the checkpoint is one that this run wrote
-    itself, or the user said ``allow_pickle``. The stock ones are read with ``weights_only`` and need no consent.
+    This concerns checkpoints of DeepSpeed and of sharded FSDP; others are read with ``weights_only``. ``allow`` is
+    whether this run wrote the checkpoint itself, or the user set ``allow_pickle``.
     """
     found = next((file for pattern in RUNS_CODE for file in sorted(Path(path).glob(pattern))), None)
     if found is None or allow:
@@ -115,11 +121,11 @@ def refuse_pickle(path: Path, allow: bool) -> None:
 
 @contextlib.contextmanager
 def tensors_only(checkpoint: Optional[str | Path]) -> Iterator[None]:
-    """What torch says of a file that holds more than tensors and plain values becomes one CheckpointError."""
+    """Turn torch's error about a file that holds more than tensors and plain values into a CheckpointError."""
     from torch.serialization import safe_globals
 
     try:
-        # Of the optimizers that this process has loaded: no other run reads them.
+        # Only a run that uses such an optimizer reads its state, and so has loaded its module.
         loaded = ((sys.modules[module], name) for module, name in PROJECTORS if module in sys.modules)
         with safe_globals([getattr(module, name) for module, name in loaded]):
             yield
@@ -134,22 +140,23 @@ PROJECTORS = (
     ("galore_torch.galore_projector", "GaLoreProjector"),
     ("apollo_torch.random_projector", "GradientProjector"),
 )
-"""What GaLore and APOLLO keep in an optimizer's state beside tensors: numbers and a matrix, without code of their own
-where they are read."""
+"""Classes in the optimizer states of GaLore and APOLLO: they hold numbers and a matrix, and run no code when loaded."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Of the page that torch writes what was found; the rest is how to run it all the same."""
-    found = re.search(r"(?:Unsupported|unsupported) [^\n]*?(?=\.? Please use|\n|$)", str(error))
-    return found[0] if found else "not what torch.save writes"
+    """Return what torch found in the file, without torch's instructions for loading it anyway."""
+    match = re.search(r"(?:Unsupported|unsupported) [^\n]*?(?=\.? Please use|\n|$)", str(error))
+    return match[0] if match else "not what torch.save writes"
 
 
 # -- code that comes with a model --------------------------------------------------------------------------------------
 
 
 def announce_code(source: str, settings: ModelSettings) -> None:
-    """Under ``trust_remote_code``: warn with the path and SHA-256 of every Python file that ``source`` may run, once
-    for each content. Nothing is run here."""
+    """With ``trust_remote_code``, warn with the path and SHA-256 of every Python file that ``source`` may run.
+
+    Warns once for the same files with the same content. Runs none of them.
+    """
     if not settings.trust_remote_code:
         return
     files = code_files(source, settings.model_revision)
@@ -157,19 +164,21 @@ def announce_code(source: str, settings: ModelSettings) -> None:
     if not lines or lines in _announced:
         return
     _announced.add(lines)
-    pin = "" if Path(source).is_dir() else "; model_revision with a commit keeps it from changing"
+    pin = "" if Path(source).is_dir() else "; set model_revision to a commit to keep it from changing"
     logger.warning(
         "trust_remote_code: %s contains Python code that runs with all your rights%s: %s", source, pin, "; ".join(lines)
     )
 
 
 def code_files(source: str, revision: Optional[str]) -> dict[str, Path]:
-    """Readable name and place of each Python file that the configuration files of ``source`` (folder or Hub id) name,
-    and of those that these import relatively. Files on the Hub are fetched, not run."""
+    """Return the Python files that the configuration files of ``source`` (a folder or Hub id) name, by readable name.
+
+    Includes the files that these import with relative imports. Files on the Hub are downloaded, not run.
+    """
     from transformers.dynamic_module_utils import get_relative_imports
 
     found: dict[str, Path] = {}
-    pending = [reference for name in CONFIGS for reference in _references(source, name, revision)]
+    pending = [reference for name in CONFIGS for reference in _code_references(source, name, revision)]
     while pending:
         owner, module = pending.pop(0)
         path = _fetched(owner, f"{module}.py", revision if owner == source else None)
@@ -180,21 +189,21 @@ def code_files(source: str, revision: Optional[str]) -> dict[str, Path]:
     return found
 
 
-def _references(source: str, config: str, revision: Optional[str]) -> list[tuple[str, str]]:
-    """(folder or repository, module) of each class in the ``auto_map`` of a configuration file."""
+def _code_references(source: str, config: str, revision: Optional[str]) -> list[tuple[str, str]]:
+    """Return (folder or repository, module) of each class in the ``auto_map`` of a configuration file."""
     path = _fetched(source, config, revision)
     entries: Any = {} if path is None else json.loads(path.read_text())
-    values = _flat(entries.get("auto_map") if isinstance(entries, dict) else None)
+    values = _flat_strings(entries.get("auto_map") if isinstance(entries, dict) else None)
     parts = [value.rpartition("--") for value in values]
     return [(owner or source, reference.rpartition(".")[0]) for owner, _, reference in parts]
 
 
-def _flat(value: Any) -> list[str]:
-    """The texts in ``auto_map``: a tokenizer names a slow and a fast class, either of which may be null."""
+def _flat_strings(value: Any) -> list[str]:
+    """Return all strings in a value of ``auto_map``: a tokenizer names a slow and a fast class, and one may be null."""
     if isinstance(value, str):
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in inside for text in _flat(item)]
+    return [text for item in inside for text in _flat_strings(item)]
 
 
 def _fetched(source: str, name: str, revision: Optional[str]) -> Optional[Path]:
@@ -205,11 +214,12 @@ def _fetched(source: str, name: str, revision: Optional[str]) -> Optional[Path]:
 
 
 def needs_code(error: BaseException) -> bool:
-    """Whether this is how transformers refuses a model that only its own Python can load."""
+    """Return whether transformers raised ``error`` because the model can only be loaded with its own Python code."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
 def code_refusal(source: str, revision: Optional[str]) -> ModelError:
+    """Return the error for a model that needs its own Python code, with the names of the files."""
     names = ", ".join(code_files(source, revision)) or "Python files of its own"
     return ModelError(
         f"{source!r} can only be loaded by running code that comes with it ({names}); read it, and set "

@@ -1,4 +1,4 @@
-"""How many weights a model has, from its config alone: on the meta device, so also for models larger than memory."""
+"""Count the weights of a model from its config only, on the meta device, so also for models larger than memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from scu_trainer.settings import ModelSettings
 
 
 def weight_counts(name_or_path: str) -> dict[str, float]:
-    """``weights`` of all, ``linear_weights`` of the layers that quantization packs, ``stored_bytes`` of a weight in its
-    file by what the config says, 2 where it says nothing. Raises ModelError."""
+    """Return the number of all ``weights``, of ``linear_weights`` (which quantization packs), and ``stored_bytes``.
+
+    ``stored_bytes`` are the bytes of a weight in the model's files by the dtype of its config, 2 if it has none. Raises
+    ModelError if the configuration cannot be read.
+    """
     import torch
 
     config = config_of(ModelSettings(model_name_or_path=name_or_path))
