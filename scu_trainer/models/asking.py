@@ -1,4 +1,4 @@
-"""A model that is asked something for a moment, and left in the mode it was in."""
+"""Contexts in which a model is evaluated for a moment, and which restore its modes and torch's switches afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; afterwards each module is in its mode again."""
+    """Switch to evaluation mode without gradients; afterwards each module is in its previous mode again."""
     import torch
 
     with in_mode(model, training=False), torch.no_grad():
@@ -22,19 +22,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def float32_settings(model: nn.Module) -> list[Any]:
-    """Of torch, which say how products of float32 are rounded in ``model`` on a card: of matrices, and of convolutions
-    and recurrent cells where it has any. To set one of the latter, be it to what it was, ends its default."""
+    """Return torch's settings for the precision of float32 products in ``model`` on a GPU.
+
+    These are the setting of matrix products, and those of convolutions and recurrent cells if the model has any: once
+    one of the latter is set, even to its current value, it no longer follows torch's default.
+    """
     import torch
     from torch.nn.modules.conv import _ConvNd
 
-    of_cudnn = {_ConvNd: torch.backends.cudnn.conv, torch.nn.RNNBase: torch.backends.cudnn.rnn}
-    found = [own for kind, own in of_cudnn.items() if any(isinstance(module, kind) for module in model.modules())]
-    return [torch.backends.cuda.matmul, *found]
+    cudnn_settings = {_ConvNd: torch.backends.cudnn.conv, torch.nn.RNNBase: torch.backends.cudnn.rnn}
+    used = [setting for kind, setting in cudnn_settings.items() if any(isinstance(m, kind) for m in model.modules())]
+    return [torch.backends.cuda.matmul, *used]
 
 
 @contextlib.contextmanager
 def exact_products(model: nn.Module) -> Iterator[None]:
-    """Products of float32 in float32: on a card a training has set TF32 for the whole process, which keeps 11 bits."""
+    """Compute float32 products in full float32.
+
+    On a GPU, a training may have set TF32 for the whole process, which keeps only 11 bits of each factor.
+    """
     import torch
 
     settings = float32_settings(model)
@@ -44,13 +50,13 @@ def exact_products(model: nn.Module) -> Iterator[None]:
             setting.fp32_precision = "ieee"
         yield
     finally:
-        for setting, precision in zip(settings, before, strict=True):  # "none": as the process has it, then and later
+        for setting, precision in zip(settings, before, strict=True):  # "none" follows the setting of the process
             setting.fp32_precision = "none" if precision == torch.backends.fp32_precision else precision
 
 
 @contextlib.contextmanager
 def switches_kept() -> Iterator[None]:
-    """Afterwards torch's switches for a whole process are as before: TF32, determinism, how cuDNN chooses kernels."""
+    """Restore torch's process-wide switches afterwards: TF32, determinism, and how cuDNN chooses kernels."""
     with without_collector():
         import torch
         from transformers.utils import import_utils
@@ -62,19 +68,19 @@ def switches_kept() -> Iterator[None]:
         yield
     finally:
         torch.backends.fp32_precision = precision
-        import_utils.enable_tf32.cache_clear()  # cached: the next time it would do nothing
+        import_utils.enable_tf32.cache_clear()  # the function is cached, so its next call would do nothing
         torch.set_deterministic_debug_mode(mode)
         cudnn.deterministic, cudnn.benchmark = deterministic, benchmark
 
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """All of ``model`` in one mode; afterwards each module is in its own again."""
+    """Put all of ``model`` in one mode; afterwards each module is in its previous mode again."""
     was_training = {module: module.training for module in model.modules()}
     try:
         model.train(training)
         yield
     finally:
-        model.train(was_training[model])  # by its own method, which may do more
+        model.train(was_training[model])  # the model's own method may do more than set the modes
         for module, mode in was_training.items():
             module.training = mode

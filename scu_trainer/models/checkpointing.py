@@ -1,16 +1,17 @@
-"""Activation checkpointing: of each layer only the inputs are kept, its inside is computed again in backward.
+"""Activation checkpointing: keep only the inputs of each layer, and recompute its activations in backward.
 
-Exact: the second run draws the same dropout masks (the RNG is put back), and layers that count (BatchNorm) count once.
-Transformers' models do it themselves where they can; all else gets the forward of its repeated blocks wrapped:
+The result is exact: the recomputation draws the same dropout masks (the RNG state is restored), and BatchNorm updates
+its running statistics only once. transformers models checkpoint themselves if they support it; for all other models,
+the forward of their repeated blocks is wrapped:
 
-    model ── names them in `checkpoint_blocks`                                ──▶ those
+    model ── names its blocks in `checkpoint_blocks`                          ──▶ those blocks
           ── a transformers model that supports it                            ──▶ transformers' own, layer by layer
           ── elements of nn.ModuleList and nn.Sequential                      ──▶ one block each
-               an element that holds nothing but another such list (a stage)  ──▶ the elements of that list
-          ── nn.Sequential of simple modules, alone (a convolutional trunk)   ──▶ cut before each convolution or linear
+               an element that holds only another such list (a stage)         ──▶ the elements of that list
+          ── a plain nn.Sequential of simple modules (a convolutional trunk)  ──▶ cut before each convolution or linear
 
-Not exact for a layer that changes other state than running statistics in its forward and reads it there (the power
-iteration of spectral_norm).
+It is not exact for a layer whose forward changes and reads other state than running statistics, such as the power
+iteration of spectral_norm.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from scu_trainer.errors import ModelError, nearest
 
-NAMES = "checkpoint_blocks"
+BLOCKS_ATTRIBUTE = "checkpoint_blocks"
 
 
 def checkpoint_every_layer(model: nn.Module) -> int:
-    """Turn it on for ``model``, in place; the number of checkpointed blocks. A second call changes nothing.
+    """Turn activation checkpointing on for ``model``, in place, and return the number of checkpointed blocks.
 
-    Acts in training mode with gradients enabled; weights, names and saved files stay as they are. A model may name its
-    blocks: ``checkpoint_blocks``, a list of dotted names or a method that returns modules. Raises ModelError where
-    there is nothing to checkpoint.
+    It acts only in training mode with gradients enabled; weights, names and saved files do not change, and a second
+    call has no effect. A model may name its blocks in ``checkpoint_blocks``, a list of dotted names or a method that
+    returns modules. Raises ModelError if there is nothing to checkpoint.
     """
-    units = list({id(unit): unit for unit in _units(model)}.values())
+    units = list({id(unit): unit for unit in _blocks_to_enable(model)}.values())
     count = sum(_enable(unit) for unit in units)
     if not count:
         raise ModelError(
             f"checkpoint_every_layer: {type(model).__name__} has no repeated layers (elements of nn.ModuleList or "
-            f"nn.Sequential); drop checkpoint_every_layer, or give the model an attribute {NAMES} with their names, "
-            'for instance ["encoder.first", "encoder.second"]'
+            f"nn.Sequential); drop checkpoint_every_layer, or give the model an attribute {BLOCKS_ATTRIBUTE} with "
+            'their names, for instance ["encoder.first", "encoder.second"]'
         )
     return count
 
@@ -53,37 +54,38 @@ def checkpoint_every_layer(model: nn.Module) -> int:
 # -- finding blocks ----------------------------------------------------------------------------------------------------
 
 
-def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """Blocks to wrap, transformers models that checkpoint their own layers, and trunks to cut."""
+def _blocks_to_enable(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks to wrap, transformers models that checkpoint their own layers, and trunks to cut."""
     if _names_blocks(module):
         yield from _named_blocks(module)
     elif _checkpoints_itself(module) or _is_trunk(module):
         yield module
     elif isinstance(module, (nn.ModuleList, nn.Sequential)):
         for element in module:
-            yield from _of_element(element)
+            yield from _blocks_of_element(element)
     else:
         for child in module.children():
-            yield from _units(child)
+            yield from _blocks_to_enable(child)
 
 
-def _of_element(element: nn.Module) -> Iterator[nn.Module]:
+def _blocks_of_element(element: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of one element of a list of modules: usually the element itself."""
     if _is_leaf(element):
         return
     inner = _only_list(element)
     if _names_blocks(element) or _checkpoints_itself(element):
-        yield from _units(element)
+        yield from _blocks_to_enable(element)
     elif inner is not None and not all(map(_is_leaf, inner)):
-        yield from _units(inner)
-    elif type(element).forward is nn.Module.forward:  # a dictionary of modules: never called itself
+        yield from _blocks_to_enable(inner)
+    elif type(element).forward is nn.Module.forward:  # such as a ModuleDict, which is never called itself
         for child in element.children():
-            yield from _of_element(child)
+            yield from _blocks_of_element(child)
     else:
         yield element
 
 
 def _only_list(element: nn.Module) -> nn.Module | None:
-    """The list that ``element`` is, or that is all it holds."""
+    """Return ``element`` if it is a list of modules, or its only child if that is one; otherwise None."""
     lists = (nn.ModuleList, nn.Sequential)
     children = list(element.children())
     inner = children[0] if len(children) == 1 and not isinstance(element, lists) else element
@@ -105,18 +107,19 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 
 def _names_blocks(module: nn.Module) -> bool:
-    return NAMES in vars(module) or hasattr(type(module), NAMES)  # not hasattr: peft models answer for their base
+    # Not hasattr(module, ...): a peft model passes on the attributes of its base.
+    return BLOCKS_ATTRIBUTE in vars(module) or hasattr(type(module), BLOCKS_ATTRIBUTE)
 
 
 def _named_blocks(model: nn.Module) -> list[nn.Module]:
-    named = getattr(model, NAMES)
+    named = getattr(model, BLOCKS_ATTRIBUTE)
     if callable(named):
         return list(named())
     modules = dict(model.named_modules())
     for name in named:
         if name not in modules:
             raise ModelError(
-                f"{type(model).__name__}.{NAMES} names {name!r}, which is not one of its "
+                f"{type(model).__name__}.{BLOCKS_ATTRIBUTE} names {name!r}, which is not one of its "
                 f"modules{nearest(name, modules)}"
             )
     return [modules[name] for name in named]
@@ -124,15 +127,15 @@ def _named_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _is_trunk(module: nn.Module) -> bool:
     plain = type(module).forward is nn.Sequential.forward and all(map(_is_leaf, module))
-    return plain and sum(map(_is_heavy, module)) > 1 and bool(_worthwhile(module))
+    return plain and sum(map(_is_heavy, module)) > 1 and bool(_segments_to_checkpoint(module))
 
 
-def _worthwhile(trunk: nn.Module) -> list[list[nn.Module]]:
-    return [segment for segment in _segments(trunk) if _keeps_something(segment)]
+def _segments_to_checkpoint(trunk: nn.Module) -> list[list[nn.Module]]:
+    return [segment for segment in _segments(trunk) if _keeps_activations(segment)]
 
 
 def _segments(trunk: nn.Module) -> list[list[nn.Module]]:
-    """The modules of ``trunk`` in order, a new segment at each matrix or filter but the first."""
+    """Split the modules of ``trunk`` in order, before each convolution or linear layer but the first."""
     segments: list[list[nn.Module]] = [[]]
     for module in trunk:
         if _is_heavy(module) and any(map(_is_heavy, segments[-1])):
@@ -145,39 +148,39 @@ def _is_heavy(module: nn.Module) -> bool:
     return any(weight.dim() > 1 for weight in module.parameters())
 
 
-def _keeps_something(segment: Sequence[nn.Module]) -> bool:
-    """Whether more is kept for backward than the input: a single layer keeps just that."""
+def _keeps_activations(segment: Sequence[nn.Module]) -> bool:
+    """Return whether a segment keeps more than its input for backward; a single layer keeps only its input."""
     views = (nn.Flatten, nn.Unflatten, nn.Identity)
     return sum(not isinstance(module, views) for module in segment) > 1
 
 
-# -- acting ------------------------------------------------------------------------------------------------------------
+# -- wrapping blocks ---------------------------------------------------------------------------------------------------
 
 
 def _enable(unit: nn.Module) -> int:
     if _checkpoints_itself(unit):
-        return _enable_library(unit)
+        return _enable_transformers(unit)
     if not isinstance(vars(unit).get("forward"), CheckpointedForward):
         kind = CheckpointedTrunk if _is_trunk(unit) else CheckpointedForward
         unit.forward = kind(unit, unit.forward)
     return unit.forward.count
 
 
-def _enable_library(model: PreTrainedModel) -> int:
+def _enable_transformers(model: PreTrainedModel) -> int:
     model.activation_checkpointing_enable({"use_reentrant": False, **_context(model)})
-    # For reentrant checkpoints only: under a frozen base it would make backward run down to the embeddings.
+    # Only reentrant checkpoints need it: with a frozen base, backward would run all the way down to the embeddings.
     model.disable_input_require_grads()
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and getattr(part.config, "use_cache", False):
-            part.config.use_cache = False  # as the Trainer does; the library would drop the cache with a warning
+            part.config.use_cache = False  # as the Trainer does; otherwise transformers drops the cache and warns
     return sum(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules())
 
 
 class CheckpointedForward:
-    """Stands in for ``block.forward``. An object and no closure: models are pickled and copied."""
+    """Replaces ``block.forward``. It is an object and not a closure, because models are pickled and copied."""
 
     count = 1
-    """Blocks that it stands for."""
+    """Number of blocks that it checkpoints."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
         self.block, self.inner = block, forward
@@ -188,7 +191,7 @@ class CheckpointedForward:
         return self.run(args, kwargs)
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # All by position: torch looks there for the devices whose RNG it must put back.
+        # Pass all inputs by position: torch looks only there for the devices whose RNG state it must restore.
         names, first_named = tuple(kwargs), len(args)
 
         def forward(*values: Any) -> Any:
@@ -198,17 +201,20 @@ class CheckpointedForward:
 
 
 class CheckpointedTrunk(CheckpointedForward):
-    """Stands in for the forward of a plain ``nn.Sequential``: recomputed as one, it would save nothing at its peak."""
+    """Replaces the forward of a plain ``nn.Sequential``, checkpointing it in segments.
+
+    Recomputed as one block, it would need as much memory at the peak as without checkpointing.
+    """
 
     @property
     def count(self) -> int:
-        return len(_worthwhile(self.block))
+        return len(_segments_to_checkpoint(self.block))
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         (value,) = (*args, *kwargs.values())
         for modules in _segments(self.block):
             segment = nn.Sequential(*modules)
-            value = _checkpointed(segment, segment, value) if _keeps_something(modules) else segment(value)
+            value = _checkpointed(segment, segment, value) if _keeps_activations(modules) else segment(value)
         return value
 
 
@@ -220,24 +226,26 @@ def _checkpointed(function: Callable[..., Any], block: nn.Module, *inputs: Any) 
 
 @torch.compiler.disable
 def _checkpointed_uncompiled(function: Callable[..., Any], block: nn.Module, *inputs: Any) -> Any:
-    """torch.compile knows no contexts that differ between the two runs: such a block stays as it is, in between."""
+    """Checkpoint a block outside of torch.compile, which does not support different contexts for the two runs."""
     return checkpoint(function, *inputs, use_reentrant=False, **_context(block))
 
 
 def _context(block: nn.Module) -> dict[str, Any]:
-    """Arguments of torch's checkpoint: none where nothing counts."""
+    """Return the arguments of torch's checkpoint for ``block``: {} if it has no running statistics."""
     has_statistics = any(isinstance(module, _NormBase) for module in block.modules())
     return {"context_fn": functools.partial(_contexts, block)} if has_statistics else {}
 
 
 def _contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """Return the contexts of the first run and of the recomputation, which must not update the statistics again."""
     return contextlib.nullcontext(), StatisticsKept(block)
 
 
 class StatisticsKept:
-    """Context in which BatchNorm and its kin count into copies that are thrown away. May be entered again.
+    """Context in which BatchNorm and similar layers update copies of their statistics, which are then dropped.
 
-    Copies, and not momentum 0: 0 times an infinite mean would be NaN, and no layer's formula has to be known.
+    May be nested. Copies work for any layer, whatever its formula; with momentum 0 instead, an infinite mean times 0
+    would become NaN.
     """
 
     def __init__(self, block: nn.Module) -> None:

@@ -1,5 +1,7 @@
-"""The small base model that needs no download: a Granite hybrid, one attention layer among mamba2 layers, as
-Granite-4.0-H is built. ``train/fixtures/base_model.py`` gives it its weights."""
+"""The small base model that needs no download: a Granite hybrid with one attention layer among mamba2 layers.
+
+It is built like Granite-4.0-H; ``train/fixtures/base_model.py`` makes its weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ LAYERS = ("mamba", "mamba", "attention", "mamba")
 
 
 def base_config(vocab_size: int, bos: int, eos: int, pad: int) -> GraniteMoeHybridConfig:
-    """About 1.2 million weights. Special tokens by id."""
+    """Return its configuration, for about 1.2 million weights; special tokens are given by id."""
     from transformers import GraniteMoeHybridConfig
 
     return GraniteMoeHybridConfig(

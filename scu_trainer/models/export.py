@@ -1,4 +1,4 @@
-"""A merged model as files that stock transformers reads, read back and checked before anybody relies on them."""
+"""Write a merged model as files that stock transformers loads, then load them again and check the logits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CLASSES = {"text-generation": "AutoModelForCausalLM", "image-classification": "AutoModelForImageClassification"}
-"""Stock class that reads a merged model, by task."""
+"""Stock class that loads a merged model, by task."""
 
 
 def export_dtype(model: nn.Module, wanted: str) -> torch.dtype:
-    """Type of the merged weights; auto: that in which the frozen weights were loaded, before any was packed."""
+    """Return the dtype of the merged weights; "auto" is the one in which the base was loaded, before any packing."""
     import torch
 
     if wanted != "auto":
@@ -30,14 +30,17 @@ def export_dtype(model: nn.Module, wanted: str) -> torch.dtype:
 
 
 def write_model(merged: PreTrainedModel, processor: Any, folder: Path, max_shard_size: str) -> None:
-    """Weights in safetensors files of up to ``max_shard_size``, configuration, and what makes the model's inputs."""
+    """Save the model in safetensors files of up to ``max_shard_size``, with its ``processor`` (or tokenizer)."""
     merged.save_pretrained(folder, max_shard_size=max_shard_size)
     processor.save_pretrained(folder)
     give_usual_mode(folder.iterdir())
 
 
 def read_back(folder: Path, task: str, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
-    """The model as a stranger reads it. ``trust_remote_code``: Python that came with its base was copied there."""
+    """Load the written model with stock transformers. Raises ModelError if a weight is missing or has another shape.
+
+    ``trust_remote_code`` is for Python code that was copied from the base model.
+    """
     import transformers
 
     model, report = getattr(transformers, CLASSES[task]).from_pretrained(
@@ -52,20 +55,25 @@ def read_back(folder: Path, task: str, device: torch.device, trust_remote_code: 
 def require_same_logits(
     adapter_model: nn.Module, merged: nn.Module, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[float, float]:
-    """(difference, tolerance), see ``check_merge``. Raises ModelError for a difference that the arithmetic does not
-    explain."""
+    """Return (difference, tolerance) of the logits, see ``check_merge``.
+
+    Raises ModelError if the difference is larger than rounding can explain.
+    """
     difference, tolerance = check_merge(adapter_model, merged, inputs), merge_tolerance(adapter_model, dtype)
     if difference <= tolerance:  # NaN is not
         return difference, tolerance
     finer = "" if str(dtype) == "torch.float32" else ", for instance with --dtype float32"
     raise ModelError(
-        f"the merged model is not equal to the adapter: its logits differ by {difference:.2g} of the largest, and "
-        f"{tolerance:g} is allowed for {str(dtype).removeprefix('torch.')}; nothing was written. Merge another "
-        f"checkpoint{finer}"
+        f"the merged model is not equal to base and adapter together: its logits differ by {difference:.2g} of the "
+        f"largest, but only {tolerance:g} is allowed for {str(dtype).removeprefix('torch.')}; nothing was written. "
+        f"Merge another checkpoint{finer}"
     )
 
 
 def needed_bytes(weights: float, stored_bytes: float, dtype_bytes: Optional[float]) -> tuple[int, int]:
-    """(memory, disk) of a merge of ``weights`` weights: the model as it is loaded, two float32 copies beside it, and
-    the files. ``dtype_bytes``: of a merged weight, None as in the files of the base."""
+    """Return the (memory, disk) bytes that a merge of ``weights`` weights needs.
+
+    Memory holds the loaded model and two float32 copies. ``dtype_bytes`` are those of a merged weight; None means as in
+    the files of the base.
+    """
     return int(weights * (stored_bytes + 8)), int(weights * (dtype_bytes or stored_bytes) * 1.02)

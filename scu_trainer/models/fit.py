@@ -1,5 +1,4 @@
-"""Do a model, its tokenizer and the rows belong together? Asked before the first forward pass, which would fail
-obscurely."""
+"""Check that a model fits its tokenizer and its rows, before the first forward pass fails with an obscure error."""
 
 from __future__ import annotations
 
@@ -13,19 +12,21 @@ if TYPE_CHECKING:
 
 
 def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row: int) -> None:
-    """Raise ModelError or SettingsError unless ``model`` embeds ``token_count`` tokens and ``longest_row``
-    positions."""
+    """Check that ``model`` embeds ``token_count`` tokens and reads ``longest_row`` positions.
+
+    Raises ModelError for too many tokens, and SettingsError for too long a row.
+    """
     rows = embedding_rows(model)
     if rows is not None and token_count > rows:
         raise ModelError(
-            f"the tokenizer has {token_count} tokens, the embedding of {name} has {rows} rows; use the "
+            f"the tokenizer has {token_count} tokens, but the embedding of {name} has {rows} rows; use the "
             f"tokenizer that belongs to the model"
         )
     require_positions(model, name, longest_row)
 
 
 def require_positions(model: nn.Module, name: str, longest_row: int) -> None:
-    """Raise SettingsError where ``model`` reads no ``longest_row`` tokens at once."""
+    """Raise SettingsError if ``model`` cannot read ``longest_row`` tokens at once."""
     positions = positions_of(model)
     if positions is not None and longest_row > positions:
         raise SettingsError(
@@ -35,7 +36,7 @@ def require_positions(model: nn.Module, name: str, longest_row: int) -> None:
 
 
 def positions_of(model: nn.Module) -> Optional[int]:
-    """Tokens that it can read at once; None where its config has no limit. Learned prompts take positions too."""
+    """Return how many tokens ``model`` can read at once, less those of a learned prompt; None without a limit."""
     config = getattr(model.config, "text_config", model.config)
     positions = getattr(config, "max_position_embeddings", None)
     prompt = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None) or 0
@@ -43,7 +44,7 @@ def positions_of(model: nn.Module) -> Optional[int]:
 
 
 def embedding_rows(model: PreTrainedModel) -> Optional[int]:
-    """Tokens that it embeds; None for a model without an embedding of tokens, or where it is cut into shards."""
+    """Return how many tokens ``model`` embeds; None without a token embedding, or if it is sharded."""
     embedding = model.get_input_embeddings()
-    embedding = getattr(embedding, "original_module", embedding)  # peft's wrapper of rows or copies that are trained
+    embedding = getattr(embedding, "original_module", embedding)  # inside peft's wrapper, if it is trained
     return getattr(embedding, "num_embeddings", None)

@@ -1,10 +1,10 @@
-"""CADENCE: a recurrent language model over words that knows the category of its text.
+"""CADENCE: a recurrent language model over words that is conditioned on the category of its text.
 
     word embedding ─┐
                     ├─▶ GRU layers ─▶ projection ─▶ word scores (by default through the word embedding itself)
     category ───────┘
 
-The module needs torch and transformers only: a pushed model carries it and loads where this package is not installed.
+This file imports only torch and transformers: it is saved with a pushed model, which then loads without this package.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 
 UNKNOWN_CATEGORY = "<unknown>"
-"""Category 0: of text without a category, and of a category that was not in the training data."""
+"""Category 0, for text without a category and for categories that were not in the training data."""
 
 
 CATEGORY_RANGE = 0.5
-"""Standard deviation of the category embedding at the start."""
+"""Standard deviation of the initial category embedding."""
 
 
 class CadenceConfig(PretrainedConfig):
-    """Sizes of a CADENCE model. ``category_names``: by category id; the first one stands for an unknown category.
+    """Sizes of a CADENCE model.
 
-    ``dropout``: before, between and after the GRU layers. ``category_dropout``: share of the training rows whose
-    category is hidden, so that the model can also speak without one. ``tie_word_embeddings``: use the word embedding
-    as the output matrix as well (Press and Wolf, 2017, arXiv:1608.05859), ``projection`` leads from hidden to
-    embedding size.
+    ``category_names`` are the names by category id; the first one is that of an unknown category. ``dropout`` acts
+    before, between and after the GRU layers. ``category_dropout`` is the share of training rows with their category
+    hidden, so that the model can also write without one. ``tie_word_embeddings`` uses the word embedding as the output
+    matrix as well (Press and Wolf, 2017, arXiv:1608.05859); ``projection`` maps the hidden to the embedding size.
     """
 
     model_type = "cadence"
@@ -65,9 +65,9 @@ class CadenceConfig(PretrainedConfig):
 
 @dataclass
 class CadenceOutput(ModelOutput):
-    """``logits`` (rows, time, words); ``state`` (layers, rows, hidden): what the model remembers of each row.
+    """``logits`` (rows, time, words), and ``state`` (layers, rows, hidden), the recurrent state of each row.
 
-    ``last_hidden_state`` (rows, time, hidden): of the model without a head.
+    ``last_hidden_state`` (rows, time, hidden) is the output of the model without a head.
     """
 
     loss: Optional[Tensor] = None
@@ -77,8 +77,11 @@ class CadenceOutput(ModelOutput):
 
 
 class CategoryEmbedding(nn.Embedding):
-    """A class of its own for its start: words start small because they are output weights too; a category that small
-    would go unheard for long."""
+    """The category embedding, a class of its own because it is initialized differently.
+
+    Word embeddings start small, because they are also output weights; categories that small would have no effect for
+    many steps.
+    """
 
 
 class CadencePreTrainedModel(PreTrainedModel):
@@ -101,7 +104,7 @@ class CadencePreTrainedModel(PreTrainedModel):
 
 
 class CadenceModel(CadencePreTrainedModel):
-    """Words and categories -> hidden states."""
+    """The model without a head: it maps words and a category to hidden states."""
 
     def __init__(self, config: CadenceConfig) -> None:
         super().__init__(config)
@@ -109,13 +112,13 @@ class CadenceModel(CadencePreTrainedModel):
         self.categories = CategoryEmbedding(len(config.category_names), config.category_embedding_size)
         sizes = [config.embedding_size + config.category_embedding_size]
         sizes += [config.hidden_size] * config.num_hidden_layers
-        # One module per layer: each can be checkpointed alone, and its state at any word of a row is at hand.
+        # One module per layer, so that each can be checkpointed on its own and gives its state at every word.
         self.layers = nn.ModuleList(nn.GRU(before, after, batch_first=True) for before, after in pairwise(sizes))
         self.dropout = nn.Dropout(config.dropout)
         self.post_init()
 
     def checkpoint_blocks(self) -> list[nn.Module]:
-        """What activation checkpointing may compute again in backward."""
+        """Return the blocks that activation checkpointing may recompute in backward."""
         return list(self.layers)
 
     @can_return_tuple
@@ -128,10 +131,11 @@ class CadenceModel(CadencePreTrainedModel):
         use_cache: Optional[bool] = None,
         **_: Any,
     ) -> CadenceOutput:
-        """input_ids, attention_mask (rows, time); category_ids (rows,), 0 if None; state (layers, rows, hidden).
+        """Compute the hidden states of each row.
 
-        Padding may stand on either side: a padded place changes no state. ``use_cache``: return the state after the
-        last word of each row (default: not while training).
+        Shapes: input_ids and attention_mask (rows, time); category_ids (rows,), 0 if None; state (layers, rows,
+        hidden). Padding may be on either side, and padded positions change no state. ``use_cache`` returns the state
+        after the last word of each row (default: not in training mode).
         """
         order = _words_first(attention_mask)
         hidden = self.dropout(self._embed(input_ids if order is None else input_ids.gather(1, order), category_ids))
@@ -140,7 +144,7 @@ class CadenceModel(CadencePreTrainedModel):
         keeps_state = not self.training if use_cache is None else use_cache
         states = []
         for layer, before in zip(self.layers, state, strict=True):
-            hidden = _run(layer, hidden, before)
+            hidden = _run_layer(layer, hidden, before)
             if keeps_state:
                 states.append(_state_after(hidden, before, attention_mask))
             hidden = self.dropout(hidden)
@@ -149,7 +153,7 @@ class CadenceModel(CadencePreTrainedModel):
         return CadenceOutput(last_hidden_state=hidden, state=torch.stack(states) if keeps_state else None)
 
     def _embed(self, input_ids: Tensor, category_ids: Optional[Tensor]) -> Tensor:
-        """(rows, time, embedding + category embedding)."""
+        """Return the embeddings of words and category, (rows, time, embedding + category embedding)."""
         words = self.words(input_ids)
         if category_ids is None:
             category_ids = input_ids.new_zeros(len(input_ids))
@@ -160,10 +164,10 @@ class CadenceModel(CadencePreTrainedModel):
         return torch.cat([words, categories], dim=-1)
 
 
-def _run(layer: nn.GRU, hidden: Tensor, before: Tensor) -> Tensor:
-    """Outputs (rows, time, hidden) of one layer that starts in the state ``before`` (rows, hidden)."""
+def _run_layer(layer: nn.GRU, hidden: Tensor, before: Tensor) -> Tensor:
+    """Return the outputs (rows, time, hidden) of one layer that starts in the state ``before`` (rows, hidden)."""
     weight = layer.weight_hh_l0
-    # On a CPU the many small products of a recurrence are slower in 16 bits than in 32.
+    # On a CPU, the many small products of a recurrence are slower in 16 bits than in 32.
     on_cpu = hidden.device.type == "cpu"
     with torch.autocast("cpu", enabled=False) if on_cpu else contextlib.nullcontext():
         if on_cpu:
@@ -172,23 +176,23 @@ def _run(layer: nn.GRU, hidden: Tensor, before: Tensor) -> Tensor:
 
 
 def _words_first(attention_mask: Optional[Tensor]) -> Optional[Tensor]:
-    """Places of each row with the words before the padding, (rows, time); None where they stand so already."""
+    """Return the order (rows, time) that puts the words of each row before its padding; None if they already are."""
     if attention_mask is None or not bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         return None
     return attention_mask.ne(0).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
 
 
 def _state_after(hidden: Tensor, before: Tensor, attention_mask: Optional[Tensor]) -> Tensor:
-    """The state (rows, hidden) after the last word of each row, which is the one before where a row has no word."""
+    """Return the state (rows, hidden) after the last word of each row; for a row without words, the state before."""
     if attention_mask is None:
         return hidden[:, -1]
     lengths = attention_mask.ne(0).sum(dim=1)
-    every = torch.cat([before[:, None].to(hidden.dtype), hidden], dim=1)
-    return every[torch.arange(len(hidden), device=hidden.device), lengths]
+    states = torch.cat([before[:, None].to(hidden.dtype), hidden], dim=1)
+    return states[torch.arange(len(hidden), device=hidden.device), lengths]
 
 
 class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
-    """The language model: scores of the next word."""
+    """The language model, with a head for the logits of the next word."""
 
     _tied_weights_keys = {"lm_head.weight": "model.words.weight"}  # noqa: RUF012 - read by transformers
 
@@ -197,12 +201,12 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
         self.model = CadenceModel(config)
         self.projection = nn.Linear(config.hidden_size, config.embedding_size)
         self.lm_head = nn.Linear(config.embedding_size, config.vocab_size)
-        if config.tie_word_embeddings:  # or a Trainer would warn, at each resume, that it is missing
+        if config.tie_word_embeddings:  # otherwise the Trainer warns on every resume that lm_head.weight is missing
             self._keys_to_ignore_on_save = ["lm_head.weight"]
         self.post_init()
 
     def checkpoint_blocks(self) -> list[nn.Module]:
-        """What activation checkpointing may compute again in backward."""
+        """Return the blocks that activation checkpointing may recompute in backward."""
         return self.model.checkpoint_blocks()
 
     @can_return_tuple
@@ -217,8 +221,10 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CadenceOutput:
-        """As ``CadenceModel``. labels (rows, time): word ids, -100 where nothing is learned; each is predicted from the
-        words before it. ``logits_to_keep``: scores of so many last places only, 0 for all.
+        """Compute logits, and the loss if ``labels`` are given; other arguments are those of ``CadenceModel``.
+
+        labels (rows, time) are word ids, -100 for positions that are not learned; each word is predicted from those
+        before it. ``logits_to_keep`` limits the logits to that many last positions; 0 keeps all.
         """
         outputs = self.model(input_ids, category_ids, attention_mask, state, use_cache)
         logits = self.lm_head(self.projection(outputs.last_hidden_state[:, -logits_to_keep:]))
@@ -236,7 +242,7 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
         use_cache: Optional[bool] = True,
         **_: Any,
     ) -> dict[str, Any]:
-        """With a state only the newest word is left to read."""
+        """Return the inputs of the next step; with a state, the model reads only the newest word."""
         if state is not None:
             input_ids = input_ids[:, -1:]
             attention_mask = None if attention_mask is None else attention_mask[:, -1:]
@@ -251,7 +257,10 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: CadenceOutput, model_kwargs: dict[str, Any], *others: Any, **more: Any
     ) -> dict[str, Any]:
-        """transformers hands on a state by itself up to 5.23 only; later all words would be read again for each."""
+        """Pass the state on to the next step.
+
+        transformers does this only up to version 5.23; later versions would read all words again for each new one.
+        """
         if "state" in outputs:
             model_kwargs["state"] = outputs.state
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *others, **more)

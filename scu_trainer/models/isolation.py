@@ -1,4 +1,4 @@
-"""Do packed documents see each other? What a configuration declares is asked again of the model itself."""
+"""Find out whether documents that are packed into one row see each other: by the configuration, and by a trial run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 TOKENS = 12
 TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
-"""Largest relative change of logits that rounding may cause, in float32 and in 16 bits. Fresh weights leak by 4e-4 or
-more, trained ones by a tenth: in 16 bits not every leak can be seen, which is why declarations count too."""
+"""Largest relative change of logits that rounding may cause, in float32 and in 16 bits. Random weights leak by 4e-4 or
+more, trained ones by a tenth. In 16 bits not every leak can be measured, so the configuration is checked as well."""
 
 CARRYING = tuple("mamba recurrent linear_attention rwkv ssm conv lstm retention delta jamba lfm2".split())
 """Parts of the names of layers and models that carry a state from one token to the next."""
@@ -24,12 +24,12 @@ MEASURED = frozenset(
     "llama mistral mixtral qwen2 qwen3 gemma gemma2 phi3 olmo2 granite stablelm starcoder2 gpt_neox gpt2 "
     "gpt_bigcode".split()
 )
-"""Families of which a small model was seen to isolate, in tests/models/test_isolation.py: for models that cannot be
-asked because their weights are split over ranks."""
+"""Model types for which tests/models/test_isolation.py measures that a small model isolates documents. They are used
+for models that cannot be run here because their weights are split over ranks."""
 
 
 def declared_leak(config: PretrainedConfig) -> Optional[str]:
-    """Why packed documents would see each other, by what ``config`` declares; None where nothing speaks for it."""
+    """Return why packed documents would see each other according to ``config``; None if nothing in it says so."""
     names = [config.model_type, *(getattr(config, "architectures", None) or ())]
     for field in ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern"):
         value = getattr(config, field, None)
@@ -42,7 +42,7 @@ def declared_leak(config: PretrainedConfig) -> Optional[str]:
 
 
 def isolates(model: nn.Module, vocab_size: int) -> bool:
-    """Whether the logits of a document are the same when another stands before it in the row.
+    """Return whether the logits of a document stay the same when another document precedes it in the row.
 
     Position ids restart at each document and no attention mask is given, as the collator does for isolated documents.
     """
@@ -51,7 +51,7 @@ def isolates(model: nn.Module, vocab_size: int) -> bool:
 
 
 def can_be_asked(model: nn.Module) -> bool:
-    """Whether all weights are here, on each rank: those that are split over ranks, or not made yet, give no logits."""
+    """Return whether this process holds all weights; weights that are split over ranks or on meta give no logits."""
     from transformers.integrations.fsdp import is_fsdp_enabled
 
     return not is_fsdp_enabled() and not any(
@@ -60,8 +60,10 @@ def can_be_asked(model: nn.Module) -> bool:
 
 
 def leak(model: nn.Module, vocab_size: int) -> tuple[float, bool]:
-    """Largest change of the second document's logits caused by the first one, relative to their largest size; and
-    whether the logits come from 16 bits."""
+    """Return how much a first document changes the logits of the second, and whether the model computes in 16 bits.
+
+    The change is the largest one, relative to the largest logit.
+    """
     import torch
 
     device = input_device(model)
@@ -69,7 +71,7 @@ def leak(model: nn.Module, vocab_size: int) -> tuple[float, bool]:
     second = (torch.arange(TOKENS, device=device) * 5 + 3) % vocab_size
     positions = torch.arange(TOKENS, device=device)
     with evaluating(model):
-        # With a key-value cache transformers takes restarting positions for no border at all.
+        # With a key-value cache, transformers does not take restarting positions for a document boundary.
         alone = model(input_ids=second[None], position_ids=positions[None], use_cache=False).logits[0]
         packed, restarting = torch.cat([first, second])[None], positions.repeat(2)[None]
         both = model(input_ids=packed, position_ids=restarting, use_cache=False).logits[0, TOKENS:]

@@ -1,7 +1,7 @@
-"""Which kernels attention and mamba layers run: the best choice before a model is loaded, the truth afterwards.
+"""Choose the attention kernel before a model is loaded, and report the kernels that really run afterwards.
 
-What a library was asked for and what runs are two things: a mask, dropout, or a missing package sends attention down
-another path without a word. So one forward is run and watched.
+The two can differ: a mask, dropout or a missing package silently makes a library use another kernel. So one forward is
+run and its operations are recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FLASH = "flash_attention"
 FLASH_CAPABILITY = (8, 0)
-"""Of the cards that the packages' kernels are for: Ampere and newer."""
+"""Least compute capability of GPUs that the flash attention packages support: Ampere."""
 ATTENTION_KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu": "sdpa, the flash kernel for CPU",
     "_scaled_dot_product_flash_attention": "sdpa, the flash kernel",
@@ -37,7 +37,7 @@ ATTENTION_KERNELS = {
 }
 EAGER = "eager (attention matrices are held whole)"
 MAMBA_REFERENCE = ("convolution", "cumsum")
-"""Operations that the reference path runs in a mamba layer, and the fused kernels replace."""
+"""Operations of the reference path of a mamba layer, which the fused kernels replace."""
 MAMBA_PACKAGES = ("mamba_ssm", "causal_conv1d")
 
 
@@ -45,10 +45,10 @@ MAMBA_PACKAGES = ("mamba_ssm", "causal_conv1d")
 
 
 def best_attention(wanted: Optional[str], device: torch.device | str, half_precision: bool) -> Optional[str]:
-    """What to load a model with as ``attn_implementation``; None: the library's own choice, sdpa.
+    """Return the ``attn_implementation`` to load a model with; None leaves it to transformers, which takes sdpa.
 
-    ``half_precision``: whether attention is computed in bf16 or fp16. Raises ModelError for a ``wanted`` that does not
-    exist or cannot run.
+    ``wanted`` is the user's choice, if any, and ``half_precision`` whether attention is computed in bf16 or fp16.
+    Raises ModelError if ``wanted`` does not exist or cannot run here.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -66,7 +66,7 @@ def _require_known(wanted: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     allowed = ["eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
-    if wanted not in allowed and "/" not in wanted:  # a slash: a kernel on the Hub
+    if wanted not in allowed and "/" not in wanted:  # a name with a slash is a kernel on the Hub
         raise ModelError(
             f"attn_implementation is {wanted!r}; allowed: {', '.join(sorted(allowed))}, or a kernel on the Hub"
             f"{nearest(wanted, allowed)}"
@@ -76,16 +76,16 @@ def _require_known(wanted: str) -> None:
 def _require_flash(wanted: str, device: torch.device | str, on_cuda: bool, half_precision: bool) -> None:
     instead = "use attn_implementation: sdpa, whose own flash kernel needs no package"
     if not on_cuda:
-        raise ModelError(f"attn_implementation: {wanted} runs on CUDA only, and this run is on {device}; {instead}")
+        raise ModelError(f"attn_implementation: {wanted} runs on CUDA only, but this run is on {device}; {instead}")
     if not _is_recent(device):
         name = torch.cuda.get_device_name(device)
         raise ModelError(
-            f"attn_implementation: {wanted} runs on cards of the Ampere generation or newer, and this is a {name}; "
+            f"attn_implementation: {wanted} runs on GPUs of the Ampere generation or newer, but this is a {name}; "
             "use attn_implementation: sdpa, which has other kernels for it"
         )
     if not half_precision:
         raise ModelError(
-            f"attn_implementation: {wanted} computes in bf16 or fp16 only, and this run in float32; set "
+            f"attn_implementation: {wanted} computes in bf16 or fp16 only, but this run computes in float32; set "
             f"mixed_precision: bf16, or {instead}"
         )
     if not _flash_is_installed(wanted):
@@ -100,7 +100,7 @@ def _is_recent(device: torch.device | str) -> bool:
 
 
 def _flash_is_installed(wanted: str) -> bool:
-    """Also true with the package ``kernels``, through which transformers fetches what is missing."""
+    """Return whether the kernel's package is installed, or the package ``kernels``, which can download the kernel."""
     from transformers import utils
 
     version = wanted.rpartition("_")[-1]
@@ -111,18 +111,18 @@ def _flash_is_installed(wanted: str) -> bool:
 
 
 def kernel_line(model: nn.Module, inputs: dict[str, Any], autocast: Optional[AbstractContextManager] = None) -> str:
-    """What attention and, where there are any, mamba layers run, measured by one forward of ``inputs``: "attention:
-    sdpa, the flash kernel for CPU; mamba: reference path (...)".
+    """Run one forward of ``inputs`` and return the kernels that attention and mamba layers ran.
 
-    It runs as training does, in training mode with gradients enabled: dropout and gradients decide about kernels.
-    ``inputs``: on the device of ``model``, of few tokens. ``autocast``: the context of the training's forward. Mode,
-    RNG and running statistics of ``model`` are left as they were. Give the model itself, not its compiled form.
+    For example "attention: sdpa, the flash kernel for CPU; mamba: reference path (...)". The forward runs in training
+    mode with gradients enabled, because dropout and gradients decide which kernel runs. ``inputs`` are a few tokens on
+    the device of ``model``, and ``autocast`` is the context of the forward in training. Mode, RNG and running
+    statistics of ``model`` are restored. ``model`` must not be compiled.
     """
-    with in_mode(model, True), _rng_kept(model), StatisticsKept(model), _Watch(model) as watch, torch.enable_grad():
+    with in_mode(model, True), _rng_kept(model), StatisticsKept(model), _Recorder(model) as record, torch.enable_grad():
         with autocast or contextlib.nullcontext():
             model(**inputs)
-    attention = f"attention: {watch.attention()}" if watch.attention() else "no attention layers"
-    return f"{attention}; mamba: {watch.mamba()}" if watch.calls["mamba"] else attention
+    attention = f"attention: {record.attention()}" if record.attention() else "no attention layers"
+    return f"{attention}; mamba: {record.mamba()}" if record.calls["mamba"] else attention
 
 
 def _rng_kept(model: nn.Module) -> AbstractContextManager:
@@ -131,8 +131,8 @@ def _rng_kept(model: nn.Module) -> AbstractContextManager:
     return torch.random.fork_rng(devices=devices, device_type=kind)
 
 
-class _Watch(TorchDispatchMode):
-    """Counts the kernels that run inside attention and mamba layers. ``calls``: of such layers, by kind."""
+class _Recorder(TorchDispatchMode):
+    """Counts the kernels that run inside attention and mamba layers; ``calls`` counts the layers that ran, by kind."""
 
     supports_higher_order_operators = True
 
@@ -145,11 +145,13 @@ class _Watch(TorchDispatchMode):
         self.mamba_operations: Counter[str] = Counter()
         self._hooks: list = []
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _Recorder:
         for module in self.model.modules():
-            if kind := _kind(module):
-                self._hooks.append(module.register_forward_pre_hook(functools.partial(self._begin, kind)))
-                self._hooks.append(module.register_forward_hook(functools.partial(self._end, kind), always_call=True))
+            if kind := _layer_kind(module):
+                self._hooks.append(module.register_forward_pre_hook(functools.partial(self._enter_layer, kind)))
+                self._hooks.append(
+                    module.register_forward_hook(functools.partial(self._exit_layer, kind), always_call=True)
+                )
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -157,19 +159,19 @@ class _Watch(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
 
-    def _begin(self, kind: str, *_: Any) -> None:
+    def _enter_layer(self, kind: str, *_: Any) -> None:
         self.inside[kind] += 1
         self.calls[kind] += 1
 
-    def _end(self, kind: str, *_: Any) -> None:
+    def _exit_layer(self, kind: str, *_: Any) -> None:
         self.inside[kind] -= 1
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        self._note(str(function))
+        self._count_operation(str(function))
         return function(*arguments, **(keywords or {}))
 
-    def _note(self, full_name: str) -> None:
-        """``full_name``: for instance "aten._softmax.default"."""
+    def _count_operation(self, full_name: str) -> None:
+        """Count the operation ``full_name``, for instance "aten._softmax.default", if it tells which kernel runs."""
         space, _, rest = full_name.partition(".")
         name = rest.partition(".")[0]
         if space == "aten" and name in ATTENTION_KERNELS:
@@ -195,7 +197,7 @@ class _Watch(TorchDispatchMode):
         return f"reference path ({' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed)"
 
 
-def _kind(module: nn.Module) -> str:
+def _layer_kind(module: nn.Module) -> str:
     if is_mamba(module):
         return "mamba"
     return "attention" if "attention" in type(module).__name__.lower() else ""

@@ -1,4 +1,4 @@
-"""Files of a folder that somebody else needs to use the model in it."""
+"""The files of a folder that are needed to use the model in it, and so are published or copied with it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ PROCESSOR = (
 
 
 def model_files(folder: Path) -> tuple[str, ...]:
-    """Patterns of the files of a full model; its code only where its configuration says that it has some: other Python
-    files in the folder of a run are the user's own business."""
+    """Return the patterns of the files of a full model.
+
+    Python files count only if the model's configuration refers to code: other Python files in the folder of a run
+    belong to the user.
+    """
     config = folder / "config.json"
     has_code = config.is_file() and "auto_map" in read_json(config)
     return (*MODEL, "*.py") if has_code else MODEL
 
 
 def names_like(folder: Path, patterns: Iterable[str]) -> list[str]:
-    """Names of the regular files directly in ``folder`` that match one of ``patterns``, sorted."""
+    """Return the sorted names of the regular files directly in ``folder`` that match one of ``patterns``."""
     found = sorted(path.name for path in folder.iterdir() if path.is_file())
     return [name for name in found if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

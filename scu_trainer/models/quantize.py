@@ -1,8 +1,8 @@
-"""QLoRA: which frozen weights are stored in 4 or 8 bits, which are not, and what a stored model needs before training.
+"""QLoRA: choose which frozen weights are stored in 4 or 8 bits, and prepare a quantized model for training.
 
-bitsandbytes does the arithmetic, on CUDA and on CPUs. Quantized are the linear layers of the blocks that repeat, so
+bitsandbytes does the arithmetic, on CUDA and on CPUs. The linear layers of the repeated blocks are quantized, so
 attention and MLP. Everything else keeps the precision of its file: embeddings, output and classification heads, norms,
-convolutions, recurrent cells, routers, stacked experts, and what a mamba kernel reads instead of calling it.
+convolutions, recurrent cells, routers, stacked experts, and linear layers whose weight a mamba kernel reads directly.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scu_trainer")
 
 QUANTIZED_FROM_WEIGHTS = 1024
-"""Smaller layers have nothing to save, and bitsandbytes fails on the smallest (a single output)."""
+"""Least weights of a layer that is quantized: smaller ones save nothing, and bitsandbytes fails on a single output."""
 
 ROUTERS = ("router", "gate", "shared_expert_gate")
-"""Names of linear layers that choose experts: tiny, and a rounded score sends a token elsewhere."""
+"""Names of linear layers that choose experts: they are tiny, and a rounded score sends a token to another expert."""
 
 BITSANDBYTES = "bitsandbytes"
 
 
 def require_quantization(settings: ModelSettings, device: torch.device) -> None:
-    """Raise RequirementError where ``tuning: qlora`` cannot run on ``device``, before anything is loaded."""
+    """Raise RequirementError, before anything is loaded, if ``tuning: qlora`` cannot run on ``device``."""
     if settings.tuning != "qlora":
         return
     if importlib.util.find_spec(BITSANDBYTES) is None:
@@ -43,14 +43,16 @@ def require_quantization(settings: ModelSettings, device: torch.device) -> None:
         )
     if device.type not in ("cuda", "cpu"):
         raise RequirementError(
-            f"tuning: qlora runs on CUDA devices and CPUs, and the device here is {device.type}; use tuning: lora, or "
+            f"tuning: qlora runs on CUDA devices and CPUs, but the device here is {device.type}; use tuning: lora, or "
             "use_cpu: true"
         )
 
 
 def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """What 4-bit weights are multiplied in: the arithmetic of training. ``mixed_precision`` auto: bfloat16 where the
-    device has it, else float16 (CUDA) or float32 (CPU)."""
+    """Return the dtype in which 4-bit layers compute, which is that of training.
+
+    With ``mixed_precision: auto`` this is bfloat16 if the device has it, else float16 (CUDA) or float32 (CPU).
+    """
     import torch
 
     if settings.mixed_precision == "no":
@@ -65,13 +67,13 @@ def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dty
 def quantization_config(
     settings: ModelSettings, skeleton: PreTrainedModel, compute_dtype: torch.dtype
 ) -> Optional[BitsAndBytesConfig]:
-    """What ``from_pretrained(quantization_config=...)`` takes; None for a model whose files hold the bits asked for.
+    """Return the value for ``from_pretrained(quantization_config=...)``; None if the files are already quantized so.
 
     Args:
         skeleton: the model without weights, see ``skeleton_of``.
-        compute_dtype: arithmetic of the 4-bit layers; 8-bit layers take the type of their input.
+        compute_dtype: the dtype in which 4-bit layers compute; 8-bit layers use the dtype of their input.
 
-    Raises ModelError for a model quantized in another way, or with nothing to quantize.
+    Raises ModelError for a model that is quantized in another way, or has nothing to quantize.
     """
     from transformers import BitsAndBytesConfig
 
@@ -83,7 +85,7 @@ def quantization_config(
             f"tuning: qlora would quantize nothing in {type(skeleton).__name__}: none of its repeated blocks has a "
             f"linear layer of {QUANTIZED_FROM_WEIGHTS:,} weights or more; use tuning: lora or full"
         )
-    # With its own list, transformers adds no defaults: the names below are all that stays as it is.
+    # A list given here replaces the defaults of transformers: only these modules stay unquantized.
     kept = [name for name, _ in _linear_layers(skeleton) if name not in wanted]
     if settings.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
@@ -99,8 +101,10 @@ def quantization_config(
 def skeleton_of(
     config: PretrainedConfig, trust_remote_code: bool = False, auto: Any = None, **options: Any
 ) -> PreTrainedModel:
-    """The model of ``config`` on the meta device: names and shapes, no memory. ``auto``: its class of transformers;
-    None: a causal language model."""
+    """Build the model of ``config`` on the meta device: it has names and shapes, but takes no memory.
+
+    ``auto`` is the Auto class to build it with; None means a causal language model.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -109,14 +113,14 @@ def skeleton_of(
 
 
 def stored_quantization(config: PretrainedConfig) -> dict[str, Any]:
-    """What the configuration says of it, with ``quant_method``; {} where the files hold whole weights."""
+    """Return the quantization in the model's configuration, always with ``quant_method``; {} for unquantized files."""
     stored = getattr(config, "quantization_config", None) or {}
     stored = stored if isinstance(stored, dict) else stored.to_dict()
     return {"quant_method": "an unknown method", **stored} if stored else {}
 
 
 def is_stored_quantized(settings: ModelSettings, config: PretrainedConfig) -> bool:
-    """Whether the files hold the bits that ``settings`` ask for. Raises ModelError for any other quantization."""
+    """Return whether the files are quantized as ``settings`` ask. Raises ModelError for any other quantization."""
     stored = stored_quantization(config)
     if not stored:
         return False
@@ -126,7 +130,7 @@ def is_stored_quantized(settings: ModelSettings, config: PretrainedConfig) -> bo
         return True
     found = f"{other} bits of {BITSANDBYTES}" if method == BITSANDBYTES else str(method)
     raise ModelError(
-        f"the model is stored quantized ({found}), and tuning: qlora makes {asked} bits of {BITSANDBYTES} from full "
+        f"the model is stored quantized ({found}), but tuning: qlora makes {asked} bits of {BITSANDBYTES} from full "
         "weights; give the folder or Hub id of the full model"
         + (f", or set load_in_8bit: {str(other == 8).lower()}" if method == BITSANDBYTES else "")
     )
@@ -136,7 +140,7 @@ def is_stored_quantized(settings: ModelSettings, config: PretrainedConfig) -> bo
 
 
 def quantizable_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers of attention and MLP, of a model or its skeleton."""
+    """Return the names of the linear layers to quantize (attention and MLP), of a model or its skeleton."""
     kept = set(_read_by_kernels(model))
     blocks = _repeated_blocks(model)
     return [
@@ -150,7 +154,7 @@ def quantizable_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What bitsandbytes' integration would replace: exactly these types, no subclasses."""
+    """Return the layers that transformers' bitsandbytes integration replaces: exactly these types, no subclasses."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -158,7 +162,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _repeated_blocks(model: PreTrainedModel) -> tuple[str, ...]:
-    """Prefixes of the lists of layers in the backbone. What lies outside of the backbone is a head."""
+    """Return the name prefixes of the lists of layers in the backbone; modules outside of the backbone are heads."""
     from torch import nn
 
     backbone = model.base_model
@@ -170,13 +174,15 @@ def _repeated_blocks(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def is_mamba(module: nn.Module) -> bool:
-    """Whether it is the mixer of a state-space layer, by what all families call their parts."""
+    """Return whether ``module`` is the mixer of a state-space layer, by attributes that all families share."""
     return hasattr(module, "A_log") and hasattr(module, "conv1d")
 
 
 def _read_by_kernels(model: nn.Module) -> Iterator[str]:
-    """Projections of state-space mixers whose weight is handed to a kernel or multiplied by hand: all but the first.
-    Packed into 4 or 8 bits they have another shape there."""
+    """Yield the names of projections in state-space mixers whose weight is read directly instead of called.
+
+    These are all projections but the first. The code that reads them would not understand the shape of packed weights.
+    """
     from torch import nn
 
     for name, mixer in model.named_modules():
@@ -186,40 +192,43 @@ def _read_by_kernels(model: nn.Module) -> Iterator[str]:
 
 
 def quantized_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers whose weights are stored in 4 or 8 bits, by name."""
+    """Return (name, module) of the layers whose weights are stored in 4 or 8 bits."""
     return ((name, module) for name, module in model.named_modules() if stored_bits(module) is not None)
 
 
 def stored_bits(module: nn.Module) -> Optional[int]:
-    """4 or 8; None for a module of full precision, adapters' wrappers included."""
+    """Return 4 or 8 for a layer with packed weights; None for full precision and for the wrappers of adapters."""
     kind = type(getattr(module, "weight", None)).__name__
-    is_layer = "weight" in getattr(module, "_parameters", {})  # a wrapper passes its layer's weight on as its own
+    is_layer = "weight" in getattr(module, "_parameters", {})  # a wrapper's attribute is the weight of its layer
     return {"Params4bit": 4, "Int8Params": 8}.get(kind) if is_layer else None
 
 
 def is_of_torchao(weight: torch.Tensor) -> bool:
-    """Whether torchao has packed it: it names the type of before, and most of torch's functions do not take it."""
+    """Return whether torchao has packed ``weight``.
+
+    Its dtype is still the one before packing, and most functions of torch do not accept it.
+    """
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    return is_traceable_wrapper_subclass(weight) and not hasattr(weight, "to_local")  # which those of FSDP have
+    return is_traceable_wrapper_subclass(weight) and not hasattr(weight, "to_local")  # DTensors of FSDP have to_local
 
 
 def without_torchao(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers of ``weight``, also where torchao has packed them."""
+    """Return ``weight`` as a plain tensor, dequantized if torchao has packed it."""
     return weight.dequantize() if is_of_torchao(weight) else weight
 
 
-# -- made ready --------------------------------------------------------------------------------------------------------
+# -- preparing for training --------------------------------------------------------------------------------------------
 
 
 def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze a model as it was loaded, and keep its weights from being changed by forward passes.
+    """Freeze a quantized model, and keep forward passes from changing its weights.
 
-    Weights that are not quantized keep the type they were loaded in: what 4 bits lose is many times what bfloat16
-    loses, and embedding and head in float32 would cost as much as is saved on them. Only float16 becomes float32: small
-    gradients that pass such a weight would vanish.
+    Unquantized weights keep the dtype in which they were loaded: the rounding error of 4 bits is many times that of
+    bfloat16, and float32 embeddings and heads would cost as much memory as quantization saves. Only float16 becomes
+    float32, because small gradients that pass through a float16 weight would vanish.
 
-    Raises ModelError where the files quantize a weight that a mamba kernel reads.
+    Raises ModelError if the files hold a quantized weight that a mamba kernel reads directly.
     """
     import torch
 
@@ -240,21 +249,26 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def packed_of_another_shape(model: nn.Module) -> list[str]:
-    """Names of packed weights that do not have the shape of their layer: transformers compares those that it does not
-    pack alone."""
-    found = []
+    """Return the names of packed weights that do not have the shape of their layer.
+
+    transformers reports such a mismatch only for weights that it does not pack.
+    """
+    names = []
     for name, module in quantized_modules(model):
         state = getattr(module.weight, "quant_state", None)
         is_known = state is not None or stored_bits(module) == 8
         shape = tuple(module.weight.shape if state is None else state.shape)
         if is_known and shape != (module.out_features, module.in_features):
-            found.append(f"{name}.weight")
-    return found
+            names.append(f"{name}.weight")
+    return names
 
 
 def give_type(model: nn.Module, dtype: torch.dtype) -> None:
-    """Where the device has no FP8, transformers unpacks what files hold in it to the type that was asked for, and the
-    weights beside it stay bfloat16."""
+    """Convert bfloat16 weights to ``dtype``.
+
+    On a device without FP8, transformers unpacks FP8 weights to the dtype that was asked for, but leaves the weights
+    that are stored next to them in bfloat16.
+    """
     import torch
 
     for parameter in model.parameters():
@@ -263,9 +277,11 @@ def give_type(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def keep_as_loaded(model: nn.Module) -> None:
-    """On CPUs with avx512_bf16 the first evaluation would repack 4-bit weights for a kernel without a backward: from
-    then on gradients are wrong, without a word, and saved weights are other ones. Where one was before, this is undone,
-    but for the scales: they stay rounded."""
+    """Keep bitsandbytes from repacking 4-bit weights on CPUs with avx512_bf16, and undo it if it has happened.
+
+    There, the first evaluation repacks them for a kernel without a backward: from then on gradients are silently wrong
+    and saved weights differ. Repacked weights are unpacked again, but their scales stay rounded, with a warning.
+    """
     was_repacked = False
     for _, module in quantized_modules(model):
         if stored_bits(module) == 8:
@@ -275,26 +291,27 @@ def keep_as_loaded(model: nn.Module) -> None:
             module.state_dict()  # bitsandbytes unpacks what it saves
         module.support_avx512bf16_for_cpu = False
         if module.bias is not None and module.compute_dtype is not None:
-            # The first forward does that; here, so that no forward changes a frozen weight.
+            # The first forward would do this; doing it here keeps forwards from changing a frozen weight.
             module.bias.data = module.bias.data.to(module.compute_dtype)
     if was_repacked:
         logger.warning(
-            "the model was evaluated before, and on this CPU bitsandbytes then rounds the scales of 4-bit weights to "
-            "bfloat16; to train on the weights of its files, load the model again and evaluate it after training"
+            "the model was evaluated before training, and on this CPU bitsandbytes then rounds the scales of 4-bit "
+            "weights to bfloat16; to train on the weights of its files, load the model again and evaluate it after "
+            "training"
         )
 
 
-# -- what the user sees ------------------------------------------------------------------------------------------------
+# -- reporting sizes ---------------------------------------------------------------------------------------------------
 
 
 def numbers_in(parameter: torch.Tensor) -> int:
-    """Weights in a parameter: two 4-bit ones share a byte, and ``numel`` counts bytes."""
+    """Return the number of weights in a parameter; for packed 4-bit weights ``numel`` counts bytes, which hold two."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def stored_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all weights with the scales of quantized ones, which ``get_memory_footprint`` leaves out."""
+    """Return the bytes of all weights with the scales of quantized ones, which ``get_memory_footprint`` leaves out."""
     scales = {tensor.data_ptr(): tensor.nbytes for _, module in quantized_modules(model) for tensor in _scales(module)}
     return model.get_memory_footprint() + sum(scales.values())
 
@@ -310,7 +327,7 @@ def _scales(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def quantized_line(model: PreTrainedModel) -> str:
-    """One line: weights in 4 or 8 bits, weights in full precision by kind, megabytes now and in float32."""
+    """Return a line with the weights in 4 or 8 bits, those in full precision by kind, and MiB now and in float32."""
     quantized, full = Counter(), Counter()
     for parameter, module in _parameters_once(model):
         if parameter is module._parameters.get("weight") and stored_bits(module):
@@ -320,13 +337,13 @@ def quantized_line(model: PreTrainedModel) -> str:
     stored = " and ".join(f"{count:,} weights in {bits} bits" for bits, count in sorted(quantized.items()))
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in full.most_common())
     return (
-        f"quantized: {stored}; {full.total():,} as they were ({kinds}); {stored_bytes(model) / 2**20:,.1f} MiB instead "
+        f"quantized: {stored}; {full.total():,} unchanged ({kinds}); {stored_bytes(model) / 2**20:,.1f} MiB instead "
         f"of {4 * (quantized.total() + full.total()) / 2**20:,.1f} in float32"
     )
 
 
 def _parameters_once(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Module]]:
-    """Each parameter with the first module that holds it: tied weights count once."""
+    """Yield each parameter once, with the first module that holds it, so tied weights count once."""
     seen: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

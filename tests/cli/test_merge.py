@@ -107,7 +107,7 @@ def test_another_model_than_the_adapter(folder, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(merge, "write_model", torn)
     told = refused(capsys, folder / "lora", "--output", tmp_path / "merged")
-    assert "the merged model is not equal to the adapter" in told and "1e-05 is allowed for float32" in told
+    assert "the merged model is not equal to base and adapter" in told and "1e-05 is allowed for float32" in told
     assert list(tmp_path.iterdir()) == []
 
 

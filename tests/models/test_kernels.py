@@ -169,7 +169,7 @@ def test_on_a_card_before_ampere_the_choice_of_the_library(flash_attn, monkeypat
     """The package is installed there as well, and ends in the first forward."""
     on_card(monkeypatch, (7, 5))
     assert best_attention(None, "cuda", half_precision=True) is None
-    with pytest.raises(ModelError, match=r"of the Ampere generation or newer, and this is a Tesla T4; use .* sdpa"):
+    with pytest.raises(ModelError, match=r"of the Ampere generation or newer, but this is a Tesla T4; use .* sdpa"):
         best_attention("flash_attention_2", "cuda", half_precision=True)
 
 
@@ -180,7 +180,7 @@ def test_without_the_package_the_choice_of_the_library():
 @pytest.mark.parametrize(
     ("device", "half_precision", "reason"),
     [
-        ("cpu", True, "runs on CUDA only, and this run is on cpu; use attn_implementation: sdpa"),
+        ("cpu", True, "runs on CUDA only, but this run is on cpu; use attn_implementation: sdpa"),
         ("cuda", False, "set mixed_precision: bf16, or use attn_implementation: sdpa"),
         ("cuda", True, "not installed; `pip install flash-attn"),
     ],

@@ -295,7 +295,7 @@ def test_the_line_counts_every_weight_once(tmp_path, eight, bits, share):
     inside = sum(full.get_submodule(name).weight.numel() for name in packed(model))
     assert sum(map(numbers_in, model.parameters())) == total
     line = quantized_line(model)
-    assert line.startswith(f"quantized: {inside:,} weights in {bits} bits; {total - inside:,} as they were (")
+    assert line.startswith(f"quantized: {inside:,} weights in {bits} bits; {total - inside:,} unchanged (")
     kinds = re.search(r"\((.*?)\)", line)[1]
     assert {"linear", "embeddings", "convolutions", "norms"} <= {*re.findall(r"[a-z]+", kinds)}
     assert sum(int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", kinds)) == total - inside
