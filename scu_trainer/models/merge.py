@@ -1,7 +1,7 @@
-"""Adapters into weights: a plain model that gives what base and adapter gave together.
+"""Merge an adapter into the weights of its base: a plain model with the outputs of base and adapter together.
 
-A quantized base is dequantized first and never packed again: rounding the sum back to 4 bits would lose most of what
-the adapter learned. All sums are made in float32.
+A quantized base is dequantized first and not quantized again, because rounding the sum to 4 bits would lose most of
+what the adapter learned. All sums are computed in float32.
 """
 
 from __future__ import annotations
@@ -21,66 +21,68 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-AS_IT_IS = "use it as it is: chat, generate, eval and serve take it, and peft's AutoPeftModelForCausalLM"
+USE_UNMERGED = "use it as it is: chat, generate, eval and serve take it, and so does peft's AutoPeftModelForCausalLM"
 
 MERGE_TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "8-bit": 0.1}
-"""Largest difference of logits between adapter and merged model, relative to the largest logit, by the coarsest
-arithmetic in either. Measured 1e-6, 0.002, 0.016 and 0.04; deeper models add up more. "8-bit": bitsandbytes rounds the
-activations too, and the merged model does not."""
+"""Largest allowed difference of logits between adapter and merged model, relative to the largest logit, by the least
+precise dtype in either. Measured were 1e-6, 0.002, 0.016 and 0.04, and deeper models add up more. With "8-bit",
+bitsandbytes rounds the activations too, which the merged model does not."""
 
 
 def merge_adapter(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A new model on the CPU with the adapter in its weights, in ``dtype``; ``model`` stays as it is.
+    """Return a new model on the CPU, in ``dtype``, with the adapter merged into its weights; ``model`` does not change.
 
-    Needs memory for two float32 copies of the weights. Raises ModelError for several active adapters, for one that
-    changes no weight, for weights that are not finite, that ``device_map`` has put elsewhere, or that an evaluation
-    outside of this project has repacked.
+    Needs memory for two float32 copies of the weights. Raises ModelError for several active adapters, for an adapter
+    that changes no weights, and for weights that are not finite, that ``device_map`` has offloaded, or that
+    bitsandbytes repacked during an evaluation outside of this project.
     """
     import torch
     from peft import get_peft_model_state_dict
 
     name = _only_adapter(model)
-    _require_here(model)
+    _require_loaded(model)
     base = model.get_base_model()
-    full = _from_state(base, dict(_full_state(base)), torch.float32)
+    full = _loaded_from_state(base, dict(_full_state(base)), torch.float32)
     adapter = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     merged = _merged(full, model.peft_config[name], adapter)
-    merged = merged if dtype == torch.float32 else _from_state(merged, merged.state_dict(), dtype)
+    merged = merged if dtype == torch.float32 else _loaded_from_state(merged, merged.state_dict(), dtype)
     merged.generation_config = copy.deepcopy(getattr(base, "generation_config", None))
     return merged.train(model.training)
 
 
 def full_weights(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
-    """``model`` in ``dtype`` without adapter, see ``merge_adapter``; itself where it is that already. Raises ModelError
-    for weights that were packed into fewer bits before any training."""
+    """Return ``model`` in ``dtype`` with any adapter merged (see ``merge_adapter``); ``model`` itself if it already is.
+
+    Raises ModelError for a model without adapter that is packed into 4 or 8 bits.
+    """
     if hasattr(model, "peft_config"):
         return merge_adapter(model, dtype)
     if any(stored_bits(module) is not None for module in model.modules()):
         raise ModelError(
             "the weights of this model are packed into 4 or 8 bits; give the model that it was packed from"
         )
-    return model if model.dtype == dtype else _from_state(model, model.state_dict(), dtype)
+    return model if model.dtype == dtype else _loaded_from_state(model, model.state_dict(), dtype)
 
 
 def _only_adapter(model: PeftModel) -> str:
     active = list(model.active_adapters)
     if len(active) != 1:
-        raise ModelError(f"merging takes one adapter, and {len(active)} are active: {', '.join(active)}; activate one")
+        raise ModelError(f"merging takes one adapter, but {len(active)} are active: {', '.join(active)}; activate one")
     config = model.peft_config[active[0]]
     if config.is_prompt_learning or not hasattr(model.base_model, "merge_and_unload"):
         raise ModelError(
             f"an adapter of {config.peft_type.value} puts learned states before the input and changes no weight, so it "
-            f"cannot be merged or exported; {AS_IT_IS}"
+            f"cannot be merged or exported; {USE_UNMERGED}"
         )
     return active[0]
 
 
-def _require_here(model: PeftModel) -> None:
-    away = [weight for weight in model.parameters() if weight.is_meta]
-    if away:
+def _require_loaded(model: PeftModel) -> None:
+    offloaded = [weight for weight in model.parameters() if weight.is_meta]
+    if offloaded:
         raise ModelError(
-            f"merging reads all weights, and {len(away)} of this model are offloaded by device_map; load base and "
-            "adapter without device_map and merge there"
+            f"merging reads all weights, but {len(offloaded)} of this model are offloaded by device_map; load base and "
+            "adapter without device_map and merge them"
         )
 
 
@@ -88,10 +90,10 @@ def _merged(full: PreTrainedModel, config, adapter: dict[str, torch.Tensor]) -> 
     from peft import PeftModel, set_peft_model_state_dict
 
     with warnings.catch_warnings():
-        # Packed layers all lie one way round; peft finds out that some full ones do not, and corrects it.
+        # Some full weights are transposed and the packed ones were not; peft corrects fan_in_fan_out and warns.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         config = copy.deepcopy(config)
-        # What it takes out of a base, and which layers it repeats, was done to this one already.
+        # This base already has the changes of init_lora_weights and the repeated layers.
         for name, done in (("init_lora_weights", True), ("layer_replication", None)):
             if hasattr(config, name):
                 setattr(config, name, done)
@@ -105,16 +107,16 @@ def _merged(full: PreTrainedModel, config, adapter: dict[str, torch.Tensor]) -> 
     except ValueError as error:  # NaN or infinite
         raise ModelError(f"the adapter cannot be merged: {error}; use an earlier checkpoint") from error
     except RuntimeError as error:
-        # Of a kind that no weight of the base can hold, peft says this word, or raises this error, even without a word.
+        # For kinds that cannot be merged, peft's message has "merg" in it, or it raises a bare NotImplementedError.
         if "merg" not in str(error) and not isinstance(error, NotImplementedError):
             raise
-        said = str(error).rstrip(".") or "peft does not merge this kind"
+        reason = str(error).rstrip(".") or "peft does not merge this kind"
         kind = config.peft_type.value
-        raise ModelError(f"an adapter of {kind} cannot be merged or exported: {said}; {AS_IT_IS}") from error
+        raise ModelError(f"an adapter of {kind} cannot be merged or exported: {reason}; {USE_UNMERGED}") from error
 
 
 def _untie(full: PreTrainedModel) -> None:
-    """Where an adapter is on the embedding or on the head: merged, it would change both where they share a weight."""
+    """Untie embedding and head if an adapter acts on one of them: merged into a shared weight, it would change both."""
     import torch
     from peft.tuners.trainable_tokens import TrainableTokensLayer  # peft changes the rows of both
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -122,17 +124,19 @@ def _untie(full: PreTrainedModel) -> None:
     if full.get_output_embeddings() is None:  # not every classifier has an embedding
         return
     ends = full.get_input_embeddings(), full.get_output_embeddings()
-    changes_one = any(isinstance(one, BaseTunerLayer) and not isinstance(one, TrainableTokensLayer) for one in ends)
-    embedding, head = (one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in ends)
+    changes_one = any(isinstance(end, BaseTunerLayer) and not isinstance(end, TrainableTokensLayer) for end in ends)
+    embedding, head = (end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends)
     if changes_one and head.weight is embedding.weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         for config in (full.config, full.config.get_text_config()):
             config.tie_word_embeddings = False
 
 
-def _from_state(like: PreTrainedModel, state: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the class and config of ``like`` with these weights, by the rules of ``from_pretrained``: tied weights
-    are tied, and what the architecture keeps in float32 (buffers of positions, some layers) stays there."""
+def _loaded_from_state(like: PreTrainedModel, state: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of the class and config of ``like`` with these weights, made by ``from_pretrained``.
+
+    So tied weights are tied, and what the architecture keeps in float32 (position buffers, some layers) stays there.
+    """
     config = copy.deepcopy(like.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -149,19 +153,19 @@ def _from_state(like: PreTrainedModel, state: dict[str, torch.Tensor], dtype: to
 
 
 def _full_state(base: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and float32 copy of every weight of the base, as if it had never been wrapped or quantized."""
+    """Yield the name and a float32 copy of every weight of the base, as if it had never been wrapped or quantized."""
     import torch
 
     with torch.device("meta"):
         names = list(type(base)(copy.deepcopy(base.config)).state_dict())
     for name in names:
         path, _, leaf = name.rpartition(".")
-        tensor = _full_tensor(name, _inner(base, path), leaf)
+        tensor = _full_tensor(name, _base_module(base, path), leaf)
         yield name, tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-def _inner(base: nn.Module, path: str) -> nn.Module:
-    """The module at ``path`` that peft has put inside its wrappers."""
+def _base_module(base: nn.Module, path: str) -> nn.Module:
+    """Return the base module at ``path``, inside the wrappers of peft."""
     module = base
     for part in filter(None, path.split(".")):
         module = _unwrapped(getattr(module, part))
@@ -184,12 +188,12 @@ def _full_tensor(name: str, module: nn.Module, leaf: str) -> torch.Tensor:
     from transformers.pytorch_utils import Conv1D
 
     weight = _unpacked_4bit(name, module.weight) if bits == 4 else _unpacked_8bit(module)
-    # GPT-2's layers lie the other way round on disk.
+    # GPT-2's layers (Conv1D) store the transposed weight.
     return weight.T if getattr(module, "source_cls", None) is Conv1D else weight
 
 
 def _unpacked_4bit(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """In float32, whatever type the weight had before it was packed."""
+    """Return the weight in float32, whatever dtype it had before it was packed."""
     import torch
     from bitsandbytes.functional import dequantize_4bit
 
@@ -210,11 +214,11 @@ def _unpacked_8bit(module: nn.Module) -> torch.Tensor:
     return int8_vectorwise_dequant(module.weight.data, scales)
 
 
-# -- is it the same model ----------------------------------------------------------------------------------------------
+# -- comparing logits --------------------------------------------------------------------------------------------------
 
 
 def merge_tolerance(adapter_model: nn.Module, dtype: torch.dtype) -> float:
-    """What ``check_merge`` may give for a model merged into ``dtype``."""
+    """Return the largest allowed result of ``check_merge`` for a model that is merged into ``dtype``."""
     layers = [module for module in adapter_model.modules() if stored_bits(module) is not None]
     if any(stored_bits(layer) == 8 for layer in layers):
         return MERGE_TOLERANCE["8-bit"]
@@ -228,17 +232,17 @@ Inputs = Union["torch.Tensor", Mapping[str, "torch.Tensor"]]
 
 
 def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Inputs) -> float:
-    """Largest difference of the logits, divided by the largest logit, both models in evaluation mode.
+    """Return the largest difference of the logits, divided by the largest logit, with both models in evaluation mode.
 
-    inputs: input_ids (rows, time), or what the models take by name; padding (attention_mask 0) is not compared. To be
-    held against ``merge_tolerance``; NaN where either model gives nothing finite, which no tolerance allows.
+    ``inputs`` are input_ids (rows, time), or the models' inputs by name; padding (attention_mask 0) is not compared.
+    Compare the result with ``merge_tolerance``; it is NaN, which no tolerance allows, if any logits are not finite.
     """
     inputs = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
     return relative_difference(logits_of(adapter_model, inputs), logits_of(merged, inputs), inputs)
 
 
 def relative_difference(expected: torch.Tensor, found: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> float:
-    """Largest difference of logits by the largest ``expected`` one; where ``inputs`` are padding it does not count."""
+    """Return the largest difference of logits, divided by the largest ``expected`` one; padding is left out."""
     mask = inputs.get("attention_mask")
     if mask is not None:
         expected, found = expected[mask.cpu().bool()], found[mask.cpu().bool()]
@@ -246,7 +250,7 @@ def relative_difference(expected: torch.Tensor, found: torch.Tensor, inputs: Map
 
 
 def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """float32 on the CPU, in evaluation mode."""
+    """Return the logits of ``model`` in evaluation mode, as float32 on the CPU."""
     device = next(model.parameters()).device
     with evaluating(model), exact_products(model):
         return model(**{name: value.to(device) for name, value in inputs.items()}).logits.float().cpu()

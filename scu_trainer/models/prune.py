@@ -1,12 +1,12 @@
-"""Smaller weights out of trained ones: the units of a model that add least are cut out, not masked.
+"""Structured pruning: cut the units out of a trained model that contribute least, instead of masking them.
 
-A unit is what a configuration can count: a neuron of a gated MLP and a group of attention heads with its key and value
-head (Llama and its kin), a channel of a ResNet. As many go in every layer, or in every stage, because one number of the
-configuration says it for all; the result is a stock model of its family.
+A unit is something that a configuration counts: a neuron of a gated MLP, a group of attention heads with its key and
+value head (Llama and similar models), or a channel of a ResNet. Every layer, or every layer of a stage, loses the same
+number of units, because the configuration has a single number for all; the result is a stock model of its family.
 
-How much a unit adds is the mean square of what it hands on times the squared norm of the weights that read it, over
-some rows of the training data: Wanda's |weight| · ‖activation‖ (Sun et al. 2023, arXiv:2306.11695), squared and summed
-over a unit, as FLAP does it for structured pruning (An et al. 2023, arXiv:2312.11983).
+The contribution of a unit is the mean square of its output times the squared norm of the weights that read it, over
+some rows of the training data. This is Wanda's |weight| · ‖activation‖ (Sun et al. 2023, arXiv:2306.11695), squared and
+summed over a unit as FLAP does it for structured pruning (An et al. 2023, arXiv:2312.11983).
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_
 
 @dataclass(frozen=True)
 class Units:
-    """``count`` units of one ``kind``, of which ``kept`` stay. ``written``, ``read``: by name of a module, how many of
-    its outputs, and of its inputs, belong to one unit; they lie side by side."""
+    """``count`` units of one ``kind``; ``kept`` of them stay.
+
+    ``written`` maps the names of the modules that compute the units to how many of their outputs belong to one unit,
+    and ``read`` the modules that use them to how many of their inputs do. Those of a unit are adjacent.
+    """
 
     kind: str
     count: int
@@ -43,37 +46,40 @@ class Units:
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """``changes``: fields of the configuration, with the values of the smaller model."""
+    """The units to prune, and the ``changes`` of the configuration: its fields with the values of the smaller model."""
 
     units: Sequence[Units]
     changes: Mapping[str, Any]
 
     @property
     def sizes(self) -> dict[str, list[tuple[int, int]]]:
-        """Kind -> different (count, kept)."""
+        """Return the distinct (count, kept) of each kind of units."""
         kinds = dict.fromkeys(units.kind for units in self.units)
         return {kind: sorted({(u.count, u.kept) for u in self.units if u.kind == kind}) for kind in kinds}
 
 
 def kept_of(count: int, amount: float) -> int:
-    """Never less than the share ``1 - amount`` stays, and never nothing."""
+    """Return how many of ``count`` units stay: at least the share ``1 - amount``, and at least one."""
     return max(1, count - int(amount * count + 1e-9))
 
 
 def plan_pruning(model: PreTrainedModel, amount: float, kinds: Sequence[str] = ()) -> PruningPlan:
-    """``amount``: share of the units that goes. ``kinds``: of a language model NEURONS, HEADS, or both where none is
-    named. Raises ModelError for a model whose configuration cannot say it, and where nothing would go."""
+    """Plan the pruning of the share ``amount`` of the units of each kind.
+
+    ``kinds`` are NEURONS, HEADS or both (the default) for a language model, and CHANNELS for a ResNet. Raises
+    ModelError for a model whose configuration cannot describe the result, and if nothing would be removed.
+    """
     is_resnet = getattr(model.config, "model_type", None) == "resnet"
     allowed = (CHANNELS,) if is_resnet else (NEURONS, HEADS)
     other = next((kind for kind in kinds if kind not in allowed), None)
     if other is not None:
         raise ModelError(f"{type(model).__name__} has no {other} to prune; it has {' and '.join(allowed)}")
-    plan = _of_resnet(model, amount) if is_resnet else _of_llama(model, amount, kinds or allowed)
+    plan = _plan_resnet(model, amount) if is_resnet else _plan_llama(model, amount, kinds or allowed)
     if all(units.kept == units.count for units in plan.units):
         sizes = ", ".join(f"{kind} {counts[0][0]}" for kind, counts in plan.sizes.items())
         raise ModelError(
-            f"amount {amount:g} removes nothing ({sizes}): it is less than one unit, or the family's config has "
-            "rules for the number of heads; give a larger amount"
+            f"amount {amount:g} removes nothing ({sizes}): it is less than one unit, or the model's config restricts "
+            "the number of heads; give a larger amount"
         )
     return plan
 
@@ -81,38 +87,43 @@ def plan_pruning(model: PreTrainedModel, amount: float, kinds: Sequence[str] = (
 # -- families ----------------------------------------------------------------------------------------------------------
 
 
-def _of_llama(model: PreTrainedModel, amount: float, kinds: Sequence[str]) -> PruningPlan:
+def _plan_llama(model: PreTrainedModel, amount: float, kinds: Sequence[str]) -> PruningPlan:
     config, units, changes = model.config, [], {}
     if NEURONS in kinds:
-        names = _with_linears(model, MLP, "intermediate_size")
+        names = _modules_with_linears(model, MLP, "intermediate_size")
         for name in names:
             count = model.get_submodule(f"{name}.down_proj").in_features
             written = dict.fromkeys([f"{name}.gate_proj", f"{name}.up_proj"], 1)
             units.append(Units(NEURONS, count, kept_of(count, amount), written, {f"{name}.down_proj": 1}))
         changes["intermediate_size"] = units[0].kept
     if HEADS in kinds:
-        names, groups = _with_linears(model, ATTENTION, "num_key_value_heads"), config.num_key_value_heads
+        names, groups = _modules_with_linears(model, ATTENTION, "num_key_value_heads"), config.num_key_value_heads
         size = model.get_submodule(f"{names[0]}.k_proj").out_features // groups
         heads_per_group = config.num_attention_heads // groups
-        wide = heads_per_group * size
+        query_size = heads_per_group * size
         kept = next(
-            n for n in range(kept_of(groups, amount), groups + 1) if _takes(config, _heads(n, heads_per_group, size))
+            n
+            for n in range(kept_of(groups, amount), groups + 1)
+            if _accepts(config, _head_fields(n, heads_per_group, size))
         )
         for name in names:
-            written = {f"{name}.q_proj": wide, f"{name}.k_proj": size, f"{name}.v_proj": size}
-            units.append(Units(HEADS, groups, kept, written, {f"{name}.o_proj": wide}))
-        changes |= _heads(kept, heads_per_group, size)
-    if len({(one.kind, one.count) for one in units}) != len({one.kind for one in units}):
-        raise ModelError(f"the layers of {type(model).__name__} have different sizes, and its config has one for all")
+            written = {f"{name}.q_proj": query_size, f"{name}.k_proj": size, f"{name}.v_proj": size}
+            units.append(Units(HEADS, groups, kept, written, {f"{name}.o_proj": query_size}))
+        changes |= _head_fields(kept, heads_per_group, size)
+    if len({(group.kind, group.count) for group in units}) != len({group.kind for group in units}):
+        raise ModelError(f"the layers of {type(model).__name__} have different sizes, but its config has one for all")
     return PruningPlan(units, changes)
 
 
-def _heads(groups: int, heads_per_group: int, size: int) -> dict[str, int]:
+def _head_fields(groups: int, heads_per_group: int, size: int) -> dict[str, int]:
     return {"num_key_value_heads": groups, "num_attention_heads": groups * heads_per_group, "head_dim": size}
 
 
-def _takes(config: PretrainedConfig, changes: Mapping[str, Any]) -> bool:
-    """Whether a family's own rules allow it: some want the hidden size to be a multiple of the number of heads."""
+def _accepts(config: PretrainedConfig, changes: Mapping[str, Any]) -> bool:
+    """Return whether the model's config accepts ``changes``.
+
+    Some configs, for example, require a hidden size that is a multiple of the number of heads.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     if changes["num_key_value_heads"] == config.num_key_value_heads:
@@ -131,8 +142,11 @@ def _changed(config: PretrainedConfig, changes: Mapping[str, Any]) -> Pretrained
     return changed
 
 
-def _with_linears(model: PreTrainedModel, parts: Sequence[str], field: str) -> list[str]:
-    """Names of the modules that consist of ``parts``, one in each layer."""
+def _modules_with_linears(model: PreTrainedModel, parts: Sequence[str], field: str) -> list[str]:
+    """Return the names of the modules that have ``parts`` as linear layers, one in each layer of the model.
+
+    Raises ModelError if some layers have none, or if the config has no number ``field`` for them.
+    """
     from torch import nn
 
     names = [
@@ -144,13 +158,18 @@ def _with_linears(model: PreTrainedModel, parts: Sequence[str], field: str) -> l
     if len(names) != layers or not isinstance(getattr(model.config, field, None), int):
         raise ModelError(
             f"{type(model).__name__} cannot be pruned: {len(names)} of its {layers} layers have {', '.join(parts)} as "
-            f"linear layers that {field} in its config counts. Language models built like Llama can, and ResNets"
+            f"linear layers that {field} in its config counts. Language models built like Llama can be pruned, and "
+            "ResNets"
         )
     return names
 
 
-def _of_resnet(model: PreTrainedModel, amount: float) -> PruningPlan:
-    """The channels between blocks belong to a stage, as its shortcuts tie them; those inside of a block to it alone."""
+def _plan_resnet(model: PreTrainedModel, amount: float) -> PruningPlan:
+    """Plan the pruning of a ResNet.
+
+    The channels between blocks are shared by all blocks of a stage, because its shortcuts add them; the channels inside
+    a block belong to that block only.
+    """
     config, modules = model.config, dict(model.named_modules())
     is_bottleneck = config.layer_type == "bottleneck"
     stem, stages = "resnet.embedder.embedder", "resnet.encoder.stages"
@@ -164,7 +183,7 @@ def _of_resnet(model: PreTrainedModel, amount: float) -> PruningPlan:
             has_shortcut = f"{block}.shortcut.convolution" in modules
             convolutions = [f"{block}.layer.{i}" for i in range(3 if is_bottleneck else 2)]
             read[-1] |= {f"{convolutions[0]}.convolution": 1}
-            if has_shortcut:  # what comes before it is free of what comes behind
+            if has_shortcut:  # its convolution separates the channels before it from those behind it
                 read[-1] |= {f"{block}.shortcut.convolution": 1}
                 written.append(_layer(f"{block}.shortcut"))
                 read.append({})
@@ -181,7 +200,7 @@ def _of_resnet(model: PreTrainedModel, amount: float) -> PruningPlan:
     kept = [stem_kept, *widths] if stem_is_free else widths
     counts = [config.embedding_size, *config.hidden_sizes] if stem_is_free else config.hidden_sizes
     if len(kept) != len(written):
-        raise ModelError(f"{type(model).__name__} cannot be pruned: its stages do not begin with a shortcut each")
+        raise ModelError(f"{type(model).__name__} cannot be pruned: not each of its stages begins with a shortcut")
     between = [Units(CHANNELS, *each) for each in zip(counts, kept, written, read, strict=True)]
     return PruningPlan([*between, *inner], {"hidden_sizes": widths, "embedding_size": stem_kept})
 
@@ -190,28 +209,31 @@ def _layer(name: str) -> dict[str, int]:
     return {f"{name}.convolution": 1, f"{name}.normalization": 1}
 
 
-# -- which units stay --------------------------------------------------------------------------------------------------
+# -- choosing and cutting units ----------------------------------------------------------------------------------------
 
 
 def pruned(model: PreTrainedModel, plan: PruningPlan, batches: Iterable[Mapping[str, Tensor]]) -> PreTrainedModel:
-    """A new, smaller model on the CPU; ``model`` stays as it is. ``batches``: inputs, by which units are weighed.
-    Raises ModelError where the smaller configuration does not fit the smaller weights."""
+    """Return a new, smaller model on the CPU; ``model`` does not change.
+
+    The contributions of units are measured on ``batches`` of inputs. Raises ModelError if the smaller configuration
+    does not fit the smaller weights.
+    """
     import torch
 
     squares = _mean_squares(model, {name for units in plan.units for name in units.read}, batches)
     weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         for units in plan.units:
-            stay = _strongest(model, units, squares)
+            kept_indices = _strongest(model, units, squares)
             for name, width in units.written.items():
-                _cut(weights, name, 0, stay, width)
+                _cut(weights, name, 0, kept_indices, width)
             for name, width in units.read.items():
-                _cut(weights, name, 1, stay, width)
+                _cut(weights, name, 1, kept_indices, width)
     return _rebuilt(model, plan, weights)
 
 
 def _mean_squares(model: nn.Module, names: set[str], batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Of each input of the named modules, in float64 (inputs,)."""
+    """Return the mean squares of each input, summed over batches, by module name; float64 (inputs,)."""
     sums: dict[str, Tensor] = {}
 
     def watch(name: str, module: nn.Module):
@@ -237,22 +259,23 @@ def _mean_squares(model: nn.Module, names: set[str], batches: Iterable[Mapping[s
 
 
 def _strongest(model: nn.Module, units: Units, squares: Mapping[str, Tensor]) -> Tensor:
-    """Numbers of the units that stay, in their order."""
-    added = 0.0
+    """Return the indices of the units with the largest contributions, which stay, in ascending order."""
+    contributions = 0.0
     for name, width in units.read.items():
         weight = model.get_submodule(name).weight.detach().double()
         norms = weight.transpose(0, 1).flatten(1).square().sum(1)
-        added = added + (squares[name] * norms).reshape(units.count, width).sum(1).cpu()
-    return added.topk(units.kept).indices.sort().values
+        contributions = contributions + (squares[name] * norms).reshape(units.count, width).sum(1).cpu()
+    return contributions.topk(units.kept).indices.sort().values
 
 
-def _cut(weights: dict[str, Tensor], module: str, dim: int, stay: Tensor, width: int) -> None:
+def _cut(weights: dict[str, Tensor], module: str, dim: int, kept_indices: Tensor, width: int) -> None:
+    """Keep only the entries of the units ``stay``, ``width`` each, along ``dim`` of the weights of ``module``."""
     import torch
 
-    numbers = (stay[:, None] * width + torch.arange(width)).flatten()
+    indices = (kept_indices[:, None] * width + torch.arange(width)).flatten()
     for name in [name for name in weights if name.rpartition(".")[0] == module]:
-        if weights[name].dim() > dim:  # a bias has no inputs, a counter of batches nothing
-            weights[name] = weights[name].index_select(dim, numbers)
+        if weights[name].dim() > dim:  # a bias has no inputs, and a counter of batches has no dimensions
+            weights[name] = weights[name].index_select(dim, indices)
 
 
 def _rebuilt(model: PreTrainedModel, plan: PruningPlan, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
@@ -270,8 +293,10 @@ def _rebuilt(model: PreTrainedModel, plan: PruningPlan, weights: dict[str, torch
 
 
 def measure_statistics_again(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> None:
-    """Means and variances of BatchNorm, which are those of the inputs before channels were cut out: their averages over
-    ``batches``. Does nothing to a model without any."""
+    """Set the running means and variances of BatchNorm to their averages over ``batches``.
+
+    The old ones belong to inputs from before channels were cut out. A model without BatchNorm does not change.
+    """
     import torch
 
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
@@ -280,7 +305,7 @@ def measure_statistics_again(model: nn.Module, batches: Iterable[Mapping[str, Te
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # the plain average
+        norm.momentum = None  # cumulative average
     model.train()
     with torch.no_grad():
         for batch in batches:

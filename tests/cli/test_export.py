@@ -171,7 +171,7 @@ def shallow(folder, tmp_path_factory):
 
 def test_a_type_that_onnx_runtime_does_not_compute_in_is_refused(shallow, tmp_path, capsys):
     told = refused(capsys, shallow, "--to", "onnx", "--dtype", "bfloat16", "--output", tmp_path / "out")
-    assert "ONNX Runtime cannot run what was written" in told and "Try --dtype float32" in told
+    assert "ONNX Runtime cannot run the export" in told and "Try --dtype float32" in told
     assert names(tmp_path) == set()
 
 
@@ -200,7 +200,7 @@ def test_other_tokens_are_not_written(folder, tmp_path, capsys, monkeypatch, con
     train(folder, "numbers", dataset=text, max_steps=1, sample_prompts=0, predict_memory="false")
     capsys.readouterr()
     said = refused(capsys, folder / "numbers", "--to", "gguf", "--output", tmp_path / "out")
-    assert "tokens that differ from those of this model's tokenizer, near" in said and names(tmp_path) == {"text.jsonl"}
+    assert "a text into other tokens than this model's tokenizer, near" in said and names(tmp_path) == {"text.jsonl"}
 
 
 def test_what_llama_cpp_cannot_load_is_said(tmp_path):
@@ -208,7 +208,7 @@ def test_what_llama_cpp_cannot_load_is_said(tmp_path):
 
     (tmp_path / "torn.gguf").write_bytes(b"GGUF" + bytes(40))
     with (
-        pytest.raises(ModelError, match=r"llama.cpp cannot load what was written: \w"),
+        pytest.raises(ModelError, match=r"llama.cpp cannot load the written file: \w"),
         in_llama_cpp(tmp_path / "torn.gguf", 16),
     ):
         pass

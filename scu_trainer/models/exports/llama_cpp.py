@@ -1,7 +1,7 @@
-"""A GGUF file read by llama.cpp itself (``xllamacpp``), in a process of its own: a crash of it stays there.
+"""Load a GGUF file in llama.cpp itself (``xllamacpp``), in a separate process that may crash without harm.
 
-``python -m scu_trainer.models.exports.llama_cpp FILE TOKENS``: prints the address of a server on loopback, and ends
-when its standard input does.
+``python -m scu_trainer.models.exports.llama_cpp FILE TOKENS`` prints the address of a server on the loopback interface
+and runs until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ ANSWER_S = 600
 
 @dataclass
 class LlamaCpp:
-    """A model in llama.cpp. ``address``: of its server."""
+    """A model that runs in llama.cpp's server at ``address``."""
 
     address: str
 
     def log_probabilities(self, token_ids: Sequence[int], vocabulary: int) -> list[float]:
-        """(vocabulary,): natural logarithms, of the token after ``token_ids``; minus infinity where none was given."""
-        found = self._asked(
+        """Return the log probabilities of the token after ``token_ids``, (vocabulary,); -inf for tokens left out."""
+        found = self._request(
             "/completion",
             prompt=list(token_ids), n_predict=1, n_probs=vocabulary, cache_prompt=False, post_sampling_probs=False,
-            logit_bias=[[self._plain_token, 1e4]],  # draws it after the list is made: half a character gives no list
+            # Makes it draw a plain token, after the list is made: for half a character it would return no list.
+            logit_bias=[[self._plain_token, 1e4]],
         )  # fmt: skip
         result = [float("-inf")] * vocabulary
         for entry in found["completion_probabilities"][0]["top_logprobs"]:
@@ -41,17 +42,18 @@ class LlamaCpp:
 
     @cached_property
     def _plain_token(self) -> int:
-        return self._asked("/tokenize", content="a", add_special=False)["tokens"][-1]
+        return self._request("/tokenize", content="a", add_special=False)["tokens"][-1]
 
     def tokens(self, text: str) -> list[int]:
-        """Ids of a text, special tokens in it read as such, with those that every text begins with."""
-        return self._asked("/tokenize", content=text, add_special=True, parse_special=True)["tokens"]
+        """Return the token ids of a text, with special tokens parsed and with those that every text begins with."""
+        return self._request("/tokenize", content=text, add_special=True, parse_special=True)["tokens"]
 
     def conversation(self, messages: Sequence[dict[str, str]]) -> str:
-        """By the chat template in the file, with the beginning of an answer."""
-        return self._asked("/apply-template", messages=list(messages))["prompt"]
+        """Render ``messages`` by the chat template in the file, with the beginning of an answer."""
+        return self._request("/apply-template", messages=list(messages))["prompt"]
 
-    def _asked(self, path: str, **content: Any) -> Any:
+    def _request(self, path: str, **content: Any) -> Any:
+        """Return the JSON response to a POST request. Raises ModelError if llama.cpp returns an error."""
         import httpx2
 
         with httpx2.Client(trust_env=False, timeout=ANSWER_S) as client:
@@ -63,14 +65,17 @@ class LlamaCpp:
 
 @contextmanager
 def in_llama_cpp(file: Path, tokens: int) -> Iterator[LlamaCpp]:
-    """Raises ModelError where llama.cpp cannot load ``file``. ``tokens``: most of one row."""
+    """Run llama.cpp with ``file`` in a process; ``tokens`` is the most that a row may have.
+
+    Raises ModelError if llama.cpp cannot load the file.
+    """
     command = [sys.executable, "-m", __name__, str(file), str(tokens)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             address = process.stdout.readline().strip()
             if not address:
-                raise ModelError(f"llama.cpp cannot load what was written: {_reason(log)}")
+                raise ModelError(f"llama.cpp cannot load the written file: {_reason(log)}")
             yield LlamaCpp(address)
         finally:
             process.kill()
@@ -78,6 +83,7 @@ def in_llama_cpp(file: Path, tokens: int) -> Iterator[LlamaCpp]:
 
 
 def _reason(log: Any) -> str:
+    """Return the first line of the log that looks like an error, or else its first line."""
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
     errors = [line for line in lines if " E " in line or "error" in line.lower()]
@@ -87,13 +93,13 @@ def _reason(log: Any) -> str:
 def main() -> None:
     import xllamacpp
 
-    wanted = xllamacpp.CommonParams()
-    wanted.model.path, wanted.n_ctx, wanted.n_parallel = sys.argv[1], int(sys.argv[2]), 1
-    wanted.warmup, wanted.verbosity, wanted.n_gpu_layers = False, 1, 0
-    # In float32, as the model that it is compared with; what was rounded on the way shows, and nothing else.
-    wanted.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    wanted.cache_type_k = wanted.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    server = xllamacpp.Server(wanted)
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path, parameters.n_ctx, parameters.n_parallel = sys.argv[1], int(sys.argv[2]), 1
+    parameters.warmup, parameters.verbosity, parameters.n_gpu_layers = False, 1, 0
+    # In float32 like the model that it is compared with, so that only the rounding of the file's weights shows.
+    parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    server = xllamacpp.Server(parameters)
     print(server.listening_address, flush=True)
     sys.stdin.read()
 

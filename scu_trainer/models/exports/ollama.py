@@ -1,8 +1,8 @@
-"""A Modelfile for Ollama, whose templates are of another language (Go's) than those of transformers (Jinja).
+"""Write a Modelfile for Ollama, whose chat templates are in Go's template language instead of transformers' Jinja.
 
-Nothing is translated. The conversation is rendered by the model's own template, and what stands between two messages is
-read off; a template that cannot be written so (one that looks at a message's text, for instance) is found by rendering
-other conversations, and is not written.
+Templates are not translated. Sample conversations are rendered by the model's own template, and the text between two
+messages is read from the result. A template that depends on more than that, for instance on the text of a message, is
+detected by rendering other conversations, and is not written.
 
 Source: https://docs.ollama.com/modelfile and https://docs.ollama.com/template
 """
@@ -17,34 +17,36 @@ from typing import Any, Optional
 MODELFILE = "Modelfile"
 NO_TEMPLATE = "{{ .Prompt }}"
 PLAIN_ANSWERS = "{{ range .Messages }}{{ .Content }}\n\n{{ end }}"
-"""As plain_prompt of data/records.py."""
+"""The same format as plain_prompt of data/records.py."""
 
 SYSTEM, USER, ASSISTANT, START, END = "system", "user", "assistant", "", "end"
 TURNS = ((USER,), (USER, ASSISTANT, USER), (USER, ASSISTANT, USER, ASSISTANT, USER))
 CONVERSATIONS = tuple(roles for turns in TURNS for roles in (turns, (SYSTEM, *turns)))
 
-SAID = {SYSTEM: "Be brief.", USER: "How are you?\nWell?", ASSISTANT: "Fine: 1 < 2, thanks."}
+SAMPLE_TEXTS = {SYSTEM: "Be brief.", USER: "How are you?\nWell?", ASSISTANT: "Fine: 1 < 2, thanks."}
 
 Border = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Borders:
-    """``texts``: what stands between two messages, by the roles before (START: none) and after (END: the beginning of
-    an answer) it."""
+    """``texts`` between two messages, by the roles (before, after).
+
+    START stands for no message before, and END for the beginning of an answer after.
+    """
 
     texts: dict[Border, str]
 
     def rendered(self, messages: Sequence[dict[str, str]]) -> str:
-        """As the Modelfile's template renders it."""
-        before, found = START, ""
+        """Render ``messages`` as the Modelfile's template does."""
+        before, result = START, ""
         for message in messages:
-            found += self.texts.get((before, message["role"]), "\0") + message["content"]
+            result += self.texts.get((before, message["role"]), "\0") + message["content"]
             before = message["role"]
-        return found + self.texts[before, END]
+        return result + self.texts[before, END]
 
     def in_go(self) -> str:
-        """One line, but for line breaks in the texts themselves."""
+        """Return the template in Go's language, in one line apart from line breaks in the texts."""
         before = {role: self._before(role) for role in (SYSTEM, USER, ASSISTANT)}
         cases = {
             role: next(iter(texts.values())) if len({*texts.values()}) == 1 else _switch("$before", texts)
@@ -61,28 +63,33 @@ class Borders:
 
 
 def _switch(name: str, texts: Mapping[str, str]) -> str:
-    """The text for the value of ``name``, in Go."""
+    """Return a Go expression that selects the text for the value of ``name``."""
     cases = (f'if eq {name} "{value}" }}}}{text}' for value, text in texts.items())
     return "{{ " + "{{ else ".join(cases) + "{{ end }}"
 
 
 def borders_of(tokenizer: Any) -> Optional[Borders]:
-    """Of the tokenizer's chat template; None where it has none, or one that depends on more than the roles."""
+    """Return the texts between messages in the tokenizer's chat template.
+
+    None if it has no template, or one that depends on more than the roles or cannot be written in Go.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
     texts: dict[Border, str] = {}
     for roles in CONVERSATIONS:
-        _read(tokenizer, roles, texts)
+        _collect_borders(tokenizer, roles, texts)
     borders = Borders(texts)
-    said = [_messages(roles, [SAID[role] for role in roles]) for roles in CONVERSATIONS]
-    is_same = all(_rendered(tokenizer, messages) in (None, borders.rendered(messages)) for messages in said)
+    conversations = [_messages(roles, [SAMPLE_TEXTS[role] for role in roles]) for roles in CONVERSATIONS]
+    is_same = all(_rendered(tokenizer, messages) in (None, borders.rendered(messages)) for messages in conversations)
     is_writable = not any(sign in text for text in texts.values() for sign in ("{{", "}}", '"""'))
     return borders if is_same and (USER, END) in texts and is_writable else None
 
 
 def template_of(tokenizer: Any, answers_plain_text: bool = False) -> tuple[Optional[str], str]:
-    """(template in Ollama's language, a line that says how it was made); no template: Ollama looks for one itself.
-    ``answers_plain_text``: see Talker."""
+    """Return (template in Ollama's language, a line that says how it was made).
+
+    The template is None if it cannot be written; Ollama then looks for one itself. ``answers_plain_text``: see Talker.
+    """
     if not getattr(tokenizer, "chat_template", None):
         if answers_plain_text:
             return PLAIN_ANSWERS, "Modelfile: no chat template, a blank line follows the question"
@@ -94,8 +101,8 @@ def template_of(tokenizer: Any, answers_plain_text: bool = False) -> tuple[Optio
     return borders.in_go(), "Modelfile: the chat template's text between messages, compared on six conversations"
 
 
-def _read(tokenizer: Any, roles: Sequence[str], texts: dict[Border, str]) -> None:
-    """Fills ``texts`` from one conversation; what an earlier one gave stays."""
+def _collect_borders(tokenizer: Any, roles: Sequence[str], texts: dict[Border, str]) -> None:
+    """Add the texts between the messages of one conversation to ``texts``, without replacing any."""
     contents = [f"\u2301{n}\u2301" for n in range(len(roles))]
     text = _rendered(tokenizer, _messages(roles, contents))
     if text is None or any(text.count(content) != 1 for content in contents):
@@ -113,24 +120,27 @@ def _messages(roles: Sequence[str], contents: Sequence[str]) -> list[dict[str, s
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> Optional[str]:
-    """Without the token that llama.cpp puts before every text by itself; None where the template refuses."""
+    """Render ``messages`` without the BOS token that llama.cpp adds to every text; None if the template raises."""
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception:  # a template is a program, and raises what it likes: no system message, for instance
+    except Exception:  # a template may raise any error, for instance because it accepts no system message
         return None
     first = tokenizer.bos_token
-    is_put_there = first and tokenizer("a")["input_ids"][:1] == [tokenizer.convert_tokens_to_ids(first)]
-    return text.removeprefix(first) if is_put_there else text
+    is_added = first and tokenizer("a")["input_ids"][:1] == [tokenizer.convert_tokens_to_ids(first)]
+    return text.removeprefix(first) if is_added else text
 
 
 def model_name(name: str) -> str:
-    """``name`` as Ollama takes it (types/model/name.go there): letters of ASCII, digits, and - _ . behind the first."""
+    """Return ``name`` as Ollama accepts it (its types/model/name.go): ASCII letters and digits, later also - _ and ."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "model"
 
 
 def modelfile(file_name: str, template: Optional[str], stops: Sequence[str], positions: Optional[int]) -> str:
-    """``stops``: texts that end an answer. ``positions``: of the model, stated where they are fewer than the 4,096 that
-    Ollama takes otherwise."""
+    """Return the text of the Modelfile.
+
+    ``stops`` are texts that end an answer. ``positions`` of the model are written if they are fewer than Ollama's
+    default of 4,096.
+    """
     lines = [f"FROM ./{file_name}", *([] if template is None else [f'TEMPLATE """{template}"""'])]
     lines += [f"PARAMETER stop {_quoted(text)}" for text in stops]
     if positions is not None and positions < 4096:

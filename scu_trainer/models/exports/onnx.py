@@ -1,4 +1,4 @@
-"""ONNX by transformers' own exporter, read back by ONNX Runtime."""
+"""Write ONNX with transformers' own exporter, and run it in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """One graph, ``model.onnx`` with its weights beside it: logits of whole rows, of any number and length. ``inputs``:
-    rows to trace with. Raises ModelError with the exporter's reason where it gives up."""
+    """Write one graph, ``model.onnx`` with its weights next to it, that computes the logits of whole rows.
+
+    It takes any number of rows of any length; ``inputs`` are rows to trace with. Raises ModelError with the exporter's
+    reason if it fails.
+    """
     import torch
     from transformers.exporters import OnnxConfig, OnnxExporter
 
@@ -27,13 +30,15 @@ def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Pat
     try:
         with _quiet(), torch.no_grad():
             OnnxExporter().export(model.eval(), dict(inputs), OnnxConfig(dynamic=True)).save_pretrained(folder)
-    except Exception as error:  # an operator without a translation, a shape that cannot be free, and many kinds more
+    except Exception as error:  # the exporter raises many types, for instance for an operator without a translation
         raise ModelError(f"ONNX cannot hold {type(model).__name__}: {_first_line(error)}") from error
 
 
 def onnx_logits(folder: Path, inputs: Mapping[str, torch.Tensor], trust_remote_code: bool = False) -> torch.Tensor:
-    """float32 on the CPU: of what was written, as ONNX Runtime computes it there. Raises ModelError where it cannot.
-    ``trust_remote_code``: of the configuration."""
+    """Return the logits that ONNX Runtime computes from the export in ``folder``, as float32 on the CPU.
+
+    ``trust_remote_code`` is for the configuration. Raises ModelError if ONNX Runtime cannot run the export.
+    """
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, NotImplemented
     from transformers.exporters import ExportedModel
 
@@ -41,9 +46,9 @@ def onnx_logits(folder: Path, inputs: Mapping[str, torch.Tensor], trust_remote_c
         with _quiet():
             exported = ExportedModel.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         return exported(**inputs).logits.float().cpu()
-    except (Fail, InvalidGraph, NotImplemented) as error:  # not where memory runs out, which no other type cures
+    except (Fail, InvalidGraph, NotImplemented) as error:  # not if memory runs out, which another dtype would not fix
         raise ModelError(
-            f"ONNX Runtime cannot run what was written ({_first_line(error)}); nothing is kept. Try --dtype float32, "
+            f"ONNX Runtime cannot run the export ({_first_line(error)}); nothing is kept. Try --dtype float32, "
             "which is the default, or --to safetensors"
         ) from error
 
@@ -55,7 +60,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporters print each of their passes, and warn about what they do themselves."""
+    """Silence the exporters, which print each of their passes and warn about their own code."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

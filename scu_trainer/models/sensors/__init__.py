@@ -1,4 +1,4 @@
-"""TRIDENT, known to ``AutoConfig``, ``AutoModel`` and ``AutoModelForSequenceClassification``."""
+"""TRIDENT, registered with ``AutoConfig``, ``AutoModel`` and ``AutoModelForSequenceClassification``."""
 
 from __future__ import annotations
 

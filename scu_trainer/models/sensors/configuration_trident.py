@@ -1,4 +1,4 @@
-"""Sizes of TRIDENT. This file is copied beside saved models, so it names nothing of this project."""
+"""Configuration of TRIDENT. This file is saved with each model, so it imports nothing from this project."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from transformers import PreTrainedConfig
 
 
 class TridentConfig(PreTrainedConfig):
-    """Sensor branches and their fusion.
+    """Sizes of the sensor branches, their fusion, and the report head.
 
-    branches: those that the model has, of ALL_BRANCHES. hidden_size: width of all tokens. stem_channels: of the first
-    convolution of a branch that looks at frames, twice as many in the later ones. patch: points of time that make one
-    token of kinematics. kinematics_channels, geometry_channels: of their input. fusion_queries: learned queries that
-    collect what the branches say. infrared_center, infrared_scale: degrees Celsius that become 0, and that become 1
-    above it.
+    branches: the model's branches, from ALL_BRANCHES. hidden_size: width of all tokens. stem_channels: channels of the
+    first convolution of a branch that reads frames; later ones have twice as many. patch: time points per token of
+    kinematics. kinematics_channels, geometry_channels: channels of these inputs. fusion_queries: number of learned
+    queries that attend to the tokens of all branches. infrared_center, infrared_scale: temperatures in degrees Celsius
+    are normalized by subtracting the center and dividing by the scale.
 
-    report_words: that reports are written in, by number; the first four are padding, what is unknown, the begin and the
-    end; empty for a model without a report head. report_length: words of the longest report, with the end.
-    report_weight: of the loss of a report beside that of the class. num_report_layers: of its decoder.
+    report_words: words of reports by id; the first four are padding, unknown, begin and end. Empty for a model without
+    a report head. report_length: words of the longest report, including the end. report_weight: weight of a report's
+    loss relative to that of the class. num_report_layers: layers of the report decoder.
     """
 
     model_type: ClassVar[str] = "trident"

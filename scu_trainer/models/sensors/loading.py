@@ -1,4 +1,4 @@
-"""From settings to a TRIDENT that can be tuned or scored."""
+"""Create or load a TRIDENT model from settings, for training or evaluation."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
 
 HEAD, REPORT = "classifier", "report"
 VECTORS = ("kinematics", "geometry")
-"""Arrays whose last axis a layer of the model has the size of."""
+"""Arrays whose number of channels fixes the size of a layer of the model."""
 RUN_FILE = "training_config.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Per array of the recordings, the shape behind its time axis."""
+"""Shape of each array of the recordings, without its time axis."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What the heads of a model are for: the classes, and the words of its reports (none: no report head), of which the
-    longest has ``report_length`` with its end. ``report_weight``: None for the trained model's, or 1."""
+    """What the heads of a model predict.
+
+    ``label_names`` are the classes, and ``report_words`` the words of reports (none: no report head). The longest
+    report has ``report_length`` words, including its end. ``report_weight`` None means that of the trained model, or 1.
+    """
 
     label_names: Sequence[str]
     report_words: Sequence[str] = ()
@@ -45,15 +48,17 @@ class Heads:
     report_weight: Optional[float] = None
 
     def fields(self) -> dict[str, Any]:
-        """Of the configuration."""
+        """Return the fields of the model's configuration."""
         weight = {} if self.report_weight is None else {"report_weight": self.report_weight}
         report = {"report_words": list(self.report_words), "report_length": self.report_length, **weight}
         return {**fields_of_classes(self.label_names), **(report if self.report_words else {})}
 
 
 def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
-    """Of ``model_name_or_path``, or of the base of an adapter; None for a model from scratch. Raises ModelError for a
-    model of another kind."""
+    """Return the configuration of ``model_name_or_path``, or of the base of an adapter; None for a model from scratch.
+
+    Raises ModelError if it is not a TRIDENT model.
+    """
     if settings.model_name_or_path is None:
         return None
     check_source(settings.model_name_or_path)
@@ -64,27 +69,33 @@ def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
         config = AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=False)
     if not isinstance(config, TridentConfig):
         raise ModelError(
-            f"{name!r} is a {config.model_type} model; task: sensor-classification takes models that it has trained "
+            f"{name!r} is a {config.model_type} model; task: sensor-classification takes only models that it trained "
             f"itself (model_type {TridentConfig.model_type})"
         )
     return config
 
 
 def branches_of(config: Optional[TridentConfig], own: SensorSettings) -> list[str]:
-    """Those of a stored model. Raises ModelError where the settings ask for others."""
+    """Return the branches of a stored model, or those of the settings for a model from scratch (``config`` None).
+
+    Raises ModelError if the settings ask for other branches than the stored model has.
+    """
     if config is None or own.branches == list(config.branches):
         return list(own.branches)
-    if own.branches == list(DEFAULT_BRANCHES):  # as good as not set
+    if own.branches == list(DEFAULT_BRANCHES):  # the default counts as not set
         return list(config.branches)
     raise ModelError(
-        f"branches is {', '.join(own.branches)}, and the model has {', '.join(config.branches)}; drop branches, or "
-        "train a model of these from scratch"
+        f"branches is {', '.join(own.branches)}, but the model has {', '.join(config.branches)}; drop branches, or "
+        "train a model with these branches from scratch"
     )
 
 
 def trained_label_names(settings: ModelSettings) -> Optional[list[str]]:
-    """Classes of the head that ``model_name_or_path`` was saved with. An adapter does not tell them, the run that it
-    lies in does; None for a model from scratch, and for an adapter outside of a run."""
+    """Return the classes of the head that ``model_name_or_path`` was saved with.
+
+    An adapter does not store them, so they are read from its run. None for a model from scratch, and for an adapter
+    outside of a run.
+    """
     if settings.model_name_or_path is None:
         return None
     path = Path(settings.model_name_or_path).expanduser()
@@ -95,22 +106,23 @@ def trained_label_names(settings: ModelSettings) -> Optional[list[str]]:
 
 
 def require_same_classes(settings: ModelSettings, label_names: Sequence[str]) -> None:
-    """Raise ModelError for an adapter that would be tuned on with other classes: its head would take them for its
-    own."""
+    """Raise ModelError if an adapter would be trained on other classes: its head would mistake them for its own."""
     if settings.model_name_or_path is None or not is_adapter(Path(settings.model_name_or_path).expanduser()):
         return
     known = trained_label_names(settings)
     if known not in (None, list(label_names)):
         raise ModelError(
-            f"the adapter {settings.model_name_or_path} has a head for the classes {', '.join(known[:5])}, and the "
+            f"the adapter {settings.model_name_or_path} has a head for the classes {', '.join(known[:5])}, but the "
             f"recordings are of {', '.join(label_names[:5])}; give recordings of its classes, or tune its "
             f"base, {base_of(settings.model_name_or_path)}"
         )
 
 
 def input_shapes(config: TridentConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """``shapes`` of the recordings, and the smallest of what all of them lack: a model reads all of its branches, each
-    with a mask."""
+    """Return the shapes of all inputs of the model: those of the recordings, or the smallest for arrays they all lack.
+
+    A model reads the inputs of all its branches, each with a mask.
+    """
     smallest = {"visible": (3, 1, 1), "infrared": (1, 1), "cooling_curve": (), "plume": (1, 1)}
     smallest |= {name: (getattr(config, f"{name}_channels"),) for name in VECTORS}
     return {name: shapes.get(name, smallest[name]) for branch in config.branches for name in BRANCHES[branch]}
@@ -124,15 +136,15 @@ def make_trident(
     device: torch.device,
     placement: Optional[Placement] = None,
 ) -> tuple[TridentForSensorClassification, list[str]]:
-    """From scratch, or loaded with ``heads``; on the CPU but for ``tuning: qlora`` and a ``placement``. Beside it lines
-    for a person.
+    """Create a model from scratch or load one, with ``heads``; return it with lines that describe it for the log.
 
-    Raises ModelError where the files do not hold such a model, or where it takes other recordings.
+    It is on the CPU, except with ``tuning: qlora`` or a ``placement``. Raises ModelError if the files do not hold a
+    TRIDENT, or if it takes recordings of other sensors.
     """
     config = stored_config(settings)
     if config is None:
         return new_trident(settings, own, heads, shapes), ["TRIDENT, from scratch"]
-    _require_takes(config, shapes)
+    _require_channels(config, shapes)
     model = _loaded(settings, own, config, heads, device, placement)
     lines = [f"{settings.model_name_or_path}: TRIDENT with {', '.join(config.branches)}"]
     if classes_of(config) != tuple(heads.label_names):
@@ -146,26 +158,31 @@ def make_trident(
 def plan_trident_placement(
     settings: ModelSettings, own: SensorSettings, memory: MemorySettings, free: Free, device: torch.device
 ) -> Optional[Placement]:
-    """Where ``device_map`` puts the weights of a stored model, heads aside, known before any is loaded; None without
-    it. Raises a UserError where they do not fit or could not be trained there."""
+    """Plan where ``device_map`` puts the weights of a stored model, before any is loaded; None if it is not set.
+
+    The heads stay on the device that computes them. Raises a UserError if the weights do not fit or could not be
+    trained there.
+    """
     from transformers import AutoModelForSequenceClassification
 
     if settings.device_map is None:
         return None
     config = stored_config(settings)
-    there = replace(settings, model_name_or_path=base_of(settings.model_name_or_path))
-    packing = _packing(settings, own, config, device)
-    return place(there, memory, free, packing, AutoModelForSequenceClassification, kept=(HEAD, REPORT))
+    base_settings = replace(settings, model_name_or_path=base_of(settings.model_name_or_path))
+    packing = _packing_config(settings, own, config, device)
+    return place(base_settings, memory, free, packing, AutoModelForSequenceClassification, kept=(HEAD, REPORT))
 
 
 def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes) -> nn.Module:
-    """A trained model in evaluation mode, with its adapter if it is one. Raises ModelError where its classes are not
-    those of ``heads``."""
+    """Load a trained model, with its adapter if it has one, in evaluation mode.
+
+    Raises ModelError if its classes are not those of ``heads``.
+    """
     import torch
 
     config, path = stored_config(settings), Path(settings.model_name_or_path).expanduser()
     label_names = heads.label_names
-    _require_takes(config, shapes)
+    _require_channels(config, shapes)
     if not is_adapter(path) and classes_of(config) != tuple(label_names):
         raise ModelError(
             f"the classes of {settings.model_name_or_path} ({', '.join(classes_of(config)[:5])}) are not those of "
@@ -179,7 +196,7 @@ def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Hea
 def new_trident(
     settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes
 ) -> TridentForSensorClassification:
-    """From scratch, on the CPU."""
+    """Create a model from scratch, on the CPU."""
     config = TridentConfig(
         branches=list(own.branches),
         hidden_size=own.sensor_hidden_size,
@@ -193,29 +210,32 @@ def new_trident(
         **{f"{name}_channels": shapes[name][0] for name in VECTORS if name in shapes},
         **heads.fields(),
     )
-    return TridentForSensorClassification(config).to(_dtype(settings))
+    return TridentForSensorClassification(config).to(_weight_dtype(settings))
 
 
 def adapter_plan(model: TridentForSensorClassification, is_random: bool = False) -> AdapterPlan:
-    """Adapters on the transformer blocks only; heads are trained whole, and where nothing was trained before all other
-    layers too. peft has no name for this kind of task."""
+    """Return the plan of adapters: they act on the transformer blocks only, and the heads are trained in full.
+
+    In a randomly initialized model, all other layers are trained in full too. peft has no name for this kind of task.
+    """
     trained = [HEAD, *([REPORT] if model.report is not None else []), *(model.outside_blocks() if is_random else [])]
     return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=trained)
 
 
-def _dtype(settings: ModelSettings) -> torch.dtype:
+def _weight_dtype(settings: ModelSettings) -> torch.dtype:
     import torch
 
     return torch.float32 if settings.dtype == "auto" else getattr(torch, settings.dtype)
 
 
-def _require_takes(config: TridentConfig, shapes: Shapes) -> None:
+def _require_channels(config: TridentConfig, shapes: Shapes) -> None:
+    """Raise ModelError if the recordings have other numbers of channels than the model takes."""
     for name in VECTORS:
         takes = getattr(config, f"{name}_channels")
         found = shapes.get(name, (takes,))[0]
         if found != takes and any(name in BRANCHES[branch] for branch in config.branches):
             raise ModelError(
-                f"the recordings have {found} channels of {name}, and the model takes {takes}; give recordings of the "
+                f"the recordings have {found} channels of {name}, but the model takes {takes}; give recordings of the "
                 "same sensors"
             )
 
@@ -229,25 +249,25 @@ def _loaded(
     placement: Optional[Placement] = None,
 ) -> TridentForSensorClassification:
     name = base_of(settings.model_name_or_path)
-    packing = _packing(settings, own, config, device)
+    packing = _packing_config(settings, own, config, device)
     with as_model_error(name, "model"):
         require_safe_weights(name, settings)
-        kind, dtype = TridentForSensorClassification, _dtype(settings)
+        kind, dtype = TridentForSensorClassification, _weight_dtype(settings)
         model, lacking = read_model(kind, name, config, settings, dtype, device, packing, placement, **heads.fields())
     new = (f"{HEAD}.", *([] if config.report_words else [f"{REPORT}."]))
-    inside = [key for key in lacking if not key.startswith(new)]
-    if inside:
-        raise ModelError(f"{name!r} lacks weights of a TRIDENT: {inside[0]}; give the folder of a complete model")
+    missing = [key for key in lacking if not key.startswith(new)]
+    if missing:
+        raise ModelError(f"{name!r} lacks weights of a TRIDENT: {missing[0]}; give the folder of a complete model")
     is_new_head = any(key.startswith(f"{HEAD}.") for key in lacking)
     if classes_of(config) != tuple(heads.label_names) and not is_new_head:
-        model.classifier.reset_parameters()  # as many classes, but other ones
+        model.classifier.reset_parameters()  # the same number of classes, but different ones
     return prepare_quantized(model) if settings.tuning == "qlora" else model
 
 
-def _packing(
+def _packing_config(
     settings: ModelSettings, own: SensorSettings, config: TridentConfig, device: torch.device
 ) -> Optional[BitsAndBytesConfig]:
-    """What makes ``from_pretrained`` store the linear layers of the transformer blocks in 4 or 8 bits."""
+    """Return how to pack the linear layers of the transformer blocks into 4 or 8 bits while loading; None if not."""
     import torch
 
     if settings.tuning != "qlora":

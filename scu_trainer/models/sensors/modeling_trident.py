@@ -1,4 +1,4 @@
-"""TRIDENT: a classifier of recordings by several sensors, any of which may be missing.
+"""TRIDENT: a classifier of recordings from several sensors, where any sensor may be missing.
 
     visible     (frames)  3D CNN ─▶ transformer ──┐
     infrared    (frames)  detection CNN ──────────┤
@@ -9,10 +9,10 @@
     cooling     (curve)   MLP ────────────────────┤
     geometry    (numbers) MLP ────────────────────┘                               └─▶ decoder ──▶ report
 
-Nothing mixes rows, and what a mask hides has weight 0 in every sum: a row's logits do not depend on the padding, on
-the other rows, or on what stands in a branch that it lacks.
+No layer mixes rows, and masked values have weight 0 in every sum: the logits of a row do not depend on padding, on
+other rows, or on the values of a branch that the row lacks.
 
-This file is copied beside saved models, so it names nothing of this project.
+This file is saved with each model, so it imports nothing from this project.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .trident_report import ReportDecoder, report_scores
 
 
 class TridentPreTrainedModel(PreTrainedModel):
-    """Weights and how they begin."""
+    """Base class that initializes the weights."""
 
     config_class = TridentConfig
     base_model_prefix = "trident"
     _no_split_modules = ("TransformerLayer", "FrameConvolution", "Fusion")
     _supports_sdpa = True
-    accepts_loss_kwargs = True  # the Trainer looks for **kwargs only, and this forward names what it takes
+    accepts_loss_kwargs = True  # the Trainer only looks for **kwargs, but this forward names num_items_in_batch
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -66,7 +66,7 @@ class Fusion(nn.Module):
         yield from self.layers
 
     def forward(self, tokens: list[Tensor], masks: list[Tensor]) -> Tensor:
-        """Per branch (rows, tokens, width) and bool (rows, tokens) -> (rows, queries, width)."""
+        """Take tokens (rows, tokens, width) and masks (rows, tokens) of each branch; return (rows, queries, width)."""
         tokens = torch.cat([branch + kind for branch, kind in zip(tokens, self.kinds, strict=True)], dim=1)
         tokens, mask = self.norm(tokens), torch.cat(masks, dim=1)
         collected = self.queries.expand(tokens.size(0), -1, -1)
@@ -76,7 +76,7 @@ class Fusion(nn.Module):
 
 
 class TridentModel(TridentPreTrainedModel):
-    """What the sensors say together: (rows, fusion_queries, hidden_size)."""
+    """The model without heads: it fuses all branches into (rows, fusion_queries, hidden_size)."""
 
     def __init__(self, config: TridentConfig) -> None:
         super().__init__(config)
@@ -86,7 +86,7 @@ class TridentModel(TridentPreTrainedModel):
         self.post_init()
 
     def forward(self, branch_mask: Optional[Tensor] = None, **inputs: Optional[Tensor]) -> Tensor:
-        """See ``TridentForSensorClassification``."""
+        """Fuse the branches; inputs are those of ``TridentForSensorClassification``."""
         tokens, masks = [], []
         for name, branch in self.branches.items():
             branch_tokens, mask = branch(*_arguments(branch, name, inputs, branch_mask))
@@ -96,13 +96,16 @@ class TridentModel(TridentPreTrainedModel):
 
 
 def _arguments(branch: Any, name: str, inputs: dict[str, Optional[Tensor]], branch_mask: Optional[Tensor]) -> list[Any]:
-    """Values and mask of everything that a branch reads; a mask that is not given is all True."""
+    """Return the values and mask of each input of a branch, in order; a missing mask is all True.
+
+    Raises ValueError if an input is missing.
+    """
     arguments = []
     for item in branch.inputs:
         values, mask = inputs.get(item), inputs.get(mask_name(item))
         if values is None:
             raise ValueError(
-                f"the branch {name} reads {item}, which is not in the batch; for rows without it give zeros "
+                f"the branch {name} reads {item}, which is not in the batch; for rows without it, give zeros "
                 "and a mask that is False"
             )
         if mask is None:
@@ -115,32 +118,36 @@ def _arguments(branch: Any, name: str, inputs: dict[str, Optional[Tensor]], bran
 
 
 def mask_name(item: str) -> str:
-    """The collator names masks by the same rule, and cannot be asked: this file goes where there is none."""
+    """Return the name of an input's mask; the collator has the same rule, but is not available to a saved model."""
     return "cooling_mask" if item == "cooling_curve" else f"{item}_mask"
 
 
 @dataclass
 class TridentOutput(SequenceClassifierOutput):
-    """``report_scores`` (rows, 3), float32: of each row's report its loss in nats, its words with the end, and 1 where
-    the likeliest word was right at each place, so that ``generate_report`` writes just this text. ``losses`` (rows,):
-    of class and report together."""
+    """Output with the scores of reports.
+
+    ``report_scores`` (rows, 3), float32: the summed loss of each row's report in nats, its number of words including
+    the end, and 1 if the most likely word was right at every position, so that ``generate_report`` writes exactly this
+    text. ``losses`` (rows,): loss of class and report together.
+    """
 
     report_scores: Optional[Tensor] = None
     losses: Optional[Tensor] = None
 
 
 class TridentForSensorClassification(TridentPreTrainedModel):
-    """Logits of classes, and reports. See the top of this file."""
+    """Predicts the class of a recording and, with a report head, writes a report. See the top of this file."""
 
     def __init__(self, config: TridentConfig) -> None:
         super().__init__(config)
-        self.loss_type = "ForSequenceClassification"  # else the Trainer takes labels for tokens and counts one too few
+        # Otherwise the Trainer takes the labels for tokens and counts one too few.
+        self.loss_type = "ForSequenceClassification"
         self.trident = TridentModel(config)
         self.main_input_name = self.trident.branches[config.branches[0]].inputs[0]
         self.classifier = nn.Linear(config.fusion_queries * config.hidden_size, config.num_labels)
         self.report = ReportDecoder(config) if config.report_words else None
         self.checkpointed: Optional[tuple[str, ...]] = None
-        """Which branches, or "fusion", ``checkpoint_blocks`` names; None: all."""
+        """Names of the parts (branches or "fusion") that ``checkpoint_blocks`` returns; None means all."""
         self.post_init()
 
     def forward(
@@ -163,17 +170,17 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         num_items_in_batch: Optional[Tensor] = None,
         return_dict: Optional[bool] = None,
     ) -> TridentOutput:
-        """
-        visible: (rows, frames, 3, height, width), 0 to 255. infrared and plume: (rows, frames, height, width) and
-        cooling_curve: (rows, points), degrees Celsius. kinematics: (rows, time, channels). geometry: (rows, sets,
-        numbers). Lengths may differ between them. Masks: bool, (rows, length), True where a recording has content.
-        branch_mask: bool (rows, branches), True where a row has the branch; columns as in
-        ``TridentConfig.ALL_BRANCHES``, whichever of them the model has. labels: (rows,).
-        report_ids: (rows, words), numbers of words from the begin to the end, -100 behind it.
+        """Compute the logits of classes, (rows, classes), and losses if ``labels`` are given.
 
-        The loss is the mean over rows, or the sum over ``num_items_in_batch``, of the cross-entropy of the class in
-        nats and, where the row has a report, ``report_weight`` times that of its words, their mean. ``logits``: (rows,
-        classes).
+        visible: (rows, frames, 3, height, width), 0 to 255. infrared and plume: (rows, frames, height, width) and
+        cooling_curve: (rows, points), in degrees Celsius. kinematics: (rows, time, channels). geometry: (rows, sets,
+        numbers). Their lengths may differ. Masks: bool (rows, length), True where a recording has content.
+        branch_mask: bool (rows, branches), True where a row has the branch; its columns are all of
+        ``TridentConfig.ALL_BRANCHES``, even those that the model lacks. labels: (rows,). report_ids: (rows, words), ids
+        of the words from begin to end, then -100.
+
+        The loss is the mean over rows (or their sum divided by ``num_items_in_batch``) of the cross-entropy of the
+        class in nats plus, for a row with a report, ``report_weight`` times the mean cross-entropy of its words.
         """
         collected = self.trident(
             branch_mask,
@@ -204,20 +211,22 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         return output.to_tuple() if return_dict is False else output
 
     def _row_losses(self, logits: Tensor, labels: Tensor, scores: Tensor) -> Tensor:
-        of_classes = functional.cross_entropy(logits.float(), labels, reduction="none")
-        return of_classes + self.config.report_weight * scores[:, 0] / scores[:, 1].clamp(min=1)
+        class_losses = functional.cross_entropy(logits.float(), labels, reduction="none")
+        return class_losses + self.config.report_weight * scores[:, 0] / scores[:, 1].clamp(min=1)
 
     @torch.no_grad()
     def generate_report(self, **inputs: Tensor) -> list[str]:
-        """The likeliest word after the other, for each row of a batch as ``forward`` takes it: words with blanks
-        between them. Raises ValueError for a model without a report head."""
+        """Write a report for each row of a batch by greedy decoding; words are joined by spaces.
+
+        ``inputs`` are those of ``forward``. Raises ValueError for a model without a report head.
+        """
         if self.report is None:
             raise ValueError("this model has no report head: train one with report_head: true")
-        taken = {name: value for name, value in inputs.items() if name not in ("labels", "report_ids")}
-        return self.report.written(self.trident(**taken))
+        sensor_inputs = {name: value for name, value in inputs.items() if name not in ("labels", "report_ids")}
+        return self.report.written(self.trident(**sensor_inputs))
 
     def checkpoint_blocks(self) -> Iterator[nn.Module]:
-        """Parts of the chosen branches that keep their inputs only."""
+        """Yield the blocks that activation checkpointing may recompute in backward."""
         for name, part in self.parts().items():
             if self.checkpointed is None or name in self.checkpointed:
                 yield from part.blocks()
@@ -225,11 +234,11 @@ class TridentForSensorClassification(TridentPreTrainedModel):
             yield from self.report.layers
 
     def parts(self) -> dict[str, nn.Module]:
-        """The branches and "fusion", by name."""
+        """Return the branches and "fusion", by name."""
         return {**self.trident.branches, "fusion": self.trident.fusion}
 
     def outside_blocks(self) -> list[str]:
-        """Names of the layers of branches and fusion that lie in no transformer block."""
+        """Return the names of the layers of branches and fusion that are outside of transformer blocks."""
         blocks = {
             id(inner) for block in self.modules() if isinstance(block, TransformerLayer) for inner in block.modules()
         }
@@ -242,8 +251,10 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         return found
 
     def transformer_linears(self) -> list[str]:
-        """Names of the linear layers of all transformer blocks before the heads: what adapters go on, and what 4 or 8
-        bits may hold."""
+        """Return the names of the linear layers of all transformer blocks before the heads.
+
+        Adapters act on these layers, and they may be quantized.
+        """
         linears = (name for name, module in self.trident.named_modules() if isinstance(module, nn.Linear))
         return [f"trident.{name}" for name in linears if ".layers." in name]
 

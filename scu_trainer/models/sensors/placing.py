@@ -1,4 +1,4 @@
-"""Branches of TRIDENT on devices of their own: accelerate's hooks take inputs there and bring tokens back."""
+"""Put branches of TRIDENT on different devices; accelerate's hooks move their inputs there and their tokens back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPUTES = ("cpu", "cuda")
 
 
 def device_refusal(name: str) -> Optional[str]:
-    """Why no branch can lie on the device ``name``; None where one can."""
+    """Return why branches cannot be on the device ``name``; None if they can."""
     try:
         device = torch.device(name)
     except (RuntimeError, ValueError):
@@ -23,7 +23,7 @@ def device_refusal(name: str) -> Optional[str]:
     if device.type == "meta":
         return "the meta device holds shapes without values, so nothing can be computed there; give cpu or cuda"
     if device.type not in COMPUTES:
-        return f"branches can be on the CPU or on CUDA GPUs, and {name} is neither; give cpu or cuda"
+        return f"branches can be on the CPU or on CUDA GPUs, but {name} is neither; give cpu or cuda"
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         found = f"{count} GPU{'s are' if count != 1 else ' is'}" if count else "no GPU is"
@@ -32,11 +32,13 @@ def device_refusal(name: str) -> Optional[str]:
 
 
 def place_branches(model: TridentForSensorClassification, devices: Mapping[str, str], main: torch.device) -> str:
-    """Put branches on their device and all else on ``main``; a line for a person. Each device must hold numbers, see
-    ``device_refusal``."""
+    """Put each branch on its device and everything else on ``main``; return a line for the log.
+
+    Each device must pass ``device_refusal``.
+    """
     move_rest(model, main)
-    # The Trainer and accelerate leave a model with such a map where it is. Devices and not their names: "cpu" would
-    # mean weights that are only kept there.
+    # With such a map the Trainer and accelerate do not move the model. Its values are devices and not names, because
+    # "cpu" would mean offloaded weights.
     model.hf_device_map = {"": main}
     for name, device in devices.items():
         hook = AlignDevicesHook(execution_device=torch.device(device), io_same_device=True, place_submodules=True)

@@ -1,7 +1,6 @@
-"""The branches of TRIDENT: each turns what it reads of a recording into tokens of one width, and says which of them
-count.
+"""The branches of TRIDENT: each turns its inputs into tokens of the same width, and a mask of the tokens that count.
 
-This file is copied beside saved models, so it names nothing of this project.
+This file is saved with each model, so it imports nothing from this project.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from .trident_layers import FrameConvolution, HotSpots, TransformerLayer, at_lea
 
 
 class Branch(nn.Module):
-    """Tokens (rows, tokens, width) and bool (rows, tokens), True where a token counts."""
+    """Base class: ``forward`` returns tokens (rows, tokens, width) and bool (rows, tokens), True if a token counts."""
 
     inputs: tuple[str, ...] = ()
-    """What it reads from a batch, each with a mask."""
+    """Names of the inputs in a batch; ``forward`` takes each one followed by its mask."""
 
     def blocks(self) -> Iterator[nn.Module]:
-        """Parts whose inside may be computed again in backward."""
+        """Yield the parts that activation checkpointing may recompute in backward."""
         raise NotImplementedError
 
     @property
@@ -33,7 +32,7 @@ class Branch(nn.Module):
 
 
 class VisibleBranch(Branch):
-    """Video: a small 3D CNN sees motion, a transformer over frames its course."""
+    """Video: a small 3D CNN for motion between frames, then a transformer over frames."""
 
     inputs = ("visible",)
 
@@ -56,7 +55,7 @@ class VisibleBranch(Branch):
 
 
 class ThermalBranch(Branch):
-    """A branch that reads degrees Celsius."""
+    """Base class of branches that read temperatures in degrees Celsius, which it normalizes."""
 
     def __init__(self, config: TridentConfig) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class ThermalBranch(Branch):
 
 
 class DetectingBranch(ThermalBranch):
-    """A detection CNN finds hot spots in each frame: one token. ``channels``: of a frame."""
+    """Base class of branches with a CNN that finds hot spots: one token per frame, which has ``channels`` channels."""
 
     channels = 1
 
@@ -89,7 +88,7 @@ class DetectingBranch(ThermalBranch):
 
 
 class InfraredBranch(DetectingBranch):
-    """Thermal video and the curve of cooling: a detection CNN finds hot spots in each frame, an MLP reads the curve."""
+    """Thermal video and cooling curve: a detection CNN finds hot spots in each frame, and an MLP reads the curve."""
 
     inputs = ("infrared", "cooling_curve")
 
@@ -108,8 +107,10 @@ class InfraredBranch(DetectingBranch):
 
 
 class DualVisionBranch(DetectingBranch):
-    """Both cameras at once: a detection CNN whose input channels are a visible and an infrared frame of the same
-    moment. A frame counts where a recording has both."""
+    """Both cameras together: a detection CNN reads a visible and an infrared frame of the same moment as channels.
+
+    A frame counts if the recording has both.
+    """
 
     inputs = ("visible", "infrared")
     channels = 4
@@ -118,9 +119,9 @@ class DualVisionBranch(DetectingBranch):
         self, visible: Tensor, visible_mask: Tensor, infrared: Tensor, infrared_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         """visible: (rows, frames, 3, height, width), 0 to 255. infrared: (rows, other frames, other height, other
-        width) in degrees Celsius, stretched to the size of the visible frames. One token per infrared frame."""
+        width) in degrees Celsius, resized to the visible frames. Returns one token per infrared frame."""
         mask = infrared_mask & visible_mask.any(dim=1, keepdim=True)
-        colours = _of_the_same_moment(visible, visible_mask, infrared_mask).to(self.dtype) / 127.5 - 1
+        colours = _matching_frames(visible, visible_mask, infrared_mask).to(self.dtype) / 127.5 - 1
         heat = functional.interpolate(self._normal(infrared), colours.shape[-2:], mode="bilinear")
         return self._detected(torch.cat([colours, heat[:, :, None]], dim=2), mask), mask
 
@@ -148,7 +149,7 @@ class PlumeBranch(ThermalBranch):
 
 
 class CoolingBranch(ThermalBranch):
-    """The curve of cooling by itself: one token."""
+    """The cooling curve only, as one token."""
 
     inputs = ("cooling_curve",)
 
@@ -165,7 +166,7 @@ class CoolingBranch(ThermalBranch):
 
 
 class CoolingCurve(nn.Module):
-    """MLP of each point (its temperature, its change, its time), the mean over the points that count, another MLP."""
+    """An MLP on each point (temperature, change, time), the mean over the points that count, and another MLP."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -176,15 +177,15 @@ class CoolingCurve(nn.Module):
         """curve: (rows, points). mask: bool (rows, points). Returns (rows, width)."""
         curve = without_padding(curve, mask)
         change = functional.pad((curve[:, 1:] - curve[:, :-1]) * mask[:, 1:], (1, 0))
-        when = torch.log1p(torch.arange(curve.size(1), device=curve.device)).to(curve.dtype).expand_as(curve)
-        points = functional.gelu(self.point_up(torch.stack([curve, change, when], dim=-1)))
+        log_time = torch.log1p(torch.arange(curve.size(1), device=curve.device)).to(curve.dtype).expand_as(curve)
+        points = functional.gelu(self.point_up(torch.stack([curve, change, log_time], dim=-1)))
         points = without_padding(functional.gelu(self.point_down(points)), mask)
         mean = points.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
         return self.down(functional.gelu(self.up(mean.to(self.up.weight.dtype))))
 
 
 class KinematicsBranch(Branch):
-    """Time series of accelerations and rates: neighbouring points make a token, a transformer reads the tokens."""
+    """Time series of accelerations and rates: neighbouring points form a token, and a transformer reads the tokens."""
 
     inputs = ("kinematics",)
 
@@ -207,10 +208,10 @@ class KinematicsBranch(Branch):
 
 
 class GeometryBranch(Branch):
-    """An MLP over a few numbers, such as range, azimuth, elevation and speed: one token per set of them.
+    """An MLP over a few numbers, such as range, azimuth, elevation and speed: one token per set of numbers.
 
-    The inverse hyperbolic sine (Johnson 1949) brings metres and radians to one scale: near zero it changes nothing,
-    large numbers become their logarithm.
+    The inverse hyperbolic sine (Johnson 1949) brings metres and radians to a similar scale: it is the identity near
+    zero and a logarithm for large numbers.
     """
 
     inputs = ("geometry",)
@@ -224,18 +225,20 @@ class GeometryBranch(Branch):
         yield from (self.up, self.down)
 
     def forward(self, geometry: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """geometry: (rows, sets, numbers), any unit that all recordings share. mask: bool (rows, sets)."""
+        """geometry: (rows, sets, numbers), in any units that all recordings share. mask: bool (rows, sets)."""
         numbers = without_padding(geometry, mask).asinh().to(self.dtype)
         return self.down(functional.gelu(self.up(numbers))), mask
 
 
-def _of_the_same_moment(frames: Tensor, mask: Tensor, other_mask: Tensor) -> Tensor:
-    """For each frame of another camera the one of ``frames`` (rows, frames, ...) in the same place of the recording.
-    Both film the same span, at rates of their own; padding is on the right."""
-    counts, others = mask.sum(dim=1, keepdim=True), other_mask.sum(dim=1, keepdim=True).clamp(min=1)
-    places = torch.arange(other_mask.size(1), device=mask.device)[None] * counts // others
+def _matching_frames(frames: Tensor, mask: Tensor, other_mask: Tensor) -> Tensor:
+    """Return, for each frame of another camera, the one of ``frames`` (rows, frames, ...) at the same moment.
+
+    Both cameras record the same time span, at different frame rates; padding is on the right.
+    """
+    counts, other_counts = mask.sum(dim=1, keepdim=True), other_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    indices = torch.arange(other_mask.size(1), device=mask.device)[None] * counts // other_counts
     rows = torch.arange(len(frames), device=mask.device)[:, None]
-    return frames[rows, places.clamp(max=frames.size(1) - 1)]
+    return frames[rows, indices.clamp(max=frames.size(1) - 1)]
 
 
 def _pooled(frames: Tensor) -> Tensor:
@@ -244,18 +247,20 @@ def _pooled(frames: Tensor) -> Tensor:
 
 
 def placed(tokens: Tensor) -> Tensor:
-    """``tokens`` (rows, time, width) with where each of them stands."""
+    """Return ``tokens`` (rows, time, width) with their position encodings added."""
     return tokens + positions(tokens.size(1), tokens.size(2), tokens)
 
 
 def _any_of_patch(mask: Tensor, patch: int) -> Tensor:
-    """mask: 0 or 1, (rows, time), not bool: inductor writes C++ for the padding of one that does not compile. Returns
-    bool (rows, time / patch)."""
+    """Return bool (rows, time / patch): True if any point of a patch counts.
+
+    mask: 0 or 1, (rows, time). It is not bool, because inductor's C++ for padding a bool tensor does not compile.
+    """
     return mask.unflatten(1, (-1, patch)).amax(dim=-1) > 0
 
 
 GRID = 4
-"""A frame is pooled to so many cells each way: where something is stays known."""
+"""Frames are pooled to GRID x GRID cells, which keeps the rough position of objects."""
 
 BRANCHES: dict[str, type[Branch]] = {
     "visible": VisibleBranch,

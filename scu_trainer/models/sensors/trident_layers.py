@@ -1,6 +1,6 @@
-"""What the branches of TRIDENT are made of. No layer mixes the rows of a batch, and none reads padding.
+"""Layers of TRIDENT's branches. No layer mixes the rows of a batch, and none reads padding.
 
-This file is copied beside saved models, so it names nothing of this project.
+This file is saved with each model, so it imports nothing from this project.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 class Attention(nn.Module):
     """Multi-head attention of ``queries`` (rows, q, width) to ``keys`` (rows, k, width).
 
-    ``mask``: bool (rows, k) or (rows, q, k), True where a key counts. At least one key of each query must count.
+    ``mask``: bool (rows, k) or (rows, q, k), True if a key counts. At least one key of each query must count.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, normalized before (Xiong et al. 2020). With ``context`` it attends to that and to itself."""
+    """Pre-norm attention and MLP (Xiong et al. 2020). With ``context``, tokens attend to it and to each other."""
 
     def __init__(self, width: int, inner: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor, mask: Tensor, context: Tensor | None = None, causal: bool = False) -> Tensor:
-        """tokens: (rows, time, width). mask: bool, (rows, time), or (rows, time of context) if there is one. causal: no
-        token sees a later one."""
+        """tokens: (rows, time, width). mask: bool (rows, time), or (rows, time of context) if there is a context.
+        causal: no token attends to a later one."""
         queries = keys = self.attention_norm(tokens)
         if context is not None:
-            # The tokens themselves stay among the keys: a row in which nothing else counts has something to attend to.
+            # The tokens are keys too, so that a row with nothing else that counts has something to attend to.
             keys = torch.cat([queries, context], dim=1)
             mask = torch.cat([mask.new_ones(queries.shape[:2]), mask], dim=1)
         if causal:
@@ -65,20 +65,20 @@ class TransformerLayer(nn.Module):
 
 
 def at_least_one(mask: Tensor) -> Tensor:
-    """``mask`` (rows, time), with everything True in rows where nothing is: attention over no key is not finite.
+    """Return ``mask`` (rows, time) with rows that are all False set to True: attention over no key is not finite.
 
-    What comes out of such rows must not be used.
+    The results of such rows must not be used.
     """
     return mask | ~mask.any(dim=1, keepdim=True)
 
 
 def without_padding(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` (rows, time, ...) with zeros where ``mask`` (rows, time) is False, whatever stood there."""
+    """Return ``values`` (rows, time, ...) with zeros where ``mask`` (rows, time) is False, even in place of NaN."""
     return values.masked_fill(~mask.reshape(*mask.shape, *[1] * (values.dim() - 2)), 0)
 
 
 def positions(length: int, width: int, like: Tensor) -> Tensor:
-    """Sines and cosines of falling frequency (Vaswani et al. 2017), shape (length, width): no length is too long."""
+    """Return sinusoidal position encodings (Vaswani et al. 2017), (length, width); they exist for any length."""
     half = width // 2
     rates = torch.exp(torch.arange(half, device=like.device) * (-math.log(10_000.0) / half))
     angles = torch.arange(length, device=like.device)[:, None] * rates
@@ -86,9 +86,9 @@ def positions(length: int, width: int, like: Tensor) -> Tensor:
 
 
 class FrameConvolution(nn.Module):
-    """3D convolution over (time, height, width), halving height and width, then a norm of each frame by itself.
+    """3D convolution over (time, height, width) that halves height and width, then a norm of each single frame.
 
-    A norm over all frames would read the padded ones. ``time``: frames that a filter sees, odd.
+    A norm over all frames would read padded ones. ``time`` is the odd number of frames that a filter covers.
     """
 
     def __init__(self, inputs: int, outputs: int, time: int = 3) -> None:
@@ -97,15 +97,15 @@ class FrameConvolution(nn.Module):
         self.norm = nn.GroupNorm(math.gcd(4, outputs), outputs)
 
     def forward(self, frames: Tensor, mask: Tensor) -> Tensor:
-        """frames: (rows, time, channels, height, width) -> the same with half the height and width."""
+        """frames: (rows, time, channels, height, width). Returns frames with half the height and width."""
         filtered = self.filter(without_padding(frames, mask).transpose(1, 2)).transpose(1, 2)
         return functional.gelu(self.norm(filtered.flatten(0, 1))).unflatten(0, frames.shape[:2])
 
 
 class HotSpots(nn.Module):
-    """A detector's head on feature maps: where each of ``spots`` heat maps has its centre, and what is there.
+    """A detection head on feature maps: the center of each of ``spots`` heat maps, and the features there.
 
-    Soft-argmax (Luvizon et al. 2017) gives coordinates that can be learned through; in -1 to 1.
+    Soft-argmax (Luvizon et al. 2017) makes the coordinates, from -1 to 1, differentiable.
     """
 
     def __init__(self, channels: int, spots: int = 2) -> None:
@@ -117,11 +117,11 @@ class HotSpots(nn.Module):
         """maps: (frames, channels, height, width) -> (frames, spots * (channels + 2))."""
         height, width = maps.shape[-2:]
         heat = self.heat(maps).flatten(2).softmax(dim=-1)
-        ys, xs = torch.meshgrid(_line(height, maps), _line(width, maps), indexing="ij")
-        at = torch.stack([xs.flatten(), ys.flatten()], dim=-1).to(heat.dtype)
-        found = torch.cat([heat @ maps.flatten(2).transpose(1, 2).to(heat.dtype), heat @ at], dim=-1)
-        return found.flatten(1).to(maps.dtype)
+        ys, xs = torch.meshgrid(_axis_coordinates(height, maps), _axis_coordinates(width, maps), indexing="ij")
+        coordinates = torch.stack([xs.flatten(), ys.flatten()], dim=-1).to(heat.dtype)
+        spots = torch.cat([heat @ maps.flatten(2).transpose(1, 2).to(heat.dtype), heat @ coordinates], dim=-1)
+        return spots.flatten(1).to(maps.dtype)
 
 
-def _line(count: int, like: Tensor) -> Tensor:
+def _axis_coordinates(count: int, like: Tensor) -> Tensor:
     return torch.linspace(-1, 1, count, device=like.device)

@@ -1,6 +1,6 @@
-"""The report head of TRIDENT: a decoder that writes a short text, word by word, from what the sensors say together.
+"""The report head of TRIDENT: a decoder that writes a short text, word by word, from the fused branches.
 
-This file is copied beside saved models, so it names nothing of this project.
+This file is saved with each model, so it imports nothing from this project.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .configuration_trident import TridentConfig
 from .trident_branches import placed, transformer
 
 BEGIN, END = 2, 3
-"""Numbers of the words that stand before and behind every report."""
+"""Ids of the words that begin and end every report."""
 
 NOT_LEARNED = -100
 
@@ -30,8 +30,8 @@ class ReportDecoder(nn.Module):
         self.output = nn.Linear(config.hidden_size, len(self.words))
 
     def forward(self, collected: Tensor, ids: Tensor) -> Tensor:
-        """collected: (rows, queries, width). ids: (rows, time), of the words so far. Returns logits of the next ones,
-        (rows, time, words)."""
+        """collected: (rows, queries, width), from the fusion. ids: (rows, time), of the words so far. Returns the
+        logits of each next word, (rows, time, words)."""
         tokens = placed(self.embedding(ids))
         mask = torch.ones(collected.shape[:2], dtype=torch.bool, device=collected.device)
         for layer in self.layers:
@@ -39,7 +39,7 @@ class ReportDecoder(nn.Module):
         return self.output(self.norm(tokens))
 
     def written(self, collected: Tensor) -> list[str]:
-        """A text per row, each word the likeliest one; at most ``length`` words."""
+        """Return a text per row by greedy decoding, of at most ``length`` words."""
         ids = torch.full((len(collected), 1), BEGIN, device=collected.device)
         for _ in range(self.length):
             ids = torch.cat([ids, self(collected, ids)[:, -1:].argmax(dim=-1)], dim=1)
@@ -48,17 +48,18 @@ class ReportDecoder(nn.Module):
         return [self._text(row) for row in ids[:, 1:].tolist()]
 
     def _text(self, ids: list[int]) -> str:
-        ends = ids.index(END) if END in ids else len(ids)
-        return " ".join(self.words[number] for number in ids[:ends])
+        end = ids.index(END) if END in ids else len(ids)
+        return " ".join(self.words[word_id] for word_id in ids[:end])
 
 
 def report_scores(logits: Tensor, targets: Tensor) -> Tensor:
-    """(rows, 3), float32: summed loss in nats, words that are learned, 1 where each of them has the largest logit.
+    """Return (rows, 3), float32: summed loss in nats, number of learned words, and 1 if each has the largest logit.
 
-    logits (rows, time, words), targets (rows, time) with -100 where nothing is learned. All 0 for a row of nothing.
+    logits: (rows, time, words). targets: (rows, time), -100 for words that are not learned. A row without learned words
+    has only zeros.
     """
     learned = targets != NOT_LEARNED
     nats = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    right = (logits.argmax(dim=-1) == targets) | ~learned
-    is_exact = right.all(dim=1) & learned.any(dim=1)
+    is_right = (logits.argmax(dim=-1) == targets) | ~learned
+    is_exact = is_right.all(dim=1) & learned.any(dim=1)
     return torch.stack([nats.view(targets.shape).sum(dim=1), learned.sum(dim=1).float(), is_exact.float()], dim=1)

@@ -1,4 +1,4 @@
-"""Image classifiers with LoRA: which layers are adapted, and classes that are saved with the adapter."""
+"""LoRA for image classifiers: the layers to adapt, and adapters that are saved with their classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import nn
 
 
 class AdaptedClassifier(PeftModel):
-    """Saves the configuration, with its classes, beside the adapter: the base alone has another head.
+    """Saves the configuration with the classes next to the adapter, because the base model has another head.
+
+    To load it::
 
     config = AutoConfig.from_pretrained(run)
     base = AutoModelForImageClassification.from_pretrained(BASE, config=config, ignore_mismatched_sizes=True)
@@ -25,24 +27,30 @@ class AdaptedClassifier(PeftModel):
 
 
 def keep_classes(model: nn.Module) -> None:
-    """Let an adapter that is saved know its classes. A model without adapters knows them."""
+    """Make ``model`` save its classes with the adapter; a model without an adapter already does."""
     if type(model) is PeftModel:
         model.__class__ = AdaptedClassifier
 
 
 def trained_whole(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
-    """What LoRA trains and saves as it is: the head, which may be new, and BatchNorm, whose running statistics change
-    in training and would be missing in a saved adapter."""
+    """Return the modules that are trained and saved in full next to LoRA: head and BatchNorm; None if there are none.
+
+    The head may be new, and the running statistics of BatchNorm change in training and would be missing from a saved
+    adapter.
+    """
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
     return [*heads, *norms] or None
 
 
 def inner_targets(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
-    """Full names of the linear layers outside of ``heads``, for LoRA; of the convolutions where there are none."""
+    """Return the full names of the layers that LoRA acts on, outside of ``heads``.
 
-    def inside(kind: type) -> list[str]:
+    These are the linear layers; if there are none, the convolutions with a single group.
+    """
+
+    def names_of(kind: type) -> list[str]:
         found = (name for name, module in model.named_modules() if isinstance(module, kind))
         return [name for name in found if name.split(".")[0] not in heads]
 
-    convolutions = (name for name in inside(nn.Conv2d) if model.get_submodule(name).groups == 1)
-    return inside(nn.Linear) or [*convolutions] or None
+    convolutions = (name for name in names_of(nn.Conv2d) if model.get_submodule(name).groups == 1)
+    return names_of(nn.Linear) or [*convolutions] or None

@@ -1,9 +1,9 @@
-"""What happens to pixels between the batch and the model: normalised always, changed at random in training.
+"""Process pixels between the batch and the model: normalize them always, and augment them at random in training.
 
-Batches carry uint8, a quarter of the bytes; the rest is done where the model is, by a forward pre-hook. It is no
-module: a saved model is a stock one, and a batch that is float already passes as it is. In training the random numbers
-are torch's, which the training step seeds for every micro-batch: one that runs again after running out of memory, or
-in a resumed run, sees the same images.
+Batches hold uint8, a quarter of the bytes of float32. The rest happens on the model's device, in a forward pre-hook
+that is not a module, so a saved model is a stock one; float batches pass unchanged. Augmentation uses torch's random
+numbers, which the training step seeds for every micro-batch: a micro-batch that runs again, after running out of memory
+or in a resumed run, sees the same images.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor
 
 RESIZED_CROP_FROM = 96
-"""Pixels per side from which a random part is enlarged, as is usual for photographs; smaller ones are only shifted."""
+"""Least pixels per side for random resized crops, as is usual for photographs; smaller images are only shifted."""
 
 SIDE_OF_PROBES = 64
-"""Pixels of the images that a processor is asked about."""
+"""Pixels per side of the images with which a processor is probed."""
 
 STEPS_OF_A_BYTE = 1.01
-"""What rounding to bytes before normalising can change, and a little for float32."""
+"""Largest difference, in steps of a byte, that rounding to bytes before normalizing can make, and a bit for float32."""
 
 
 class PixelInputs:
-    """Forward pre-hook for models that take ``pixel_values``: uint8 (rows, channels, height, width) becomes what the
-    model's image processor makes of it, in the type of the model's weights.
+    """Forward pre-hook that turns uint8 ``pixel_values`` into what the model's image processor would make of them.
 
-    ``mean``, ``deviation``: per channel, of values ``scale`` times a byte. ``augmentation`` acts on values from 0 to 1.
+    It takes (rows, channels, height, width) and returns the dtype of the model's weights. Bytes are multiplied by
+    ``scale``, then normalized with ``mean`` and ``deviation`` of each channel. ``augmentation`` acts on values from 0
+    to 1.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class PixelInputs:
         ready = self.ready(pixels, model.training, dtype)
         return ((ready, *args[1:]), kwargs) if args else (args, {**kwargs, "pixel_values": ready})
 
-    @torch.compiler.disable  # random parameters are drawn on the CPU: nothing to gain from compiling them
+    @torch.compiler.disable  # random parameters are drawn on the CPU, so compiling gains nothing
     @torch.no_grad()
     def ready(self, pixels: torch.Tensor, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """Of uint8 ``pixels``, in ``dtype``; changed at random if ``training``."""
-        with torch.autocast(pixels.device.type, enabled=False):  # coordinates in bfloat16 would be pixels off
+        """Return normalized uint8 ``pixels`` in ``dtype``, augmented if ``training``."""
+        with torch.autocast(pixels.device.type, enabled=False):  # coordinates in bfloat16 would be off by pixels
             if training and self.augmentation is not None:
                 values = self.augmentation(pixels.float() / 255) * (255 * self.scale)
             else:
@@ -68,34 +69,39 @@ class PixelInputs:
 
 
 def pixel_inputs(processor: BaseImageProcessor, channels: int, augmentation: Optional[nn.Module] = None) -> PixelInputs:
-    """What ``processor`` does to the values of pixels, read off what it makes of a black and of a white image: families
-    differ in more than ``image_mean`` and ``image_std``. Raises ModelError where it makes the same of both."""
-    black, white = (_made_of(processor, channels, value) for value in (0, 255))
+    """Return the hook that normalizes like ``processor``, found out by processing a black and a white image.
+
+    Reading ``image_mean`` and ``image_std`` would not be enough, because families also differ in other settings. Raises
+    ModelError if both images give the same values.
+    """
+    black, white = (_processed_color(processor, channels, value) for value in (0, 255))
     contrast = white - black
     if not contrast.all():
-        raise ModelError(f"the image processor {type(processor).__name__} makes the same of black and white images")
+        raise ModelError(f"the image processor {type(processor).__name__} makes black and white images the same")
     return PixelInputs((-black / contrast).tolist(), (1 / contrast).tolist(), 1 / 255, augmentation)
 
 
-def _made_of(processor: BaseImageProcessor, channels: int, value: int) -> numpy.ndarray:
-    """Of an image of one colour: float64 (channels,), in its middle, where no padding is."""
+def _processed_color(processor: BaseImageProcessor, channels: int, value: int) -> numpy.ndarray:
+    """Process an image of one color and return float64 (channels,) from its middle, where there is no padding."""
     import PIL.Image
 
     image = PIL.Image.new("RGB" if channels == 3 else "L", (SIDE_OF_PROBES, SIDE_OF_PROBES), (value,) * channels)
-    made = numpy.asarray(processor(image)["pixel_values"][0], dtype=numpy.float64)
-    return made[:, made.shape[1] // 2, made.shape[2] // 2]
+    processed = numpy.asarray(processor(image)["pixel_values"][0], dtype=numpy.float64)
+    return processed[:, processed.shape[1] // 2, processed.shape[2] // 2]
 
 
 def require_stock_pixels(
     processor: BaseImageProcessor, channels: int, bytes_of: Callable[[PIL.Image.Image], numpy.ndarray]
 ) -> None:
-    """Raise ModelError where a random image by way of ``bytes_of``, uint8 (channels, height, width), is further than
-    one step of a byte from what ``processor`` makes of it."""
+    """Raise ModelError if our processing of a random image differs from ``processor`` by more than one step of a byte.
+
+    ``bytes_of`` turns an image into uint8 (channels, height, width), which our hook then normalizes.
+    """
     import PIL.Image
 
     shape = (SIDE_OF_PROBES, SIDE_OF_PROBES) + ((3,) if channels == 3 else ())
     image = PIL.Image.fromarray(numpy.random.default_rng(0).integers(0, 256, shape, dtype=numpy.uint8))
-    # Of float32 right away: torch takes no view that is turned around, as MobileViT's is, with blue first.
+    # Copied to float32 in C order, because torch rejects reversed views such as MobileViT's, which has blue first.
     wanted = torch.from_numpy(numpy.array(processor(image)["pixel_values"][0], dtype=numpy.float32, order="C"))
     inputs = pixel_inputs(processor, channels)
     found = inputs.ready(torch.from_numpy(bytes_of(image))[None], False, torch.float32)[0]
@@ -103,23 +109,27 @@ def require_stock_pixels(
     if found.shape != wanted.shape or bool(((found - wanted).abs() > STEPS_OF_A_BYTE * step).any()):
         raise ModelError(
             f"the image processor {type(processor).__name__} does more to pixels than scale each channel, which "
-            f"cannot be repeated on the device; give the model with another processor, for instance ViTImageProcessor"
+            f"cannot be repeated on the device; give the model another processor, for instance ViTImageProcessor"
         )
 
 
 def attached(model: nn.Module) -> Optional[PixelInputs]:
+    """Return the hook that is registered on ``model``; None if there is none."""
     return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, PixelInputs)), None)
 
 
 def as_seen_by(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """``inputs`` with the images that ``model`` would make of their bytes, drawn once: for several models alike."""
+    """Return ``inputs`` with their bytes processed as ``model`` would do it.
+
+    Any augmentation is drawn once here, so that several models can get the same images.
+    """
     hook = attached(model)
-    made = None if hook is None else hook(model, (), dict(inputs))
-    return dict(inputs) if made is None else made[1]
+    processed = None if hook is None else hook(model, (), dict(inputs))
+    return dict(inputs) if processed is None else processed[1]
 
 
 def attach(model: nn.Module, inputs: PixelInputs) -> None:
-    """Register ``inputs`` on ``model``, in place of one that it has."""
+    """Register the hook ``inputs`` on ``model``, replacing any earlier one."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, PixelInputs):
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
@@ -127,9 +137,9 @@ def attach(model: nn.Module, inputs: PixelInputs) -> None:
 
 
 def augmentation(name: str, size: tuple[int, int]) -> Optional[nn.Module]:
-    """Random changes of float images (rows, channels, height, width) of ``size``, by kornia; None for "none".
+    """Return the augmentation ``name`` of float images (rows, channels, *size), by kornia; None for "none".
 
-    Each row draws its own. ``light`` never mirrors: a mirrored 2 is no digit.
+    Each row draws its own changes. ``light`` never mirrors, because a mirrored 2 is not a digit.
     """
     if name == "none":
         return None
@@ -148,5 +158,5 @@ def _crop(size: tuple[int, int]) -> nn.Module:
 
     if min(size) >= RESIZED_CROP_FROM:
         return kornia.RandomResizedCrop(size, scale=(0.25, 1.0))
-    # Cut out by slicing the interpolation would only copy pixels, at twice the price.
+    # Slicing is exact here; interpolation would only copy the same pixels, at twice the cost.
     return kornia.RandomCrop(size, padding=max(1, min(size) // 8), cropping_mode="slice")

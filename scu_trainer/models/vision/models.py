@@ -1,4 +1,4 @@
-"""Image classifiers: made from scratch or loaded, a head for our classes, and the processor that goes with them."""
+"""Create or load image classifiers, with a head for the classes of the data and the matching image processor."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel
 
 REDUCTION = 32
-"""Pixels per side that end up as one place of the last feature map, in each architecture that is made from scratch."""
+"""Downsampling of the last feature map relative to the image, in each architecture that is trained from scratch."""
 
 RESNETS = {
     "resnet18": {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]},
     "resnet50": {"layer_type": "bottleneck", "depths": [3, 4, 6, 3]},
     "resnet101": {"layer_type": "bottleneck", "depths": [3, 4, 23, 3]},
 }
-"""He et al. 2016, Deep Residual Learning, table 1; what is not named is ResNetConfig's default."""
+"""He et al. 2016, Deep Residual Learning, table 1; other fields have the defaults of ResNetConfig."""
 
 EFFICIENTNET_B0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "dropout_rate": 0.2, "hidden_dim": 1280}
-"""Tan and Le 2019, EfficientNet; transformers' default is B7."""
+"""Tan and Le 2019, EfficientNet; the defaults of transformers are those of B7."""
 
 
 def make_classifier(
     settings: ModelSettings, own: ImageSettings, label_names: Sequence[str], view: View
 ) -> tuple[PreTrainedModel, list[str]]:
-    """On the CPU, with ``label_names`` in its config, and lines for a person. Raises ModelError where it cannot be
-    loaded, is no image classifier, or does not take images of this size."""
+    """Create or load a classifier of ``label_names`` on the CPU; return it with lines that describe it for the log.
+
+    Raises ModelError if it cannot be loaded, is not an image classifier, or does not take images of this size.
+    """
     if settings.model_name_or_path is None:
         model = _from_scratch(own.architecture, label_names, view).to(loading_dtype(settings))
         lines = [f"{own.architecture}, from scratch"]
@@ -50,13 +52,15 @@ def make_classifier(
         model, lines = _loaded(settings, label_names)
         if own.architecture != ImageSettings.architecture:
             lines.append(f"architecture: {own.architecture} is not used: model_name_or_path selects the model")
-    _require_takes(model, view, settings.model_name_or_path or own.architecture)
+    _require_image_size(model, view, settings.model_name_or_path or own.architecture)
     return model, [*lines, view.line]
 
 
 def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], view: View) -> nn.Module:
-    """A trained classifier in evaluation mode, with its adapter if it is one. Raises ModelError where its classes are
-    not ``label_names``."""
+    """Load a trained classifier, with its adapter if it has one, in evaluation mode.
+
+    Raises ModelError if its classes are not ``label_names``.
+    """
     import torch
 
     _require_classes(settings, label_names)
@@ -66,15 +70,15 @@ def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], 
 
 
 def watch_pixels(model: nn.Module, processor: BaseImageProcessor, changes: nn.Module | None = None) -> None:
-    """Let ``model`` take bytes as its processor makes them; ``changes`` act on them in training."""
+    """Make ``model`` take uint8 images and process them like ``processor``; ``changes`` augment them in training."""
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     attach(inner, pixel_inputs(processor, getattr(inner.config, "num_channels", 3), changes))
 
 
 def changes_for(own: ImageSettings, view: View) -> nn.Module | None:
-    """The random changes of training images. Raises ModelError for colours of gray images."""
+    """Return the augmentation of training images. Raises ModelError for color changes of gray images."""
     if own.augmentation == "strong" and view.channels == 1:
-        raise ModelError("augmentation: strong changes colours, and images are gray; use standard or light")
+        raise ModelError("augmentation: strong changes colours, but the images are gray; use standard or light")
     return augmentation(own.augmentation, view.size)
 
 
@@ -88,8 +92,8 @@ def _from_scratch(name: str, label_names: Sequence[str], view: View) -> PreTrain
 
     if min(view.size) < REDUCTION:
         raise ModelError(
-            f"image_size {min(view.size)} is too small for {name}, which makes one place of {REDUCTION} x {REDUCTION} "
-            f"pixels; set image_size to {REDUCTION} or more (images are enlarged), or leave it out"
+            f"image_size {min(view.size)} is too small for {name}, which reduces {REDUCTION} x {REDUCTION} pixels to "
+            f"one position; set image_size to {REDUCTION} or more (images are enlarged), or leave it out"
         )
     shared = {"num_channels": view.channels, **fields_of_classes(label_names)}
     if name in RESNETS:
@@ -99,10 +103,10 @@ def _from_scratch(name: str, label_names: Sequence[str], view: View) -> PreTrain
 
 
 def with_living_signal(model: nn.Module) -> nn.Module:
-    """Start normalisations at factor 1 and convolutions by He et al. 2015, as EfficientNet is published.
+    """Initialize BatchNorm with factor 1 and convolutions by He et al. 2015, as in the published EfficientNet.
 
-    transformers draws both from a normal distribution with deviation 0.02, meant for loading weights over it: after
-    sixteen blocks 1e-31 is left of the signal, and nothing is learned.
+    transformers draws both from a normal distribution with deviation 0.02, because it expects weights to be loaded.
+    After sixteen blocks, 1e-31 of the signal would be left, and the model would learn nothing.
     """
     from torch import nn
 
@@ -122,7 +126,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
     path = Path(located(settings.model_name_or_path))
     name = base_of(path)
     config = load_config(settings)
-    before = classes_of(config)
+    stored_names = classes_of(config)
     with as_model_error(name, "image classifier", settings.model_revision):
         announce_code(name, settings)
         require_safe_weights(name, settings)
@@ -136,51 +140,56 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
             attn_implementation=settings.attn_implementation,
             **fields_of_classes(label_names),
         )
-    inside = [key for key in random if key.startswith(f"{model.base_model_prefix}.")]
-    if inside:
+    missing = [key for key in random if key.startswith(f"{model.base_model_prefix}.")]
+    if missing:
         raise ModelError(
-            f"{name!r} lacks weights of {type(model).__name__}: {first_few(inside, 1)}; give the folder or Hub id of a "
-            "complete image model"
+            f"{name!r} lacks weights of {type(model).__name__}: {first_few(missing, 1)}; give the folder or Hub id of "
+            "a complete image model"
         )
     _require_labels(model, name)
-    head = None if is_adapter(path) else _head_line(bool(random), before, label_names)  # an adapter brings a head
+    head = None if is_adapter(path) else _head_line(bool(random), stored_names, label_names)  # an adapter has a head
     return model, [f"{name}, {type(model).__name__}", *([] if head is None else [head])]
 
 
 def _require_labels(model: PreTrainedModel, name: str) -> None:
     if "labels" not in inspect.signature(model.forward).parameters:
         raise ModelError(
-            f"{name!r} is a {type(model).__name__}, which only predicts: its forward takes no labels. Give one "
-            "that can be trained; where its class ends in WithTeacher, the class without that loads the same weights, "
-            "and save_pretrained makes a folder of it"
+            f"{name!r} is a {type(model).__name__}, which only predicts: its forward takes no labels. Give a model "
+            "that can be trained; if its class ends in WithTeacher, load the weights with the class of the same name "
+            "without that ending, and write them to a folder with save_pretrained"
         )
 
 
-def _head_line(is_new: bool, before: Sequence[str], label_names: Sequence[str]) -> str | None:
-    if is_new and len(before) == len(label_names):
+def _head_line(is_new: bool, stored_names: Sequence[str], label_names: Sequence[str]) -> str | None:
+    """Return a line about a head that is replaced or gets other class names; None if nothing changes."""
+    if is_new and len(stored_names) == len(label_names):
         return f"the head is replaced: a new one for {len(label_names)} classes"
     if is_new:
-        return f"the head is replaced: {len(label_names)} classes where the model has {len(before)}"
-    if tuple(before) != tuple(label_names):
-        return f"the head is kept, for as many classes: {_few(before)} are now {_few(label_names)}"
+        return f"the head is replaced: {len(label_names)} classes where the model has {len(stored_names)}"
+    if tuple(stored_names) != tuple(label_names):
+        return (
+            f"the head is kept, for the same number of classes: {_first_names(stored_names)} are now "
+            f"{_first_names(label_names)}"
+        )
     return None
 
 
 def _require_classes(settings: ModelSettings, label_names: Sequence[str]) -> None:
+    """Raise ModelError if the model's classes are not ``label_names``, in the same order."""
     known = known_classes(settings)
     if known != tuple(label_names):
         raise ModelError(
-            f"the classes of {settings.model_name_or_path} ({_few(known)}) are not those of the data "
-            f"({_few(label_names)}), in this order; give the data that it was trained for"
+            f"the classes of {settings.model_name_or_path} ({_first_names(known)}) are not those of the data "
+            f"({_first_names(label_names)}), in this order; give the data that it was trained for"
         )
 
 
-def _few(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f", ... {len(names)} in all" if len(names) > 3 else "")
 
 
-def _require_takes(model: PreTrainedModel, view: View, name: str) -> None:
-    """One black image, to hear early what the model thinks of its size."""
+def _require_image_size(model: PreTrainedModel, view: View, name: str) -> None:
+    """Raise ModelError if ``model`` fails on a black image of the size and channels of ``view``."""
     import torch
 
     try:
@@ -189,5 +198,5 @@ def _require_takes(model: PreTrainedModel, view: View, name: str) -> None:
     except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"{name} does not take images of {view.size[1]} x {view.size[0]} pixels and {view.channels} channels "
-            f"({error}); set image_size to what it was made for"
+            f"({error}); set image_size to the size that the model was made for"
         ) from error

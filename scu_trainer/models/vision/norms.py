@@ -1,4 +1,4 @@
-"""BatchNorm of image classifiers, where a batch is too small for its statistics."""
+"""BatchNorm of image classifiers for batches that are too small for batch statistics."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from scu_trainer.models.vision.view import View
 
 
 class SteadyBatchNorm2d(nn.BatchNorm2d):
-    """Normalises one value per channel by the running statistics, in training too, and leaves these as they are.
+    """BatchNorm that uses the running statistics, and does not update them, for a single value per channel.
 
-    Stock BatchNorm raises there. The last batch of an epoch can be one image, and a curriculum that leaves rows out
-    makes epochs of any length.
+    Stock BatchNorm raises an error for such a batch in training. The last batch of an epoch can be a single image, and
+    a curriculum that leaves rows out makes epochs of any length.
     """
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        is_alone = values.numel() == values.shape[1]
-        if not (self.training and is_alone and self.track_running_stats):
+        has_one_value = values.numel() == values.shape[1]
+        if not (self.training and has_one_value and self.track_running_stats):
             return super().forward(values)
         statistics = (self.running_mean, self.running_var, self.weight, self.bias)
         return functional.batch_norm(values, *statistics, training=False, eps=self.eps)
 
 
 def steady_norms(model: nn.Module) -> int:
-    """Let every BatchNorm of ``model`` take single images; returns how many there are. What is saved is the same."""
+    """Make every BatchNorm of ``model`` accept single images and return their number; saved files do not change."""
     found = [module for module in model.modules() if type(module) in (nn.BatchNorm2d, SteadyBatchNorm2d)]
     for module in found:
         module.__class__ = SteadyBatchNorm2d
@@ -34,7 +34,7 @@ def steady_norms(model: nn.Module) -> int:
 
 
 def needs_several_rows(model: nn.Module, view: View) -> bool:
-    """Whether some BatchNorm sees maps of one place: with one image at once it has nothing to take statistics of."""
+    """Return whether a BatchNorm gets feature maps of one position, which for a single image give no statistics."""
     seen: list[bool] = []
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     hooks = [norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, 0].numel() == 1)) for norm in norms]

@@ -1,4 +1,4 @@
-"""What a model of images sees: the stock processor that goes with it, and the one size that all images get."""
+"""Choose the image processor of a model, and the one size that all images get."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 
 class View(NamedTuple):
-    """What a model sees. ``processor``: stock, saved beside the model. ``size``: (height, width). ``line``: what was
-    chosen, for a person. ``is_new``: the processor waits for mean and deviation of the training images."""
+    """How a model sees images.
+
+    ``processor`` is a stock one and is saved with the model, ``size`` is (height, width), and ``line`` describes the
+    choice for the log. ``is_new`` means that mean and deviation of the training images must still be set.
+    """
 
     processor: BaseImageProcessor
     channels: int
@@ -32,8 +35,9 @@ class View(NamedTuple):
 
 
 def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[[], int]) -> View:
-    """``natural_size()``: shorter side in pixels of the images, asked where nothing else says a size.
+    """Return the view of a stored model, or a new one for a model from scratch.
 
+    ``natural_size()`` returns the shorter side of the images in pixels; it is called only if nothing else gives a size.
     Raises ModelError for a model that cannot be found, or that takes other channels than ``image_channels``.
     """
     if settings.model_name_or_path is None:
@@ -43,7 +47,7 @@ def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[
     channels = getattr(config, "num_channels", 3)
     if own.image_channels not in (None, channels):
         raise ModelError(
-            f"image_channels is {own.image_channels}, and {settings.model_name_or_path} takes {channels}; leave it out"
+            f"image_channels is {own.image_channels}, but {settings.model_name_or_path} takes {channels}; leave it out"
         )
     stored = _stored_processor(settings)
     if stored is None:
@@ -51,31 +55,34 @@ def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[
         size = own.image_size or declared or usual_size(natural_size())
         line = f"{settings.model_name_or_path} has no {PROCESSOR_FILE}: images of {size} x {size} pixels"
         return View(_plain_processor(size, channels), channels, (size, size), line, True)
-    processor, size = _of_one_size(stored, own.image_size, channels)
+    processor, size = _with_one_size(stored, own.image_size, channels)
     return View(processor, channels, size, f"images of {size[1]} x {size[0]} pixels, made by the model's own processor")
 
 
 def _declared_size(config: PretrainedConfig, name: str) -> int | None:
-    """The longer side of what the model was made for, in pixels. Raises ModelError where it is none."""
+    """Return the longer side in pixels of the model's declared image size; None if it declares none.
+
+    Raises ModelError if a side is less than 1 pixel.
+    """
     declared = getattr(config, "image_size", None)
     if declared is None:
         return None
     sides = declared if isinstance(declared, (list, tuple)) else [declared]
     if min(sides, default=0) < 1:
         raise ModelError(
-            f"image_size is {declared!r} in the configuration of {name}; correct it there to the pixels of a side "
-            "that the model was made for"
+            f"image_size is {declared!r} in the configuration of {name}; correct it there to the side in pixels that "
+            "the model was made for"
         )
     return max(sides)
 
 
 def usual_size(side: int) -> int:
-    """The first of 32, 64, 96, 128 and 224 pixels that is no smaller than ``side``; 224 for all that is larger."""
+    """Return the smallest of 32, 64, 96, 128 and 224 pixels that is at least ``side``; 224 for larger sides."""
     return next((size for size in USUAL_SIZES if size >= side), USUAL_SIZES[-1])
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
-    """Of an adapter its own, which knows its classes; where it was saved without one, that of its base."""
+    """Return the model's configuration; for an adapter, the one saved with its classes, or else that of its base."""
     name = settings.model_name_or_path
     check_source(name)
     with as_model_error(name, "configuration", settings.model_revision):
@@ -90,7 +97,10 @@ def _has_config(path: Path) -> bool:
 
 
 def known_classes(settings: ModelSettings) -> tuple[str, ...]:
-    """Names of the classes of a trained classifier, by label. Raises ModelError for an adapter that does not tell."""
+    """Return the class names of a trained classifier in the order of their labels.
+
+    Raises ModelError for an adapter that was saved without them.
+    """
     path = Path(located(settings.model_name_or_path))
     if is_adapter(path) and not _has_config(path):
         raise ModelError(
@@ -101,7 +111,7 @@ def known_classes(settings: ModelSettings) -> tuple[str, ...]:
 
 
 def _plain_processor(size: int, channels: int) -> BaseImageProcessor:
-    """Squeezed to a square; mean and deviation are those of the training images, and filled in when they are known."""
+    """Return a processor that resizes images to a square; the caller sets mean and deviation of the training images."""
     from transformers import ViTImageProcessorPil
 
     return ViTImageProcessorPil(
@@ -113,6 +123,7 @@ def _plain_processor(size: int, channels: int) -> BaseImageProcessor:
 
 
 def _stored_processor(settings: ModelSettings) -> BaseImageProcessor | None:
+    """Load the processor that was saved with the model; None if there is none."""
     from transformers import AutoImageProcessor
     from transformers.utils import cached_file
 
@@ -128,10 +139,13 @@ def _stored_processor(settings: ModelSettings) -> BaseImageProcessor | None:
         )
 
 
-def _of_one_size(
+def _with_one_size(
     processor: BaseImageProcessor, wanted: int | None, channels: int
 ) -> tuple[BaseImageProcessor, tuple[int, int]]:
-    """``processor`` with square results of ``wanted`` pixels, or of its own size if it gives all images the same."""
+    """Return ``processor``, changed so that all images get the same size, and that size (height, width).
+
+    The size is ``wanted``, or its own if that is already the same for all images, or else a square.
+    """
     if wanted is not None:
         _set_size(processor, wanted)
     sizes = [_size_of_result(processor, channels, shape) for shape in ((60, 90), (90, 60))]
@@ -150,6 +164,7 @@ def _set_size(processor: BaseImageProcessor, size: int, squeezed: bool = False) 
 
 
 def _size_of_result(processor: BaseImageProcessor, channels: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return the (height, width) that ``processor`` gives an image of ``shape`` (height, width)."""
     import PIL.Image
 
     image = PIL.Image.new("RGB" if channels == 3 else "L", (shape[1], shape[0]))
