@@ -1,7 +1,8 @@
-"""Limits that a container or a service manager puts on this process: cgroup v1 and v2, the tightest level counts.
+"""Read the limits that a container or a service manager sets for this process, from cgroup v1 or v2.
 
-Every function takes ``root``, the directory that holds ``proc`` and ``sys``, so that a test can lay out its own tree.
-A controller that is not mounted or has no limit gives None.
+If several levels of the cgroup tree have a limit, the tightest one counts. Every function takes ``root``, the directory
+that holds ``proc`` and ``sys``, so that a test can create its own tree. The result is None if a controller is not
+mounted or has no limit.
 """
 
 from __future__ import annotations
@@ -12,27 +13,27 @@ from typing import Optional
 
 ROOT = Path("/")
 
-# cgroup v1 writes "no limit" as the largest multiple of the page size; no machine has this much memory
+# cgroup v1 writes "no limit" as the largest multiple of the page size, more memory than any machine has
 _UNLIMITED_BYTES = 2**60
 
-# above memory.high the kernel kills nobody, but slows the process down until hardly a step is done
+# above memory.high the kernel kills no process, but slows it down so much that training hardly continues
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def memory_limit_bytes(root: Path = ROOT) -> Optional[int]:
-    """Smallest memory limit on this process, in bytes."""
+    """Return the smallest memory limit on this process, in bytes."""
     limits = [limit for limit, _, _ in _memory_levels(root)]
     return min(limits, default=None)
 
 
 def memory_available_bytes(root: Path = ROOT) -> Optional[int]:
-    """Bytes until the first memory limit is hit. File cache that can be dropped counts as available."""
+    """Return the bytes left until the first memory limit; file cache that can be dropped counts as available."""
     rooms = [max(limit - used + droppable, 0) for limit, used, droppable in _memory_levels(root)]
     return min(rooms, default=None)
 
 
 def cpu_quota_cores(root: Path = ROOT) -> Optional[float]:
-    """Smallest CPU quota on this process, in cores: 1.5 is three halves of a core's time."""
+    """Return the smallest CPU quota on this process in cores; 1.5 means the time of one and a half cores."""
     quotas = []
     for level in _levels(root, "cpu"):
         quota = _read_words(level / "cpu.max") or (
@@ -44,7 +45,7 @@ def cpu_quota_cores(root: Path = ROOT) -> Optional[float]:
 
 
 def _memory_levels(root: Path) -> Iterator[tuple[int, int, int]]:
-    """(limit, used, droppable file cache) in bytes, for each level that has a limit."""
+    """Yield (limit, used, droppable file cache) in bytes for each level that has a limit."""
     for level in _levels(root, "memory"):
         words = [word for name in _MEMORY_LIMITS for word in _read_words(level / name)]
         limits = [int(word) for word in words if word.isdigit() and int(word) < _UNLIMITED_BYTES]
@@ -61,7 +62,7 @@ def _droppable_bytes(level: Path) -> int:
 
 
 def _levels(root: Path, controller: str) -> Iterator[Path]:
-    """Directories of this process's cgroup and all its parents, for one controller."""
+    """Yield the directories of this process's cgroup and all its parents for one controller."""
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, own_path = line.split(":", 2)
         if controllers == "":
@@ -80,7 +81,7 @@ def _levels(root: Path, controller: str) -> Iterator[Path]:
 def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # absent, or hidden from this container: as good as no limit
+    except OSError:  # absent, or hidden from this container: treated as no limit
         return []
 
 

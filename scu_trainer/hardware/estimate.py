@@ -1,8 +1,7 @@
-"""What a training process will hold on its device at the highest moment of a step. Arithmetic only.
+"""Estimate the peak memory of a training process on its device. Arithmetic only.
 
-The step has two moments that can be the highest: a forward and backward pass, whose activations, logits and gradients
-were traced from shapes (``train/memory_estimate``), and the optimizer's step, when all gradients are there and no
-activation.
+The peak of a step is either in a forward and backward pass, with activations, logits and gradients that were traced
+from shapes (``train/memory_estimate``), or in the optimizer's step, with all gradients and no activations.
 """
 
 from __future__ import annotations
@@ -22,17 +21,20 @@ from scu_trainer.hardware.optimizer_bytes import (
 )
 
 MARGIN = 0.15
-"""Share of a prediction that must be free beside it before it is said to fit: see docs/plan.md for how far predictions
-were off."""
+"""Share of the predicted bytes that must be free in addition for it to count as fitting; docs/plan.md says how far
+predictions were off."""
 
 LOGITS_WITH_TEACHER = 3
-"""What the logits of a step take beside those of a teacher, in place of alone: its own, both softened, both learned."""
+"""Factor for the memory of logits with a teacher: the teacher's own, both softened, and both learned."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a process needs beside its tensors. ``fixed_bytes``: code and buffers of libraries, from the first step on.
-    ``slack``: share of what a step makes and frees that the allocator cannot use again."""
+    """Memory that a process needs in addition to its tensors.
+
+    ``fixed_bytes`` are code and buffers of libraries after the first step. ``slack`` is the share of the memory
+    allocated and freed in a step that the allocator cannot reuse.
+    """
 
     fixed_bytes: int
     slack: float
@@ -42,13 +44,15 @@ OVERHEAD = {
     "cpu": Overhead(fixed_bytes=80 * 2**20, slack=0.30),
     "cuda": Overhead(fixed_bytes=550 * 2**20, slack=0.06),
 }
-"""By kind of device; others count as a CPU."""
+"""Overhead by device type; other types count as a CPU."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights that are trained: ``size_bytes`` in their own type, their number, and the bytes of the largest.
-    ``apart``: how many of them some optimizers treat unlike the others."""
+    """The trainable weights: ``size_bytes`` in their own dtype, their number, and the bytes of the largest parameter.
+
+    ``apart`` is the number of weights in each group that some optimizers treat differently.
+    """
 
     size_bytes: int
     weights: int
@@ -62,15 +66,15 @@ class Trained:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes at the highest moment, by what they are for.
+    """Bytes at the peak of a step, by purpose.
 
     Fields:
-        regularization: the weights where training began, toward which lambda decays.
+        regularization: the initial weights, toward which lambda decays.
         averages: the moving averages of weights.
-        teacher: the weights of a larger model that is learned from.
-        exchange: what processes keep to exchange gradients.
-        overhead: what the allocator cannot use again.
-        libraries: their code, buffers and compiled kernels; on a GPU its context, which no allocator counts.
+        teacher: the weights of a larger model that is distilled.
+        exchange: buffers of processes that exchange gradients.
+        overhead: memory that the allocator cannot reuse.
+        libraries: their code, buffers and compiled kernels, and the context of a GPU, which no allocator counts.
     """
 
     weights: int
@@ -91,20 +95,20 @@ class MemoryEstimate:
 
     @property
     def lasting_bytes(self) -> int:
-        """What no smaller micro-batch saves."""
-        beside = self.regularization + self.averages + self.teacher + self.exchange + self.libraries
-        return self.weights + self.optimizer + beside
+        """Bytes that a smaller micro-batch does not reduce."""
+        extra = self.regularization + self.averages + self.teacher + self.exchange + self.libraries
+        return self.weights + self.optimizer + extra
 
     @property
     def needed_bytes(self) -> int:
-        """With a margin for what the prediction does not know."""
+        """Peak bytes with a margin for errors of the prediction."""
         return round(self.peak_bytes * (1 + MARGIN))
 
     def fits(self, limit_bytes: int) -> bool:
         return self.needed_bytes <= limit_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-like."""
+        """Return the estimate as JSON-compatible values."""
         return {"peak_bytes": self.peak_bytes, "parts": asdict(self)}
 
 
@@ -113,10 +117,16 @@ PARTS = tuple(item.name for item in fields(MemoryEstimate))
 
 @dataclass(frozen=True)
 class Held:
-    """What a run keeps of its trained weights beside them. ``processes``: that train together. ``zero_stage``: 1 or 2
-    of DeepSpeed, whose float32 weights and optimizer state are shared out; 0 without it. ``teacher_bytes``: of the
-    weights of a model that is learned from. ``more_copies``: that the arguments of ``optim`` add to its state.
-    ``copies_parts``: memory control copies what the step of an optimizer will write, a few weights at a time."""
+    """What a run keeps in memory in addition to its trainable weights.
+
+    Fields:
+        holds_start, holds_averages: whether it keeps the initial weights, and moving averages of the weights.
+        processes: number of processes that train together.
+        zero_stage: 1 or 2 with DeepSpeed, which shards float32 weights and optimizer state; 0 without it.
+        teacher_bytes: the weights of a teacher model.
+        more_copies: copies of the weights that the arguments of ``optim`` add to its state.
+        copies_parts: whether memory control copies what the optimizer's step will write, a few weights at a time.
+    """
 
     optim: str
     holds_start: bool
@@ -128,7 +138,7 @@ class Held:
     copies_parts: bool = False
 
     def bytes_of(self, trained: Trained) -> dict[str, int]:
-        """By part."""
+        """Return the bytes by part of MemoryEstimate."""
         apart_weights = trained.apart.get(memory_of(self.optim).apart, 0)
         state, exchange = state_bytes(self.optim, trained.size_bytes, trained.weights, apart_weights), 0
         state += self.more_copies * trained.size_bytes
@@ -146,7 +156,7 @@ class Held:
         }
 
     def step_blocks(self, trained: Trained, device: str) -> list[int]:
-        """Sizes of what the optimizer's step takes for a moment. ``device``: its kind."""
+        """Return the sizes of the temporary blocks in an optimizer's step on a device of type ``device``."""
         part_bytes = min(trained.size_bytes, max(trained.largest_bytes, part_bytes_on(device)))
         own_bytes = trained.size_bytes // (self.processes if self.zero_stage else 1)
         together_bytes = part_bytes if self.copies_parts else own_bytes
@@ -165,18 +175,25 @@ def estimate_memory(
     heap_bytes: Optional[int] = None,
     compiled_bytes: int = 0,
 ) -> MemoryEstimate:
-    """``traced``: bytes by part at the highest moment of a forward and backward pass: weights, gradients, activations
-    and logits. ``device``: kind of the training device. ``heap_bytes``: to which the heap grows for all but weights, if
-    that is known. ``compiled_bytes``: kernels for more shapes than those of one step."""
+    """Estimate the bytes at the peak of a step.
+
+    Args:
+        traced: bytes of weights, gradients, activations and logits at the peak of a forward and backward pass.
+        trained: the trainable weights.
+        held: what the run keeps in addition.
+        device: type of the training device.
+        heap_bytes: size to which the heap grows for everything but weights, if known.
+        compiled_bytes: compiled kernels for shapes beyond those of one step.
+    """
     if held.teacher_bytes:
         traced = {**traced, "logits": LOGITS_WITH_TEACHER * traced["logits"]}
-    moment = {part: traced[part] for part in ("gradients", "activations", "logits")}
-    stepping = sum(held.step_blocks(trained, device))
-    if trained.size_bytes + stepping > sum(moment.values()):
-        moment = {"gradients": trained.size_bytes, "activations": stepping, "logits": 0}
-    found = MemoryEstimate(weights=traced["weights"], overhead=0, libraries=0, **moment, **held.bytes_of(trained))
-    beside = OVERHEAD.get(device, OVERHEAD["cpu"])
-    unusable = beside.slack * (traced["activations"] + traced["logits"])
+    peak = {part: traced[part] for part in ("gradients", "activations", "logits")}
+    optimizer_step_bytes = sum(held.step_blocks(trained, device))
+    if trained.size_bytes + optimizer_step_bytes > sum(peak.values()):
+        peak = {"gradients": trained.size_bytes, "activations": optimizer_step_bytes, "logits": 0}
+    estimate = MemoryEstimate(weights=traced["weights"], overhead=0, libraries=0, **peak, **held.bytes_of(trained))
+    extra = OVERHEAD.get(device, OVERHEAD["cpu"])
+    unusable = extra.slack * (traced["activations"] + traced["logits"])
     if heap_bytes is not None:
-        unusable = max(0, heap_bytes - (found.peak_bytes - found.weights - found.teacher))
-    return replace(found, overhead=round(unusable), libraries=beside.fixed_bytes + compiled_bytes)
+        unusable = max(0, heap_bytes - (estimate.peak_bytes - estimate.weights - estimate.teacher))
+    return replace(estimate, overhead=round(unusable), libraries=extra.fixed_bytes + compiled_bytes)

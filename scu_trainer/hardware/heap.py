@@ -1,4 +1,4 @@
-"""What the C library does with memory that a process has freed: keep it for the next step, or give it back."""
+"""Control what the C library does with freed memory: keep it for the next step, or return it to the system."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Optional
 
-M_TRIM_THRESHOLD = -1  # of malloc.h, as is the next one
+M_TRIM_THRESHOLD = -1  # from malloc.h, like the next one
 M_MMAP_THRESHOLD = -3
 LARGEST_BYTES = 2**31 - 1  # mallopt takes an int
-LARGEST_FROM_HEAP_BYTES = 31 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB, with the head of the block
+LARGEST_FROM_HEAP_BYTES = 31 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB, including the block's header
 
-TENSOR_ALIGNMENT_BYTES = 64  # of torch's CPU allocator
+TENSOR_ALIGNMENT_BYTES = 64  # alignment of torch's CPU allocator
 
 GRAIN_BYTES = 16 * 2**10
-"""How finely it is noted where in the heap blocks have been: a few pages, of which a large heap has many."""
+"""Resolution for recording where in the heap blocks have been: a few pages, so that a large heap has not too many."""
 
 
 def give_back_freed() -> None:
-    """Freed heap goes back to the system. Nothing happens where the C library has no such function (macOS, musl)."""
-    trim = _function("malloc_trim")
+    """Return freed heap memory to the system; does nothing if the C library cannot do that (macOS, musl)."""
+    trim = _c_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def settle() -> None:
-    """Moves glibc's thresholds at once to where the first freed block of 32 MiB would move them: smaller blocks come
-    from the heap, which gives back what is free at its end beyond 64 MiB.
+    """Set glibc's thresholds now to the values that the first freed block of 32 MiB would give them.
 
-    Before that, a training whose blocks are all smaller may give some MiB back in every step, and gets them zeroed
-    again. Takes no memory, as nothing is written to the block. Nothing happens in other C libraries.
+    Smaller blocks then come from the heap, which returns free memory at its end only beyond 64 MiB. With the initial
+    thresholds, a training with only smaller blocks may return some MiB in every step, and the system zeroes them
+    again. The block here takes no memory, because nothing is written to it. Does nothing in other C libraries.
     """
-    if _function("mallopt") is None:
+    if _c_function("mallopt") is None:
         return
     library = ctypes.CDLL(None)
     library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -43,51 +43,54 @@ def settle() -> None:
 
 
 def keep_freed() -> bool:
-    """From now on this process keeps up to 2 GiB of freed memory for whoever asks next, large blocks too.
+    """Make this process keep up to 2 GiB of freed memory for later allocations, including large blocks.
 
-    glibc gives blocks of some MiB back as soon as they are freed, and a training step frees most that it takes: the
-    system then zeroes the same pages again in every step. ``give_back_freed`` works as before. There is no way back
-    to the usual behaviour, whose thresholds move by themselves. Returns False where the C library has no such
-    switches (macOS, musl).
+    By default glibc returns blocks of some MiB to the system as soon as they are freed. A training step frees most of
+    its memory, so the system would zero the same pages again in every step. ``give_back_freed`` still works. The
+    default behavior, with thresholds that adapt, cannot be restored. Returns False if the C library has no such
+    settings (macOS, musl).
     """
-    change = _function("mallopt")
+    change = _c_function("mallopt")
     if change is None:
         return False
     return all([change(name, LARGEST_BYTES) == 1 for name in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)])
 
 
 @functools.cache
-def _function(name: str) -> Optional[Callable[..., int]]:
+def _c_function(name: str) -> Optional[Callable[..., int]]:
+    """Return the function ``name`` of the C library; None if it does not exist."""
     try:
         return getattr(ctypes.CDLL(None), name, None)
-    except TypeError:  # on Windows a library has to be named
+    except TypeError:  # Windows needs the name of a library
         return None
 
 
-def _in_pages(size_bytes: int) -> int:
-    """What the library maps for a block of its own: its header, and room to align it, in whole pages."""
+def _mapped_size(size_bytes: int) -> int:
+    """Return the bytes that the library maps for a separate block: with header and alignment, in whole pages."""
     return math.ceil((size_bytes + 2 * TENSOR_ALIGNMENT_BYTES) / mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _is_mapped(block: ctypes.c_void_p) -> bool:
-    """By malloc's own mark: bit 1 of the size that stands before each block."""
+    """Return whether malloc mapped this block separately, by its flag: bit 1 of the size stored before the block."""
     return bool(ctypes.c_size_t.from_address(block.value - ctypes.sizeof(ctypes.c_size_t)).value & 2)
 
 
 class UntouchedHeap:
-    """Takes and frees the blocks that tensors would take, without ever writing to them: so they need addresses and no
-    memory, and show how far this very C library lets the heap grow. It is more than what is alive at one time: freed
-    blocks lie between others that are in use, and some versions (glibc before 2.38) cannot use an aligned one again.
+    """Measures how far this C library lets the heap grow for the blocks that tensors would take.
 
-    ``peak_bytes``: the most that would have been in use if each block had been written to: every place of the heap
-    where a block has been, unless the heap has shrunk below it since (sbrk), and the blocks that the library has mapped
-    one by one beside it. How much the heap grew would not tell. A process keeps small things that lie above the blocks
-    of an earlier estimate, so that its heap stays large: with nothing in it, and the next blocks go there.
-    At the end of the context what is left is freed.
+    It allocates and frees these blocks without writing to them, so they need addresses but no memory. The heap grows
+    beyond what is alive at one time: freed blocks are between others that are in use, and some versions (glibc before
+    2.38) cannot reuse an aligned block.
+
+    ``peak_bytes`` is the most memory that would have been in use if each block had been written to: all places in the
+    heap where a block has been, unless the heap has shrunk below them since (sbrk), plus the blocks that the library
+    mapped separately. The growth of the heap would be a wrong measure: small objects above the blocks of an earlier
+    estimate keep the heap of a process large but empty, and the next blocks go there. Remaining blocks are freed at the
+    end of the context.
     """
 
     def __init__(self) -> None:
-        settle()  # as trainings do
+        settle()  # a training does the same
         give_back_freed()
         self._library = ctypes.CDLL(None)
         self._library.free.argtypes = [ctypes.c_void_p]
@@ -101,11 +104,11 @@ class UntouchedHeap:
 
     @classmethod
     def is_known(cls) -> bool:
-        """Whether this is glibc, whose marks on blocks are read, and the main thread, whose heap ends at sbrk."""
-        return _function("malloc_trim") is not None and threading.current_thread() is threading.main_thread()
+        """Return whether this works here: only in glibc, whose flags are read, and in the main thread (sbrk)."""
+        return _c_function("malloc_trim") is not None and threading.current_thread() is threading.main_thread()
 
     def take(self, key: Hashable, size_bytes: int) -> None:
-        """A block for ``key``. What even the address space has no room for is counted in ``failed_bytes``."""
+        """Allocate a block for ``key``; if even the address space has no room, add its size to ``failed_bytes``."""
         self._log.append((key, size_bytes))
         block = ctypes.c_void_p()
         alignment, size = ctypes.c_size_t(TENSOR_ALIGNMENT_BYTES), ctypes.c_size_t(size_bytes)
@@ -115,7 +118,7 @@ class UntouchedHeap:
         before, self._end = self._end, self._end_of_heap(0)
         if self._end < before:
             self._grains = {grain for grain in self._grains if grain * GRAIN_BYTES < self._end}
-        mapped_bytes = _in_pages(size_bytes) if _is_mapped(block) else 0
+        mapped_bytes = _mapped_size(size_bytes) if _is_mapped(block) else 0
         if not mapped_bytes:
             behind = math.ceil((block.value + size_bytes) / GRAIN_BYTES)
             self._grains.update(range(block.value // GRAIN_BYTES, behind))
@@ -131,19 +134,19 @@ class UntouchedHeap:
             self._library.free(block)
 
     def repeat(self, times: int) -> None:
-        """What was taken and given back so far, again in the same order; what has stayed is there already."""
+        """Repeat all past allocations that were freed again, in the same order; other blocks are still allocated."""
         taken: dict[Hashable, int] = {}
         steps: list[tuple[int, Optional[int]]] = []
         for key, size_bytes in self._log:
             if size_bytes is not None:
                 taken[key] = len(steps)
             steps.append((taken.pop(key, -1) if size_bytes is None else len(steps), size_bytes))
-        given = {number for number, size_bytes in steps if size_bytes is None}
+        freed = {number for number, size_bytes in steps if size_bytes is None}
         for _ in range(times):
             for number, size_bytes in steps:
                 if size_bytes is None:
                     self.give(("repeated", number))
-                elif number in given:
+                elif number in freed:
                     self.take(("repeated", number), size_bytes)
 
     def __enter__(self) -> UntouchedHeap:

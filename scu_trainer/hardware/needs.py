@@ -1,4 +1,4 @@
-"""What a recipe needs of a machine beyond what every training needs, read from its values alone."""
+"""Find out from the values of a recipe what it needs from a machine beyond what every training needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Optional
 from scu_trainer.hardware.optimizers import OPTIMIZERS
 
 EXTRA_OF = {"bitsandbytes": "qlora", "torchao": "optimizers"}
-"""Packages that come with one of our extras."""
+"""Packages that are installed with one of our extras."""
 
 REPORTERS = {
     "azure_ml": "azureml-core",
@@ -28,20 +28,20 @@ REPORTERS = {
     "trackio": "trackio",
     "wandb": "wandb",
 }
-"""Value of ``report_to`` -> distribution, None where it needs none; that of tensorboard is always there."""
+"""Distribution that each value of ``report_to`` needs; None without one. That of tensorboard is always installed."""
 
 FLASH = "flash_attention"
 
 
 @dataclass(frozen=True)
 class RecipeNeeds:
-    """Each name goes with the setting that asks for it, as a person would write it ("tuning: qlora").
+    """What a recipe needs, with the setting that asks for it as a user would write it ("tuning: qlora").
 
     Fields:
-        extras: our extras. packages: distributions that are in none of them.
-        cuda: settings that take a CUDA GPU. gpu: settings that take any GPU. use_cpu: whether the recipe uses none.
-        folders: setting -> where it writes, beside output_dir and cache_dir.
-        optim: the optimizer where this machine decides whether it runs, else None.
+        extras: our extras, with the setting. packages: distributions that are in none of them, with the setting.
+        cuda: settings that need a CUDA GPU. gpu: settings that need any GPU. use_cpu: whether the recipe uses no GPU.
+        folders: folders that are written besides output_dir and cache_dir, by setting.
+        optim: the optimizer if it must run on this machine, else None.
     """
 
     extras: dict[str, str] = field(default_factory=dict)
@@ -54,20 +54,20 @@ class RecipeNeeds:
 
 
 def needs_of(values: Mapping[str, Any]) -> RecipeNeeds:
-    """``values``: of the fields of the command line, by name; what is absent asks for nothing."""
-    found = dict(_packages(values))
+    """Return the needs of a recipe with these ``values`` of command line fields; an absent field needs nothing."""
+    packages = dict(_packages(values))
     return RecipeNeeds(
-        extras={EXTRA_OF.get(name, name): why for name, why in found.items() if _is_extra(name)},
-        packages={name: why for name, why in found.items() if not _is_extra(name)},
-        cuda=tuple(_cuda(values)),
-        gpu=tuple(_gpu(values)),
+        extras={EXTRA_OF.get(name, name): setting for name, setting in packages.items() if _is_extra(name)},
+        packages={name: setting for name, setting in packages.items() if not _is_extra(name)},
+        cuda=tuple(_settings_for_cuda(values)),
+        gpu=tuple(_settings_for_gpu(values)),
         use_cpu=bool(values.get("use_cpu")),
         folders={
             name: Path(values[name]).expanduser()
             for name in ("offload_folder", "offload_linears_folder")
             if values.get(name)
         },
-        # DeepSpeed may update the weights elsewhere, and has optimizers of its own
+        # DeepSpeed may update the weights on another device, and has its own optimizers
         optim=None if values.get("deepspeed") else values.get("optim"),
     )
 
@@ -77,7 +77,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _packages(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(distribution or extra, the setting that asks for it)."""
+    """Yield (distribution or extra, the setting that asks for it)."""
     optim = str(values.get("optim"))
     yield from ((name, f"optim: {optim}") for name in (OPTIMIZERS[optim].packages if optim in OPTIMIZERS else ()))
     if values.get("tuning") == "qlora":
@@ -96,12 +96,12 @@ def _packages(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def reporters_of(values: Mapping[str, Any]) -> list[str]:
-    """The services of ``report_to``, also those that nobody knows; all means those that are installed."""
+    """Return the services of ``report_to``, including unknown ones, but not "all", which means those installed."""
     found = values.get("report_to") or ()
     return [name for name in ([found] if isinstance(found, str) else found) if name not in ("none", "all")]
 
 
-def _cuda(values: Mapping[str, Any]) -> Iterator[str]:
+def _settings_for_cuda(values: Mapping[str, Any]) -> Iterator[str]:
     if str(values.get("attn_implementation")).startswith(FLASH):
         yield f"attn_implementation: {values['attn_implementation']}"
     if values.get("tf32"):
@@ -110,7 +110,7 @@ def _cuda(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"max_gpu_mem: {values['max_gpu_mem']}"
 
 
-def _gpu(values: Mapping[str, Any]) -> Iterator[str]:
+def _settings_for_gpu(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("fp16"):
         yield "fp16: true"
     if values.get("mixed_precision") == "fp16":

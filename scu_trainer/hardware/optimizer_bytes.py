@@ -1,4 +1,4 @@
-"""What an optimizer keeps for the weights that it trains, and what it needs for a moment while it steps."""
+"""The memory of optimizers: the state that they keep for the trainable weights, and temporary blocks of a step."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 Apart = Literal["embeddings", "no matrices"]
-"""Weights that some optimizers treat unlike the others: of embeddings; all but matrices between these and the output
-layer."""
+"""Groups of weights that some optimizers treat differently: embeddings, or everything but the matrices between the
+embeddings and the output layer."""
 
 FLOAT32_BYTES = 4
 
 UPDATED_IN_PLACE = "adamw_torch_fused"
-"""Whose step takes nothing, so that nothing has to be copied before it."""
+"""The optimizer that updates in place: its step allocates nothing, so nothing must be copied before it."""
 
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """``copies``: of the trained weights in their own type; ``bytes_per_weight``: beside them. ``apart_copies`` and
-    ``apart_bytes_per_weight``: in their place, of the weights that it treats ``apart``. ``step_copies``: of the largest
-    trained weight, while its step is computed; ``cpu_step_copies``: on a CPU, in float32; ``foreach_copies``: in their
-    place on a card, of all weights that are updated together."""
+    """The memory that one optimizer needs.
+
+    Its state is ``copies`` of the trainable weights in their own dtype plus ``bytes_per_weight``. For weights that it
+    treats ``apart``, ``apart_copies`` and ``apart_bytes_per_weight`` count instead. While it updates a parameter, it
+    needs ``step_copies`` of the largest one, and on a CPU also ``cpu_step_copies`` in float32; on a GPU it needs
+    ``foreach_copies`` of all weights that are updated together instead.
+    """
 
     copies: float = 0.0
     bytes_per_weight: float = 0.0
@@ -33,7 +36,10 @@ class OptimizerMemory:
 
 
 def _bitsandbytes_8bit(bytes_per_weight: int, cpu_step_copies: int) -> OptimizerMemory:
-    """The Trainer leaves the state of embeddings in 32 bits. On a CPU the update is computed from unpacked copies."""
+    """Return the needs of an 8-bit optimizer of bitsandbytes.
+
+    The Trainer keeps the state of embeddings in 32 bits. On a CPU the update is computed from unpacked copies.
+    """
     return OptimizerMemory(
         bytes_per_weight=bytes_per_weight,
         cpu_step_copies=cpu_step_copies,
@@ -64,21 +70,22 @@ STATES: tuple[tuple[str, OptimizerMemory], ...] = (
     ("adamw_torch_fused", OptimizerMemory(copies=2)),
     ("adamw", OptimizerMemory(copies=2, step_copies=2, foreach_copies=1)),
 )
-"""What a name of an optimizer contains -> what it needs. The first that fits counts; what is in none of the rows counts
-as nothing. Copies on a CPU: measured with bitsandbytes 0.50 and torchao 0.18, whose updates unpack the state."""
+"""Part of an optimizer's name, and what such an optimizer needs. The first row that matches counts; without a match the
+state counts as 0. Copies on a CPU were measured with bitsandbytes 0.50 and torchao 0.18, whose updates unpack the
+state."""
 
 NOT_IN_ONE_PLACE = ("paged", "galore", "apollo", "lomo")
 
 
 def memory_of(optim: str) -> OptimizerMemory:
-    """Of the optimizer with that name in ``optim``: a lower bound, nothing where its state can move or is not known."""
+    """Return the memory that ``optim`` needs, a lower bound: 0 if its state can move elsewhere or is not known."""
     if any(part in optim for part in NOT_IN_ONE_PLACE):
         return OptimizerMemory()
     return next((needs for part, needs in STATES if part in optim), OptimizerMemory())
 
 
 def uncounted(optim: str) -> Optional[str]:
-    """Why nothing is known of its state; None where it is known, or is elsewhere by design (paged)."""
+    """Return why the state of ``optim`` is not counted; None if it is known, or is elsewhere by design (paged)."""
     if any(part in optim for part in ("galore", "apollo")):
         return f"the state of optim: {optim}, which depends on its rank"
     known = "paged" in optim or "lomo" in optim or any(part in optim for part, _ in STATES)
@@ -86,17 +93,21 @@ def uncounted(optim: str) -> Optional[str]:
 
 
 def state_bytes(optim: str, trained_bytes: int, trained_weights: int, apart_weights: int = 0) -> int:
-    """Bytes of its state, for ``trained_weights`` numbers that take ``trained_bytes``. ``apart_weights``: how many of
-    these it treats apart."""
+    """Return the bytes of the optimizer's state for ``trained_weights`` weights that take ``trained_bytes``.
+
+    ``apart_weights`` is how many of these it treats differently.
+    """
     needs, stored_bytes = memory_of(optim), trained_bytes / max(1, trained_weights)
-    each = needs.copies * stored_bytes + needs.bytes_per_weight
-    each_apart = needs.apart_copies * stored_bytes + needs.apart_bytes_per_weight
-    return int(each * (trained_weights - apart_weights) + each_apart * apart_weights)
+    per_weight = needs.copies * stored_bytes + needs.bytes_per_weight
+    per_apart_weight = needs.apart_copies * stored_bytes + needs.apart_bytes_per_weight
+    return int(per_weight * (trained_weights - apart_weights) + per_apart_weight * apart_weights)
 
 
 def step_blocks(optim: str, device: str, largest_bytes: int, largest_weights: int, together_bytes: int) -> list[int]:
-    """Sizes of what it makes for a moment while it updates the largest trained weight, or on a card all weights that
-    are updated together. ``device``: its kind."""
+    """Return the sizes of the temporary blocks while the optimizer updates the largest parameter.
+
+    On a GPU they are for all weights that are updated together. ``device`` is the type of the device.
+    """
     needs = memory_of(optim)
     if device in ("cuda", "xpu") and needs.foreach_copies:
         return [together_bytes] * needs.foreach_copies
@@ -105,13 +116,16 @@ def step_blocks(optim: str, device: str, largest_bytes: int, largest_weights: in
 
 
 def part_bytes_on(device: str) -> int:
-    """Weights that memory control updates together. Copies take about three times this, the update's own working
-    memory once or twice. On a CPU small parts are reused by the C library instead of being mapped again (2 times as
-    fast), elsewhere launches count. ``device``: its kind."""
+    """Return how many bytes of weights memory control updates together on a device of type ``device``.
+
+    Copies take about three times this, and the update's working memory takes it once or twice. On a CPU small parts are
+    better, because the C library reuses their memory instead of mapping it again (twice as fast); elsewhere the number
+    of kernel launches matters.
+    """
     return (8 if device == "cpu" else 64) * 2**20
 
 
 def argument_copies(optim_args: Optional[str]) -> int:
-    """Copies of what is trained that arguments of torch's SGD and RMSprop add to their state."""
+    """Return how many copies of the trainable weights ``optim_args`` adds to the state of torch's SGD and RMSprop."""
     pairs = (pair.partition("=")[::2] for pair in (optim_args or "").replace(" ", "").split(","))
     return sum(name in ("momentum", "centered") and value not in ("0", "0.0", "False") for name, value in pairs)

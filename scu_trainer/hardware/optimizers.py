@@ -1,7 +1,7 @@
-"""Which ``optim`` of transformers runs on which device, and what comes nearest where it does not.
+"""Check which ``optim`` of transformers runs on which device, and propose the nearest one that does.
 
-Without this check a run begins and then fails in its first step, asks for a package after the model was loaded, or
-(paged optimizers on a CPU) goes on with another optimizer and a warning. Nothing here imports torch.
+Without this check a run would start and then fail in its first step, ask for a package only after the model was loaded,
+or (paged optimizers on a CPU) continue with another optimizer and a warning. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from scu_trainer.errors import RequirementError
 from scu_trainer.hardware.probe import installed_version
 
 OLDEST_TRITON_CAPABILITY = (7, 0)
-"""torch.compile writes no code for older CUDA cards."""
+"""Oldest compute capability of CUDA GPUs for which torch.compile generates code."""
 
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
     """What an optimizer needs, and what to use instead.
 
-    devices: torch device types that it runs on; None: all. packages: distributions that must be installed.
-    compiles: its update goes through torch.compile. in_backward: it updates weights while gradients are computed.
-    instead: nearest first; each is checked in turn, ``LAST_RESORT`` comes last.
+    devices: torch device types that it runs on; None means all. packages: distributions that must be installed.
+    compiles: whether its update uses torch.compile. in_backward: whether it updates weights during the backward pass.
+    instead: alternatives, nearest first; each is checked in turn, ``LAST_RESORT`` comes last.
     """
 
     devices: Optional[frozenset[str]] = None
@@ -41,7 +41,7 @@ _FUSED = frozenset({"cpu", "cuda", "xpu", "mps", "hpu"})
 _CUDA = frozenset({"cuda"})
 
 _TORCH = OptimizerNeeds()
-# Kernels of bitsandbytes' optimizers; its mps and hpu parts have those of 4-bit weights alone.
+# Devices with kernels for bitsandbytes' optimizers; mps and hpu have only those for 4-bit weights.
 _BNB = OptimizerNeeds(frozenset({"cpu", "cuda", "xpu"}), ("bitsandbytes",))
 # Paged state is CUDA's (and SYCL's) unified memory. On a CPU bitsandbytes warns and does not page.
 _PAGED = OptimizerNeeds(frozenset({"cuda", "xpu"}), ("bitsandbytes",))
@@ -86,7 +86,7 @@ OPTIMIZERS: dict[str, OptimizerNeeds] = {
     "paged_lion_32bit": _like(_PAGED, "lion_32bit"),
     "paged_lion_8bit": _like(_PAGED, "lion_8bit", *_SMALL_ADAMW),
     "galore_adamw": _like(_GALORE, "apollo_adamw", *_SMALL_ADAMW),
-    # its projections are made by bitsandbytes' older calls, which ask for CUDA
+    # its projections use older functions of bitsandbytes that need CUDA
     "galore_adamw_8bit": OptimizerNeeds(_CUDA, ("galore-torch", "bitsandbytes"), instead=_LOW_RANK),
     "galore_adafactor": _like(_GALORE, "adafactor"),
     "galore_adamw_layerwise": _like(_GALORE, *_LOW_RANK, in_backward=True),
@@ -108,7 +108,10 @@ OPTIMIZERS: dict[str, OptimizerNeeds] = {
 
 @dataclass(frozen=True)
 class _Place:
-    """Where weights are updated, and what is there. ``has_compiler``: for code that torch.compile makes for a CPU."""
+    """Where weights are updated: the device and what is installed.
+
+    ``has_compiler`` is whether there is a C++ compiler for the CPU code of torch.compile.
+    """
 
     device: str
     capability: Optional[tuple[int, int]]
@@ -124,15 +127,15 @@ def check_optimizer(
     deepspeed_offload: bool = False,
     find_program: Callable[[str], Optional[str]] = shutil.which,
 ) -> None:
-    """Raise RequirementError, with the nearest optimizer that runs, if ``optim`` cannot run as it is meant.
+    """Raise RequirementError, with the nearest optimizer that runs, if ``optim`` cannot run as intended.
 
     Args:
-        optim: a value of transformers' ``OptimizerNames``; what is none passes, transformers lists its choices.
+        optim: a value of transformers' ``OptimizerNames``; other values pass, because transformers lists its choices.
         device: torch device type of the training: "cpu", "cuda", "mps", ...
-        capability: of the CUDA card, such as (8, 0); None: not CUDA, or not known.
-        installed: version of a distribution, None if it is absent.
-        deepspeed_offload: DeepSpeed keeps the optimizer's state in main memory and updates on the CPU.
-        find_program: path of a program, None if there is none.
+        capability: compute capability of the CUDA GPU, such as (8, 0); None if there is no CUDA or it is not known.
+        installed: returns the version of a distribution, None if it is not installed.
+        deepspeed_offload: whether DeepSpeed keeps the optimizer's state in main memory and updates on the CPU.
+        find_program: returns the path of a program, None if there is none.
     """
     needs = OPTIMIZERS.get(optim)
     if needs is None:
@@ -144,36 +147,39 @@ def check_optimizer(
     if obstacle is None:
         return
     moved = "; with DeepSpeed's optimizer offload weights are updated on the CPU" if where != device else ""
-    others = (*needs.instead, *LAST_RESORT)  # of which adamw_torch needs nothing
+    others = (*needs.instead, *LAST_RESORT)  # adamw_torch, the last one, always runs
     nearest = next(name for name in others if next(_obstacles(OPTIMIZERS[name], place), None) is None)
     raise RequirementError(f"optim: {optim} {obstacle}{moved}. Nearest that runs here: optim: {nearest}")
 
 
 FOR_BFLOAT16, STOCHASTIC = "adamw_torch_8bit", "bf16_stochastic_round=True"
-"""What trains weights that are stored in bfloat16, where nobody names an optimizer, and its ``optim_args``."""
+"""The default optimizer for weights that are stored in bfloat16, and its ``optim_args``."""
 
 
 def keeps_small_steps(optim: str, optim_args: Optional[str]) -> bool:
-    """Whether steps smaller than the last digit of a bfloat16 weight act in the mean, or add up: torchao rounds by
-    chance where ``optim_args`` say so, torch-optimi carries what was lost (Kahan summation) by itself."""
+    """Return whether an optimizer keeps updates that are smaller than the rounding of a bfloat16 weight.
+
+    torchao does so on average, by stochastic rounding if ``optim_args`` turn it on; torch-optimi always accumulates the
+    lost parts (Kahan summation).
+    """
     if optim == "stable_adamw":
         return True
     pairs = dict(pair.split("=", 1) for pair in (optim_args or "").replace(" ", "").split(",") if "=" in pair)
-    rounds_by_chance = pairs.get("bf16_stochastic_round", "").lower() in ("y", "yes", "t", "true", "on", "1")
-    return optim in ("adamw_torch_8bit", "adamw_torch_4bit") and rounds_by_chance
+    rounds_stochastically = pairs.get("bf16_stochastic_round", "").lower() in ("y", "yes", "t", "true", "on", "1")
+    return optim in ("adamw_torch_8bit", "adamw_torch_4bit") and rounds_stochastically
 
 
 def _obstacles(needs: OptimizerNeeds, place: _Place) -> Iterator[str]:
-    """What stands in the way; what cannot be installed away comes first."""
+    """Yield why the optimizer cannot run in ``place``; reasons that installing a package cannot fix come first."""
     if needs.devices is not None and place.device not in needs.devices:
         yield f"does not run on {place.device}, only on {', '.join(sorted(needs.devices))}"
     if needs.compiles and place.capability is not None and place.capability < OLDEST_TRITON_CAPABILITY:
         found, wanted = (".".join(map(str, version)) for version in (place.capability, OLDEST_TRITON_CAPABILITY))
-        yield f"compiles its update, which takes a CUDA card of capability {wanted}; this one has {found}"
+        yield f"compiles its update, which needs a CUDA GPU of compute capability {wanted}; this one has {found}"
     missing = [package for package in needs.packages if place.installed(package) is None]
     if missing:
         how = f"pip install {' '.join(missing)}"
-        how = "it is no longer made: github.com/pytorch/torchdistx" if "torchdistx" in missing else how
+        how = "it is no longer maintained: github.com/pytorch/torchdistx" if "torchdistx" in missing else how
         yield f"needs {' and '.join(missing)}, not installed here ({how})"
     if needs.compiles and place.device == "cpu" and not place.has_compiler:
-        yield "compiles its update, which takes a C++ compiler, and none was found; install g++, or set CXX to one"
+        yield "compiles its update, which needs a C++ compiler, but none was found; install g++, or set CXX to one"

@@ -1,4 +1,4 @@
-"""How many operations a second a device can do at most, by the number format in which it multiplies matrices."""
+"""Peak operations per second of devices, by the number format of their matrix products."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ OTHER_CARDS: dict[str, dict[str, float]] = {
     r"V100-SXM": {"fp16": 125.0, "fp32": 15.7},
     r"V100-PCIE": {"fp16": 112.0, "fp32": 14.0},
 }
-"""Cards that are no preset: name as the driver gives it (a pattern) -> format -> TFLOP/s of one device.
+"""TFLOP/s of one device by format, for GPUs that have no preset; keys are patterns for the driver's name of the GPU.
 
-NVIDIA's data sheets of these cards (NVL and PCIe boards of H100 and H200, GH200, A40, A10, L4, V100): matrices without
-sparsity, for which the sheets of Hopper and Ada state twice the figure; fp32 is that of the
-ordinary cores.
+From NVIDIA's data sheets of these GPUs (NVL and PCIe boards of H100 and H200, GH200, A40, A10, L4, V100), for dense
+matrices; the sheets of Hopper and Ada state twice the figure, with sparsity. fp32 is that of the ordinary cores.
 """
 
 
 def device_name(device: torch.device) -> str:
-    """What the driver calls a card; the kind of any other device."""
+    """Return the driver's name of a GPU, or the type of any other device."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def known_tflops(device_name: str, precision: str) -> Optional[float]:
-    """The maker's figure for ``precision`` (bf16, fp16, tf32, fp32).
+    """Return the vendor's peak TFLOP/s for ``precision`` (bf16, fp16, tf32, fp32).
 
-    None for a card that we know no figures of, and for a part of a card (MIG), which has a share of the peak only.
+    None for an unknown GPU, and for a MIG part of a GPU, which has only a share of the peak.
     """
     known = [preset.tflops for preset in presets() if preset.is_called(device_name)]
     known += [peaks for pattern, peaks in OTHER_CARDS.items() if re.search(pattern, device_name)]

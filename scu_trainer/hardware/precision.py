@@ -1,10 +1,11 @@
-"""In which number format a training computes: what was asked for, if the device can; else the fastest safe one.
+"""Choose the number format of a training: the requested one if the device supports it, else the fastest safe one.
 
-``choose_precision`` and ``tf32_default`` are rules on facts; ``device_facts`` gathers the facts and alone needs torch.
+``choose_precision`` and ``tf32_default`` are rules; ``device_facts`` collects their input and is the only part that
+needs torch.
 
-Measured on a CPU core, LoRA, forward and backward of 8 x 256 tokens, autocast to bf16 against float32: with
-avx512_bf16 1.6 times as fast (Granite hybrid, 1.2M weights) and 2.0 times (Llama, 20M); held to instructions without
-it 0.7 times, and 0.2 times on plain AVX2. So the instructions decide.
+Measured on a CPU core with LoRA, forward and backward of 8 x 256 tokens, bf16 autocast relative to float32: with
+avx512_bf16 it was 1.6 times as fast (Granite hybrid, 1.2M weights) and 2.0 times (Llama, 20M); restricted to
+instructions without it 0.7 times, and on plain AVX2 0.2 times. So the CPU's instructions decide.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scu_trainer.errors import RequirementError, SettingsError
 
 CPU_BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 TENSOR_CORES = (7, 0)
-"""Capability from which CUDA cards multiply fp16 faster than float32."""
+"""Least compute capability of CUDA GPUs that multiply fp16 faster than float32."""
 AMPERE = (8, 0)
 _ALLOWED = ("no", "bf16", "fp16")
 DEFAULT_OF_ACCELERATE = (
@@ -29,8 +30,8 @@ DEFAULT_OF_ACCELERATE = (
 class DeviceFacts:
     """The device of a training.
 
-    kind: "cpu", "cuda" or "mps". bf16: it multiplies bf16 itself instead of emulating that.
-    capability: of an NVIDIA card; None for all else. detail: what gives bf16, in words; "" if nothing does.
+    kind: "cpu", "cuda" or "mps". bf16: whether it multiplies bf16 natively instead of emulating it.
+    capability: compute capability of an NVIDIA GPU, else None. detail: what supports bf16, in words; "" without bf16.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """``name``: no, bf16 or fp16. ``reason``: one line for the user, "bf16 autocast (this GPU has it)"."""
+    """``name`` is no, bf16 or fp16, and ``reason`` a line for the user, such as "bf16 autocast (this GPU has it)"."""
 
     name: str
     reason: str
@@ -54,34 +55,34 @@ class PrecisionChoice:
 def choose_precision(
     wanted: str, bf16: bool, fp16: bool, launcher: Optional[str], device: DeviceFacts
 ) -> PrecisionChoice:
-    """What is asked for wins; if nobody asks, the fastest safe format of the device.
+    """Return the requested format, or the fastest safe one of the device if there is no request.
 
     Args:
         wanted: ``mixed_precision``: auto, no, bf16 or fp16.
-        bf16, fp16: the stock switches.
-        launcher: ``ACCELERATE_MIXED_PRECISION``; None without a launcher. "no" counts as nothing said, because
-            accelerate writes it also when nobody was asked.
-    Raises SettingsError for requests that contradict each other, RequirementError for what the device cannot do.
+        bf16, fp16: the switches of the stock Trainer.
+        launcher: ``ACCELERATE_MIXED_PRECISION``; None without a launcher. "no" does not count as a request, because
+            accelerate also sets it by default.
+    Raises SettingsError for contradicting requests, and RequirementError for a format that the device does not support.
     """
-    asked = _asked(wanted, bf16, fp16, launcher)
-    names = set(asked.values())
+    requests = _requests(wanted, bf16, fp16, launcher)
+    names = set(requests.values())
     if len(names) > 1:
-        raise SettingsError(f"{' and '.join(asked)} contradict each other; keep one of them")
+        raise SettingsError(f"{' and '.join(requests)} contradict each other; keep one of them")
     if not names:
         choice = _fastest(device)
         if choice.name == "no" or launcher is None:
             return choice
         return replace(choice, reason=f"{choice.reason.removesuffix(')')}{DEFAULT_OF_ACCELERATE})")
-    name, who = names.pop(), next(iter(asked))
-    _require_possible(name, device, who)
+    name, setting = names.pop(), next(iter(requests))
+    _require_supported(name, device, setting)
     is_slow = name == "bf16" and device.kind == "cpu" and not device.bf16
     warning = "; this CPU has no instructions for it: slower than float32" if is_slow else ""
     words = "arithmetic in the type of the weights" if name == "no" else f"{name} autocast"
-    return PrecisionChoice(name, f"{words} ({who}{warning})")
+    return PrecisionChoice(name, f"{words} ({setting}{warning})")
 
 
-def _asked(wanted: str, bf16: bool, fp16: bool, launcher: Optional[str]) -> dict[str, str]:
-    """Who asks -> for what."""
+def _requests(wanted: str, bf16: bool, fp16: bool, launcher: Optional[str]) -> dict[str, str]:
+    """Return the requested formats by the setting that asks for them."""
     if launcher is not None and launcher not in _ALLOWED:
         raise SettingsError(f"the launcher asks for mixed_precision: {launcher}; allowed: {', '.join(_ALLOWED)}")
     requests = {
@@ -90,15 +91,15 @@ def _asked(wanted: str, bf16: bool, fp16: bool, launcher: Optional[str]) -> dict
         "fp16: true": "fp16" if fp16 else None,
         f"the launcher's mixed_precision: {launcher}": None if launcher == "no" else launcher,
     }
-    return {who: name for who, name in requests.items() if name is not None}
+    return {setting: name for setting, name in requests.items() if name is not None}
 
 
-def _require_possible(name: str, device: DeviceFacts, who: str) -> None:
+def _require_supported(name: str, device: DeviceFacts, setting: str) -> None:
     if name == "bf16" and device.kind == "cuda" and not device.bf16:
-        raise RequirementError(f"{who}, but this GPU has no bf16; use mixed_precision: fp16, or auto")
+        raise RequirementError(f"{setting}, but this GPU has no bf16; use mixed_precision: fp16, or auto")
     if name == "fp16" and device.kind == "cpu":
         raise RequirementError(
-            f"{who}, but there is no fp16 training on a CPU (it would silently run in float32); "
+            f"{setting}, but there is no fp16 training on a CPU (it would silently run in float32); "
             "use mixed_precision: bf16, or auto"
         )
 
@@ -112,29 +113,30 @@ def _fastest(device: DeviceFacts) -> PrecisionChoice:
         return PrecisionChoice("bf16", f"bf16 autocast ({device.detail})")
     if device.kind == "cuda" and device.capability is not None and device.capability >= TENSOR_CORES:
         return PrecisionChoice("fp16", "fp16 autocast (this GPU has no bf16)")
-    here = {"cuda": "this GPU has neither bf16 nor fast fp16", "cpu": "this CPU has no bf16 instructions"}
-    return PrecisionChoice("no", f"float32 ({here.get(device.kind, f'nothing is known about {device.kind}')})")
+    reasons = {"cuda": "this GPU has neither bf16 nor fast fp16", "cpu": "this CPU has no bf16 instructions"}
+    return PrecisionChoice("no", f"float32 ({reasons.get(device.kind, f'nothing is known about {device.kind}')})")
 
 
 def tf32_default(device: DeviceFacts, wanted: Optional[bool] = None) -> Optional[bool]:
-    """The value of ``tf32``: what is wanted, else true from Ampere on, None where there is nothing to set.
+    """Return the value of ``tf32``: ``wanted`` if set, else True for Ampere or newer and None for other devices.
 
-    Raises RequirementError if it is wanted where there is none.
+    Raises RequirementError if it is wanted but the device does not support it.
     """
     if wanted and not device.tf32:
-        raise RequirementError("tf32: true needs a CUDA card of the Ampere generation or newer; leave tf32 out")
+        raise RequirementError("tf32: true needs a CUDA GPU of the Ampere generation or newer; leave tf32 out")
     return wanted if wanted is not None else (True if device.tf32 else None)
 
 
 def device_facts(use_cpu: bool) -> DeviceFacts:
-    """Facts of the device that a training here uses: the first GPU, unless ``use_cpu``, or accelerate's --cpu."""
+    """Return facts about the device of a training here: the first GPU, unless ``use_cpu`` or accelerate's --cpu."""
     import torch
     from accelerate.utils import parse_flag_from_env
 
-    use_cpu = use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")  # as TrainingArguments has it
+    use_cpu = use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")  # as in TrainingArguments
     if not use_cpu and torch.cuda.is_available():
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        capability = None if torch.version.cuda is None else torch.cuda.get_device_capability()  # ROCm counts otherwise
+        # ROCm numbers its capabilities differently.
+        capability = None if torch.version.cuda is None else torch.cuda.get_device_capability()
         return DeviceFacts("cuda", bf16, capability, "this GPU has it" if bf16 else "")
     if not use_cpu and torch.backends.mps.is_available():
         return DeviceFacts("mps")
@@ -142,6 +144,6 @@ def device_facts(use_cpu: bool) -> DeviceFacts:
 
 
 def cpu_facts(capabilities: dict) -> DeviceFacts:
-    """``capabilities``: of ``torch.cpu.get_capabilities()``, instruction sets by name."""
+    """Return facts about a CPU with these instruction sets, as ``torch.cpu.get_capabilities()`` returns them."""
     found = [name for name in CPU_BF16_INSTRUCTIONS if capabilities.get(name)]
     return DeviceFacts("cpu", bool(found), None, f"this CPU has {found[0]}" if found else "")

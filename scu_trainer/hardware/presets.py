@@ -1,4 +1,4 @@
-"""Machines by name, for plans about a machine that is not this one. The figures lie in ``presets/*.yaml``."""
+"""Machines by name, for plans about another machine than this one. Their figures are in ``presets/*.yaml``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scu_trainer.settings.memory import size_in_gib
 FOLDER = Path(__file__).parent / "presets"
 
 _NO_DIFFERENCE = {"nvidia", "geforce", "tesla", "rtx", "gpu", "laptop", "card", "sxm", "sxm4", "sxm5", "hbm3", "only"}
-"""Words of a card's name that do not tell ours apart."""
+"""Words in the names of GPUs that do not distinguish the presets."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Preset:
     Fields:
         name: such as "RTX 3050 4GB".
         device: "cuda" or "cpu".
-        memory_bytes: of the GPU as sold, before the driver takes its part; 0 without a GPU.
+        memory_bytes: memory of the GPU as sold, before the driver takes its part; 0 without a GPU.
         compute_capability: such as "8.6"; None without a GPU.
-        bf16, fp16: what it can train in, at full speed.
+        bf16, fp16: whether it trains in this format at full speed.
         tflops: 1e12 operations per second on dense matrices, by precision; "fp32" on the ordinary cores.
         ram_bytes: main memory that such a machine usually has.
-        source: where the figures are from.
-        driver_name: pattern for the name that the driver gives the card; None without a GPU.
+        source: where the figures come from.
+        driver_name: pattern for the driver's name of the GPU; None without a GPU.
     """
 
     name: str
@@ -47,39 +47,42 @@ class Preset:
     driver_name: Optional[str] = None
 
     def is_called(self, device_name: str) -> bool:
-        """Whether the driver calls this card ``device_name``."""
+        """Return whether ``device_name`` is the driver's name of this GPU."""
         return self.driver_name is not None and re.search(self.driver_name, device_name) is not None
 
 
 @functools.cache
 def presets() -> tuple[Preset, ...]:
-    """All of them, those with the least memory first."""
+    """Return all presets, ordered by their memory."""
     found = [_read(path) for path in FOLDER.glob("*.yaml")]
     return tuple(sorted(found, key=lambda preset: (preset.memory_bytes, preset.name)))
 
 
 def find(text: str) -> Preset:
-    """The preset that ``text`` names: "rtx3050", "a100-80", or what the driver calls the card.
+    """Return the preset that ``text`` names, such as "rtx3050", "a100-80", or the driver's name of the GPU.
 
     Raises SettingsError if it names none, or several.
     """
     by_driver = [preset for preset in presets() if preset.is_called(text.strip())]
-    wanted = _words(text)
-    fitting = by_driver or [preset for preset in presets() if wanted and _fits(wanted, _words(preset.name))]
-    if len(fitting) == 1:
-        return fitting[0]
+    wanted = _key_words(text)
+    matching = by_driver or [preset for preset in presets() if wanted and _matches(wanted, _key_words(preset.name))]
+    if len(matching) == 1:
+        return matching[0]
     names = [preset.name for preset in presets()]
-    if fitting:
-        several = " or ".join(preset.name for preset in fitting)
+    if matching:
+        several = " or ".join(preset.name for preset in matching)
         raise SettingsError(f"machine {text!r} can be {several}; name one of them")
     raise SettingsError(
-        f"no machine is called {text!r}; known: {', '.join(names)}{nearest(text, names)}; for another card name the "
-        "one most like it, and give what is free on yours as --limit"
+        f"no machine is called {text!r}; known: {', '.join(names)}{nearest(text, names)}; for another GPU, name the "
+        "most similar one, and give the free memory of yours as --limit"
     )
 
 
 def parse_bytes(text: Union[str, float], name: str = "size") -> int:
-    """Bytes of "16GB", "16GiB" or "16", which counts GiB. ``name``: of the setting. Raises SettingsError otherwise."""
+    """Return the bytes of "16GB", "16GiB" or "16", which means GiB; ``name`` is the setting, for the message.
+
+    Raises SettingsError for anything else.
+    """
     return round(size_in_gib(name, str(text)) * 2**30)
 
 
@@ -90,12 +93,12 @@ def _read(path: Path) -> Preset:
     return Preset(**content, memory_bytes=memory_bytes, ram_bytes=parse_bytes(ram))
 
 
-def _words(text: str) -> set[str]:
-    """What tells one machine from another: {"3050", "4gb"} of "NVIDIA GeForce RTX-3050 4 GiB"."""
+def _key_words(text: str) -> set[str]:
+    """Return the words that distinguish machines: {"3050", "4gb"} for "NVIDIA GeForce RTX-3050 4 GiB"."""
     plain = re.sub(r"(?<=\d)\s*gi?b?\b", "gb", text.lower()).replace("rtx", " ")
     return set(re.findall(r"[a-z0-9]+", plain)) - _NO_DIFFERENCE
 
 
-def _fits(wanted: set[str], known: set[str]) -> bool:
-    """Whether every word is known; the size may stand without its unit, as in a100-80."""
+def _matches(wanted: set[str], known: set[str]) -> bool:
+    """Return whether all ``wanted`` words are in ``known``; a size may lack its unit, as in a100-80."""
     return all(word in known or f"{word}gb" in known for word in wanted)

@@ -1,6 +1,6 @@
-"""What is here: cores, memory, disks, accelerators, packages. Reads, never changes; decides nothing.
+"""Look at this machine: cores, memory, disks, accelerators and packages. Nothing here changes or decides anything.
 
-torch is imported only by ``accelerators`` and ``has_cuda``: only there can a probe take longer than some milliseconds.
+Only ``accelerators`` and ``has_cuda`` import torch, so only they can take longer than some milliseconds.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from scu_trainer.run_files import free_bytes
 _FREE = ("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
 
 LONGEST_S = 20.0
-"""That the driver may take for an answer."""
+"""Seconds after which a call of the driver's tool is given up."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One GPU. ``total_bytes`` and ``free_bytes`` are of its memory; on mps free is what the system has available."""
+    """One GPU, with its total and free memory; on mps the free memory is what the system has available."""
 
     kind: str
     index: int
@@ -41,7 +41,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class GpuUser:
-    """A process that holds memory of a GPU. ``used_bytes`` None: the driver does not tell (inside of containers)."""
+    """A process that holds memory of a GPU; ``used_bytes`` is None if the driver does not report it (in containers)."""
 
     pid: int
     name: str
@@ -50,15 +50,15 @@ class GpuUser:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run can use here.
+    """What a run can use on this machine.
 
     Fields:
         python: version as (major, minor, micro).
-        ram_total_bytes, ram_available_bytes: memory of this process's world, which a container may limit.
+        ram_total_bytes, ram_available_bytes: main memory for this process, which a container may limit.
         ram_limit_bytes: the limit of the container; None without one.
-        accelerators: GPUs that torch sees; empty also without torch.
-        packages: installed version by package name; None if it is absent.
-        disk_free_bytes: free bytes by the path that was asked for.
+        accelerators: GPUs that torch sees; empty if torch is not installed.
+        packages: installed version by package name; None if it is not installed.
+        disk_free_bytes: free bytes by requested path.
     """
 
     python: tuple[int, int, int]
@@ -87,18 +87,21 @@ def probe(paths: Iterable[Path] = (), packages: Iterable[str] = (), cgroup_root:
 
 
 def allowed_cores() -> int:
-    """By the CPU affinity of this process."""
+    """Return the number of cores in the CPU affinity of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cores(cgroup_root: Path = cgroup.ROOT) -> float:
-    """Cores that this process may use: its CPU affinity, cut by the quota of its container."""
+    """Return how many cores this process may use: its CPU affinity, limited by the quota of its container."""
     return _smaller(allowed_cores(), cgroup.cpu_quota_cores(cgroup_root))
 
 
 def accelerators() -> tuple[Accelerator, ...]:
-    """GPUs that torch can use; none if torch is not installed. What is free says the driver's tool where it is there:
-    CUDA answers only a process that has taken some hundred MiB of each card, which then are missing to others."""
+    """Return the GPUs that torch can use; none if torch is not installed.
+
+    Free memory comes from the driver's tool if it is installed. To ask CUDA, this process would have to take some
+    hundred MiB of each GPU, which other processes would then lack.
+    """
     if importlib.util.find_spec("torch") is None:
         return ()
     import torch
@@ -115,7 +118,7 @@ def accelerators() -> tuple[Accelerator, ...]:
 
 
 def _memory(index: int, free: dict[str, int]) -> tuple[int, int]:
-    """(total, free) bytes of a card. ``free``: of ``free_of_gpus``, which knows whole cards, not parts (MIG)."""
+    """Return (total, free) bytes of a GPU; ``free`` is from ``free_of_gpus``, which lists whole GPUs but not MIG."""
     import torch
 
     properties = torch.cuda.get_device_properties(index) if free else None
@@ -127,19 +130,19 @@ def _memory(index: int, free: dict[str, int]) -> tuple[int, int]:
 
 
 def has_cuda() -> bool:
-    """Whether torch has a CUDA device here."""
+    """Return whether torch has a CUDA device on this machine."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def uuid_of(properties: Any) -> str:
-    """Of what torch says of a GPU, without its "GPU-"; "" where it has none (old versions, ROCm)."""
+    """Return the uuid in torch's properties of a GPU, without "GPU-"; "" if there is none (old versions, ROCm)."""
     return str(getattr(properties, "uuid", "")).removeprefix("GPU-")
 
 
 def installed_version(name: str) -> Optional[str]:
-    """Version of an installed distribution, without importing it; None if it is absent."""
+    """Return the version of a distribution without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -147,16 +150,20 @@ def installed_version(name: str) -> Optional[str]:
 
 
 def resident_bytes(process: Path) -> Optional[int]:
-    """Main memory of the process with the folder ``process`` in /proc, with the files that it maps: frozen weights are
-    read from such. None where there is no such file system (macOS), OSError where the process has ended."""
+    """Return the resident memory of the process with the folder ``process`` in /proc; None without /proc (macOS).
+
+    It includes mapped files, because frozen weights are read from them. Raises OSError if the process has ended.
+    """
     if not process.parent.is_dir():
         return None
     return int((process / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def ask_driver(words: Sequence[str]) -> Optional[str]:
-    """What nvidia-smi answers to ``words``: it knows of all users' processes, and needs no torch. None where it is not
-    there, or has no driver behind it."""
+    """Return the output of nvidia-smi with the arguments ``words``; None if it is not installed or finds no driver.
+
+    It knows the processes of all users, and does not need torch.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -167,7 +174,7 @@ def ask_driver(words: Sequence[str]) -> Optional[str]:
 
 
 def gpu_users() -> Optional[list[tuple[str, GpuUser]]]:
-    """(uuid of a GPU without its "GPU-", process on it), of all GPUs; None where the driver does not tell."""
+    """Return (uuid of the GPU without "GPU-", process) for each process on a GPU; None if the driver cannot tell."""
     fields = "gpu_uuid,pid,process_name,used_gpu_memory"
     answer = ask_driver([f"--query-compute-apps={fields}", "--format=csv,noheader,nounits"])
     rows = csv.reader((answer or "").splitlines(), skipinitialspace=True)
@@ -179,20 +186,20 @@ def gpu_users() -> Optional[list[tuple[str, GpuUser]]]:
 
 
 def free_of_gpus() -> dict[str, int]:
-    """Free bytes by the uuid of a GPU without its "GPU-"; none where the driver does not tell."""
+    """Return the free bytes of each GPU by its uuid without "GPU-"; {} if the driver does not report them."""
     rows = csv.reader((ask_driver(_FREE) or "").splitlines(), skipinitialspace=True)
     return {row[0].removeprefix("GPU-"): int(row[1]) * 2**20 for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, for ranks to meet at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a free port of this machine, for the rendezvous of ranks."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
 
 
 def ram_bytes() -> tuple[int, int]:
-    """(total, available) of the whole system."""
+    """Return (total, available) main memory of the whole system."""
     import psutil
 
     memory = psutil.virtual_memory()

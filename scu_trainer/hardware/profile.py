@@ -1,6 +1,6 @@
-"""Everything about this machine that decides how fast and how large one can train on it, measured where it can be.
+"""Describe everything about this machine that limits the speed and size of trainings, measured where possible.
 
-Reads; the one thing that it writes is a file for the speed of a disk, which is removed. Nothing here decides anything.
+It writes only a temporary file to measure the speed of a disk, and decides nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CPU_FEATURES = (
     "avx2 fma f16c avx512f avx512_vnni avx512_bf16 avx512_fp16 avx_vnni amx_tile amx_bf16 amx_int8 asimd asimddp bf16 "
     "i8mm sve sve2"
 ).split()
-"""Instructions that torch's and oneDNN's kernels choose by, under their names in /proc/cpuinfo (x86 and ARM)."""
+"""Instruction sets by which torch and oneDNN choose kernels, with their names in /proc/cpuinfo (x86 and ARM)."""
 
 PACKAGES = (
     "torch transformers accelerate peft datasets tokenizers safetensors bitsandbytes torchao deepspeed flash-attn "
@@ -46,7 +46,7 @@ BLOCK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Gpu(Accelerator):
-    """``compute_capability``: "9.0" on CUDA, else None. ``users``: None where nobody can say."""
+    """A GPU with its ``compute_capability`` ("9.0" on CUDA, else None) and the processes on it (None if not known)."""
 
     compute_capability: Optional[str] = None
     users: Optional[tuple[GpuUser, ...]] = None
@@ -54,7 +54,8 @@ class Gpu(Accelerator):
 
 @dataclass(frozen=True)
 class Cpu:
-    """``cores``: physical, None if unknown. ``threads``: logical. ``usable``: by affinity and quota, also fractions."""
+    """``cores`` are physical (None if not known), ``threads`` logical; ``usable`` are allowed by affinity and quota,
+    possibly a fraction."""
 
     name: str
     architecture: str
@@ -66,7 +67,7 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Ram:
-    """Bytes. ``limit_bytes``: of the container, None without one."""
+    """Main memory in bytes; ``limit_bytes`` is that of the container, None without a limit."""
 
     total_bytes: int
     available_bytes: int
@@ -76,8 +77,11 @@ class Ram:
 
 @dataclass(frozen=True)
 class Disk:
-    """Speeds in bytes per second of one large file, written until it is on the disk; None: not measured, and why not
-    in ``note``. Reading is not measured: the file would come from memory."""
+    """A disk, with the speed of writing one large file until it is on the disk.
+
+    The speed is None if it was not measured; ``note`` says why. Reading is not measured, because the file would come
+    from the page cache.
+    """
 
     path: str
     total_bytes: int
@@ -98,7 +102,7 @@ class Profile:
 
 
 def profile(paths: Iterable[Path], measure_disks: bool = True, root: Path = cgroup.ROOT) -> Profile:
-    """Look at this machine. ``paths``: whose disks are looked at; they need not exist. ``root``: holds proc and sys."""
+    """Describe this machine, with the disks of ``paths``, which need not exist; ``root`` holds proc and sys."""
     total_bytes, available_bytes = ram_bytes()
     import psutil
 
@@ -132,7 +136,7 @@ def cpu(root: Path = cgroup.ROOT) -> Cpu:
 
 
 def cpuinfo(root: Path = cgroup.ROOT) -> dict[str, str]:
-    """Of the first processor; empty where the system has no such file."""
+    """Return the fields of the first processor in /proc/cpuinfo; {} if the system has no such file."""
     path = root / "proc" / "cpuinfo"
     if not path.is_file():
         return {}
@@ -157,7 +161,7 @@ def _gpu(item: Accelerator) -> Gpu:
 
 
 def _one_per_disk(paths: Iterable[Path]) -> Sequence[Path]:
-    """The first path on each file system."""
+    """Return the first path on each file system."""
     by_device: dict[int, Path] = {}
     for path in paths:
         by_device.setdefault(nearest_existing(path.expanduser()).stat().st_dev, path)
@@ -178,11 +182,11 @@ def _disk(path: Path, measure: bool) -> Disk:
 
 
 def write_speed(folder: Path, size_bytes: int = SPEED_TEST_BYTES) -> float:
-    """Bytes per second of a new file in ``folder`` until it is on the disk; the file is gone afterwards.
+    """Return the bytes per second of writing a temporary file in ``folder`` until it is on the disk.
 
     Raises StorageError if it cannot be written.
     """
-    block = os.urandom(BLOCK_BYTES)  # some disks compress
+    block = os.urandom(BLOCK_BYTES)  # random, because some disks compress
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             began_s = time.perf_counter()

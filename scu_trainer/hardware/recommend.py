@@ -1,7 +1,7 @@
-"""Which settings of a job to change so that it fits a machine, and in which order to try them. Arithmetic only.
+"""Choose which settings of a job to change so that it fits a machine, and in which order to try them. Arithmetic only.
 
-A choice that leaves the result as it is comes before one that rounds differently, and that before one that trains
-something else; among equals the faster one comes first. Times are rough and relative: they put choices in an order.
+Choices that do not change the result come first, then those that round differently, then those that train something
+else; among equals, faster ones come first. Times are rough and relative, and only used for this order.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 FORWARD = INPUT_GRADIENTS = WEIGHT_GRADIENTS = 1.0
-"""Matrix products of a step, in units of a forward pass."""
+"""Cost of the matrix products of a step, in units of a forward pass."""
 
 ADAPTERS = 0.1
-"""Products of low-rank adapters, in the same unit."""
+"""Cost of the products of low-rank adapters, in the same unit."""
 
 UNPACKING = {4: 0.3, 8: 0.2}
 """Time to unpack weights of 4 or 8 bits at each use, as a share of the products with them
 (benchmarks/results/variants.json)."""
 
 HALF_GAIN = {"cuda": 3.0, "cpu": 1.5}
-"""How much faster a step in half precision is where the device has it: below the 4 to 8 of the products alone, see
-``presets/*.yaml``; on a CPU see ``precision.py``."""
+"""How much faster a step is in half precision, if the device has it. This is less than the 4 to 8 of the products only,
+see ``presets/*.yaml``; for a CPU see ``precision.py``."""
 
 OPTIMIZER_TIME = {"adafactor": 0.1, "adamw_bnb_8bit": 0.1}
-"""Beside a fused AdamW, as a share of a step."""
+"""Additional time compared with a fused AdamW, as a share of a step."""
 
 OFFLOADING = 1.0
-"""Gradients down and weights up at every step, as a share of the step itself."""
+"""Time to copy gradients to main memory and weights back in every step, as a share of the step itself."""
 
 SMALL_OPTIMIZERS = ("adamw_bnb_8bit", "adafactor")
 SHORTEST_BLOCK = 256
 
 NOTHING, ROUNDING, OPTIMIZER, WEIGHTS, ROWS = range(5)
 CHANGES = ("nothing", "rounding", "the optimizer", "what is trained", "what a row holds")
-"""By how much a choice changes the result, in words."""
+"""What a choice changes in the result, in words; the index is the degree of the change."""
 
 
 @dataclass(frozen=True)
 class SettingChoice:
     """Values of the settings that decide memory and speed, under their own names.
 
-    ``mixed_precision``: no, bf16 or fp16. ``dtype``: of frozen weights. ``offload``: the optimizer's state lies in main
-    memory (DeepSpeed). ``block_size``: None where rows have no length.
+    ``mixed_precision`` is no, bf16 or fp16, and ``dtype`` that of frozen weights. ``offload`` keeps the optimizer's
+    state in main memory (DeepSpeed). ``block_size`` is None if rows have no length.
     """
 
     tuning: str
@@ -57,13 +57,13 @@ class SettingChoice:
     offload: bool = False
 
     def settings(self, asked: SettingChoice) -> dict[str, Any]:
-        """What has to be set to get it from ``asked``."""
+        """Return the settings that differ from ``asked``."""
         names = ("tuning", "load_in_8bit", "dtype", "mixed_precision", "checkpoint_every_layer", "optim", "block_size")
         found = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(asked, name)}
         return {**found, "deepspeed": "zero2_offload"} if self.offload and not asked.offload else found
 
     def change(self, asked: SettingChoice) -> int:
-        """NOTHING to ROWS: an index of CHANGES."""
+        """Return how much this changes the result of ``asked``, from NOTHING to ROWS: an index of CHANGES."""
         if self.block_size != asked.block_size:
             return ROWS
         if (self.tuning == "full") != (asked.tuning == "full"):
@@ -74,7 +74,7 @@ class SettingChoice:
         return NOTHING if all(getattr(self, name) == getattr(asked, name) for name in stored) else ROUNDING
 
     def time(self, device: str) -> float:
-        """Of a step, in forward passes of full precision."""
+        """Return the relative time of a step, in units of a forward pass in full precision."""
         products = FORWARD + INPUT_GRADIENTS
         products += WEIGHT_GRADIENTS if self.tuning == "full" else ADAPTERS
         products += FORWARD * self.checkpoint_every_layer
@@ -87,9 +87,15 @@ class SettingChoice:
 
 @dataclass(frozen=True)
 class Means:
-    """What may be changed. ``half``: the half precision that the device computes in, if any. ``stored_half``: weights
-    come in half precision anyway. ``adapters``: LoRA and QLoRA are for this model. ``bitsandbytes``: is there.
-    ``offloading``: DeepSpeed and a GPU are."""
+    """What can be changed for a model on a machine.
+
+    Fields:
+        half: the half precision that the device computes in, if any.
+        stored_half: whether the weights are stored in half precision anyway.
+        adapters: whether the model supports LoRA and QLoRA.
+        bitsandbytes: whether it is installed.
+        offloading: whether DeepSpeed and a GPU are available.
+    """
 
     half: Optional[str]
     stored_half: bool
@@ -99,19 +105,29 @@ class Means:
 
 
 def choices(asked: SettingChoice, means: Means, device: str) -> list[SettingChoice]:
-    """``asked`` and all that may stand in for it, those that change the result least first, then the faster ones; with
-    less and less in a row at the end."""
-    found = set(_of_one_length(asked, means))
+    """Return ``asked`` and all alternatives, ordered by how much they change the result, then by speed.
+
+    Alternatives with shorter rows come last, the shortest at the end.
+    """
+    options = set(_same_length_choices(asked, means))
     block = asked.block_size
     while block is not None and block // 2 >= SHORTEST_BLOCK:
         block //= 2
-        found |= {replace(choice, block_size=block) for choice in found if choice.checkpoint_every_layer}
+        options |= {replace(choice, block_size=block) for choice in options if choice.checkpoint_every_layer}
     return sorted(
-        found, key=lambda one: (one != asked, one.change(asked), -(one.block_size or 0), one.time(device), repr(one))
+        options,
+        key=lambda choice: (
+            choice != asked,
+            choice.change(asked),
+            -(choice.block_size or 0),
+            choice.time(device),
+            repr(choice),
+        ),
     )
 
 
-def _of_one_length(asked: SettingChoice, means: Means) -> Iterator[SettingChoice]:
+def _same_length_choices(asked: SettingChoice, means: Means) -> Iterator[SettingChoice]:
+    """Yield ``asked`` and all alternatives with the same block size."""
     halves = {asked.mixed_precision} | ({means.half} if means.half and asked.mixed_precision == "no" else set())
     for (tuning, in_8bit), half in itertools.product(_tunings(asked, means), sorted(halves)):
         base = replace(asked, tuning=tuning, load_in_8bit=in_8bit, mixed_precision=half)
@@ -123,11 +139,12 @@ def _of_one_length(asked: SettingChoice, means: Means) -> Iterator[SettingChoice
             choice = replace(base, dtype=dtype, checkpoint_every_layer=is_checkpointed)
             yield choice
             if tuning == "full":
-                yield from _of_full(choice, means)
+                yield from _full_tuning_choices(choice, means)
 
 
-def _of_full(choice: SettingChoice, means: Means) -> Iterator[SettingChoice]:
-    # Trained weights in bfloat16 are refused with these, and have an 8-bit state as it is.
+def _full_tuning_choices(choice: SettingChoice, means: Means) -> Iterator[SettingChoice]:
+    """Yield the alternatives to ``choice`` that only full tuning has: smaller optimizers and offloading."""
+    # These optimizers are refused for trainable bfloat16 weights, which already have an 8-bit state by default.
     for optim in SMALL_OPTIMIZERS if choice.dtype != "bfloat16" else ():
         if means.bitsandbytes or "bnb" not in optim:
             yield replace(choice, optim=optim)
@@ -136,7 +153,7 @@ def _of_full(choice: SettingChoice, means: Means) -> Iterator[SettingChoice]:
 
 
 def _tunings(asked: SettingChoice, means: Means) -> Iterator[tuple[str, bool]]:
-    """(tuning, load_in_8bit)"""
+    """Yield the possible (tuning, load_in_8bit)."""
     yield asked.tuning, asked.load_in_8bit
     if not means.adapters:
         return

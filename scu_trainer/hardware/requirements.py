@@ -1,6 +1,6 @@
-"""Are the requirements met? One finding per requirement: what was found, what is wanted, what to do about it.
+"""Check the requirements of a training: for each one what was found, what is wanted, and what to do about it.
 
-The lower bounds are those of setup.cfg, read from the installed package's metadata, so they are written down once.
+The lower bounds come from setup.cfg by way of the installed package's metadata, so they are defined only once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ NEEDED_DISK_BYTES = 2 * 2**30
 OPTIONAL_EXTRAS = "qlora optimizers deepspeed images liger report board gguf onnx serve lm-eval wandb sweep dev".split()
 INSTALL_ALL = "make deps, or pip install -e '.[all]' -c constraints.txt"
 
-# without these there is nothing to check or print the rest with
+# the rest cannot be checked or printed without these
 _OWN_TOOLS = ("packaging", "psutil", "rich")
 
 
 @dataclass(frozen=True)
 class RequirementStatus:
-    """One line of the report. ``fix``: what to do when not ``ok``. ``required``: training cannot start without it."""
+    """One line of the report.
+
+    ``fix`` says what to do if it is not ``ok``, and ``required`` whether training cannot start without it.
+    """
 
     name: str
     ok: bool
@@ -54,9 +57,9 @@ def check(
     """Compare this machine with what training needs.
 
     Args:
-        output_dir, cache_dir: where a run writes; they need not exist and are not made.
-        needs: what a recipe needs beside; it counts as required. Default: nothing.
-        machine: the machine to judge; default: this one.
+        output_dir, cache_dir: where a run writes; they need not exist and are not created.
+        needs: what a recipe needs in addition, which counts as required. Default: nothing.
+        machine: the machine to check; default: this one.
         declared: requirement lines such as "torch>=2.11"; default: those of the installed scu-trainer.
     """
     needs = needs or RecipeNeeds()
@@ -78,12 +81,12 @@ def check(
         _disk("cache disk", "cache_dir", cache_dir, machine),
         _writable("output_dir", output_dir),
         _writable("cache_dir", cache_dir),
-        *_of_recipe(needs, machine),
+        *_recipe_requirements(needs, machine),
         *(_extra(name, group, machine, needs.extras.get(name)) for name, group in by_extra.items()),
     ]
 
 
-def _of_recipe(needs: RecipeNeeds, machine: Machine) -> Iterator[RequirementStatus]:
+def _recipe_requirements(needs: RecipeNeeds, machine: Machine) -> Iterator[RequirementStatus]:
     for setting, path in needs.folders.items():
         yield _disk(f"{setting} disk", setting, path, machine)
         yield _writable(setting, path)
@@ -97,18 +100,18 @@ def _of_recipe(needs: RecipeNeeds, machine: Machine) -> Iterator[RequirementStat
 
 
 def all_required_met(findings: Iterable[RequirementStatus]) -> bool:
-    """Whether training can start: every finding but the optional ones is ok."""
+    """Return whether training can start: all findings are ok, except optional ones."""
     return all(finding.ok or not finding.required for finding in findings)
 
 
 def _parse(lines: Iterable[str]) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """Base requirements, and those that each optional extra adds."""
+    """Return the base requirements, and those that each optional extra adds."""
     from packaging.requirements import Requirement
 
-    every = [requirement for requirement in map(Requirement, lines) if requirement.name != PROJECT]
-    base = [requirement for requirement in every if _applies(requirement, "")]
+    requirements = [requirement for requirement in map(Requirement, lines) if requirement.name != PROJECT]
+    base = [requirement for requirement in requirements if _applies(requirement, "")]
     by_extra = {
-        extra: [requirement for requirement in every if requirement not in base and _applies(requirement, extra)]
+        extra: [requirement for requirement in requirements if requirement not in base and _applies(requirement, extra)]
         for extra in OPTIONAL_EXTRAS
     }
     return base, {extra: group for extra, group in by_extra.items() if group}
@@ -162,7 +165,7 @@ def _device(accelerators: Sequence[Accelerator], needs: RecipeNeeds) -> Requirem
     lacking += [] if usable else needs.gpu
     if lacking:
         kind = "a CUDA GPU" if needs.cuda else "a GPU"
-        fix = f"drop {'it' if len(lacking) == 1 else 'them'}, or train where there is one"
+        fix = f"drop {'it' if len(lacking) == 1 else 'them'}, or train on a machine that has one"
         found = (
             f"{_devices(accelerators)}, use_cpu is set" if accelerators and needs.use_cpu else _devices(accelerators)
         )
@@ -216,7 +219,7 @@ def _writable(setting: str, path: Path) -> RequirementStatus:
 
 
 def _tested_versions() -> dict[str, str]:
-    """Versions of constraints.txt by canonical name; empty outside of a checkout, which alone has that file."""
+    """Return the versions in constraints.txt by canonical name; {} outside of a checkout, which has no such file."""
     constraints = Path(__file__).parents[2] / "constraints.txt"
     if not constraints.is_file():
         return {}

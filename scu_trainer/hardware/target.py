@@ -1,4 +1,4 @@
-"""The machine that a plan is for: this one, or one by name."""
+"""The machine that a plan is for: this one, or another one by name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from scu_trainer.hardware.presets import Preset, find, parse_bytes
 from scu_trainer.hardware.probe import probe
 
 USABLE_SHARE = 0.95
-"""Of a card's memory as sold: the driver and the screen take the rest."""
+"""Share of a GPU's memory as sold that a process can use; the driver and the screen take the rest."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """``limit_bytes``: of the device that trains, free for one process. ``ram_bytes``: main memory that is free."""
+    """A machine to plan for.
+
+    ``limit_bytes`` is the memory of the training device that one process can use, ``ram_bytes`` the free main memory.
+    """
 
     name: str
     facts: DeviceFacts
@@ -29,7 +32,7 @@ class Target:
 
     @property
     def half(self) -> Optional[str]:
-        """The half precision that it computes in, None if it has none that pays."""
+        """The half precision in which the device trains by default; None if it has none that is worthwhile."""
         name = choose_precision("auto", False, False, None, self.facts).name
         return None if name == "no" else name
 
@@ -38,7 +41,7 @@ class Target:
 
 
 def here(use_cpu: bool) -> Target:
-    """This machine as it is now: the first GPU's free memory, or the main memory that is available."""
+    """Return this machine with its current free memory, that of the first GPU or else main memory."""
     facts, machine = device_facts(use_cpu), probe()
     available = int(machine.ram_available_bytes)
     if facts.kind != "cuda":
@@ -49,8 +52,10 @@ def here(use_cpu: bool) -> Target:
 
 
 def named(gpu: Optional[str], ram: Optional[str]) -> Target:
-    """A machine by the name of its card ("RTX 3050 4GB", "cpu-only") and its main memory ("16GB"). Raises
-    SettingsError."""
+    """Return a machine by the name of its GPU ("RTX 3050 4GB", "cpu-only") and its main memory ("16GB").
+
+    Raises SettingsError for unknown names and sizes.
+    """
     preset = find(gpu or "cpu-only")
     ram_bytes = preset.ram_bytes if ram is None else parse_bytes(ram, "ram")
     limit_bytes = ram_bytes if preset.device == "cpu" else int(preset.memory_bytes * USABLE_SHARE)

@@ -82,13 +82,13 @@ def test_nothing_happens_where_a_process_has_no_library_of_no_name(monkeypatch):
         raise TypeError("argument of type 'NoneType' is not iterable")  # on Windows
 
     monkeypatch.setattr(heap.ctypes, "CDLL", library)
-    heap._function.cache_clear()
+    heap._c_function.cache_clear()
     try:
         heap.settle()
         heap.give_back_freed()
         assert not heap.keep_freed() and not heap.UntouchedHeap.is_known()
     finally:
-        heap._function.cache_clear()
+        heap._c_function.cache_clear()
 
 
 def test_off_by_default_and_on_for_tasks_other_than_text():

@@ -99,7 +99,7 @@ def test_an_entry_that_is_being_made_stays(cache):
             "print([i.used_by for i in cached(Path(sys.argv[1]), ['tokenized'], Users({}, {}, True))])"
         )
         told = subprocess.run([sys.executable, "-c", code, str(cache)], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[None, 'it is being made']"
+    assert told.stdout.strip() == "[None, 'another process is building it']"
 
 
 def test_a_killed_removal_leaves_no_entry_that_looks_whole(cache, monkeypatch):

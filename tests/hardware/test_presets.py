@@ -90,7 +90,7 @@ def test_a_machine_is_found_by_what_people_write(text, name):
         ("NVIDIA GH200 480GB", "no machine is called"),
         ("", "no machine is called ''"),
         ("rtx", "no machine is called 'rtx'"),
-        ("V100 16GB", "for another card name the one most like it, and give what is free on yours as --limit"),
+        ("V100 16GB", "for another GPU, name the most similar one, and give the free memory of yours as --limit"),
     ],
 )
 def test_what_names_no_machine_or_several_is_refused(text, message):

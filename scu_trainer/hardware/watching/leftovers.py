@@ -1,7 +1,7 @@
-"""What of ours takes room on the disk and is used by nobody: caches, and what killed runs left behind.
+"""Find and remove files of this project that no process uses: caches, and what killed runs left behind.
 
-Finding removes nothing; ``remove`` looks again before it does. An entry is in use while a living process has a file of
-it open or mapped, or has locked it, or where that is not known.
+Finding removes nothing, and ``remove`` checks again before it removes. An entry counts as in use if a living process
+has one of its files open, mapped or locked, or if that cannot be determined.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from scu_trainer.safe_paths import remove_inside
 
 PROC = Path("/proc")
 TEMPORARY_NAME = "[a-z0-9_]{8}"
-"""What Python's tempfile puts after a prefix."""
+"""Pattern of what Python's tempfile appends to a prefix."""
 
 TEST_RUN = "scu-test-run-"
 SCRATCH = (TEST_RUN, "scu-variants-")
-"""How the temporary folders of our commands begin."""
+"""Prefixes of the temporary folders of our commands."""
 
 CACHE_ENTRY = re.compile(r"[\w.-]+")
 PART = ".part"
@@ -33,7 +33,7 @@ OUR_COMMAND = re.compile(r"scu[-_]trainer|scripts/train\.py")
 
 
 class InUse(Exception):
-    """Somebody took an entry between finding and removing it. The message says who."""
+    """Another process uses an entry, perhaps since it was found; the message says which one."""
 
 
 Lock = Callable[[], AbstractContextManager]
@@ -41,12 +41,16 @@ Lock = Callable[[], AbstractContextManager]
 
 @dataclass(frozen=True)
 class Leftover:
-    """One entry ``name`` of ``folder``. ``kind``: what it is, for people. ``pattern``: what its name must be.
+    """One entry ``name`` of ``folder`` that may be removed.
 
-    ``size_bytes``: of the disk that its removal frees. ``used_by``: why it stays; None where it may go. ``lock``:
-    makes a context in which nobody else can begin to use it; raises InUse. ``aside``: another name that nobody takes
-    for a whole entry, so that a removal that is interrupted leaves none that is half there. ``may_be_opened``: by any
-    process of ours that lives, at any moment.
+    Fields:
+        kind: what it is, for the user. pattern: what its name must match.
+        size_bytes: bytes of the disk that its removal frees.
+        used_by: why it must stay; None if it may be removed.
+        lock: returns a context in which no other process can start to use it; entering it may raise InUse.
+        aside: a name that marks an incomplete entry; it is renamed to this first, so that an interrupted removal does
+            not leave an entry that looks complete.
+        may_be_opened: whether any living process of this project may open it at any moment.
     """
 
     kind: str
@@ -66,16 +70,17 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Users:
-    """Which files living processes have open or mapped. ``ours``: other processes of this project, by pid.
+    """Which files living processes have open or mapped, by pid, and the other processes of this project (``ours``).
 
-    ``is_complete``: False where the system does not tell, or not of all processes that may use our files."""
+    ``is_complete`` is False if the system does not report this for all processes that may use our files.
+    """
 
     files: dict[Path, int]
     ours: dict[int, str]
     is_complete: bool
 
     def of(self, path: Path) -> Optional[str]:
-        """Who uses ``path`` or a file below it, in words; None for nobody."""
+        """Return which process uses ``path`` or a file below it, in words; None if none does."""
         if not self.is_complete:
             return "this system does not tell who uses it"
         resolved = path.resolve()
@@ -83,7 +88,7 @@ class Users:
         return None if pid is None else f"in use by process {pid}"
 
     def any_of_ours(self) -> Optional[str]:
-        """A process that may be about to open what it has prepared; None where there is none."""
+        """Return which process of this project may be about to open an entry, in words; None if there is none."""
         if not self.is_complete:
             return "this system does not tell who uses it"
         pid = next(iter(self.ours), None)
@@ -91,11 +96,13 @@ class Users:
 
 
 def users(proc: Path = PROC) -> Users:
-    """``proc``: the folder in which the system describes its processes. What other users' processes have open is not to
-    be seen; what is found here belongs to this user."""
+    """Return who uses files, from ``proc``, the folder in which the system describes its processes.
+
+    The open files of other users' processes are not visible, but all entries found here belong to this user.
+    """
     import psutil
 
-    # Whoever started this command, such as a shell, has its words in the command line.
+    # A process that started this command, such as a shell, may have its words in its own command line.
     ancestors = {parent.pid for parent in psutil.Process().parents()}
     files: dict[Path, int] = {}
     ours: dict[int, str] = {}
@@ -106,7 +113,7 @@ def users(proc: Path = PROC) -> Users:
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             files |= dict.fromkeys(_open_files(folder), pid)
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the process has ended
             continue
         except PermissionError:
             hidden = hidden or _may_use_our_files(folder)
@@ -117,7 +124,7 @@ def users(proc: Path = PROC) -> Users:
 
 
 def _may_use_our_files(process: Path) -> bool:
-    """Of a process whose open files are hidden: whether it is this user's, and runs Python."""
+    """Return whether a process with hidden open files may use ours: if it belongs to this user and runs Python."""
     try:
         return process.stat().st_uid == os.getuid() and b"python" in (process / "cmdline").read_bytes()
     except FileNotFoundError:
@@ -140,15 +147,15 @@ def _open_files(process: Path) -> Iterator[Path]:
 
 
 def size_bytes(path: Path) -> int:
-    """Of the regular files, links not followed; a file with other names elsewhere frees nothing."""
+    """Return the bytes that removing ``path`` frees: those of its regular files that have no other hard links."""
     if not path.is_dir() or path.is_symlink():
-        found = path.lstat()
-        return found.st_size if found.st_nlink == 1 and path.is_file() and not path.is_symlink() else 0
+        status = path.lstat()
+        return status.st_size if status.st_nlink == 1 and path.is_file() and not path.is_symlink() else 0
     return sum(size_bytes(Path(entry.path)) for entry in os.scandir(path))
 
 
 def cached(cache_dir: Path, kinds: Sequence[str], who: Users) -> Iterator[Leftover]:
-    """Entries of our cache: ``cache_dir``/kind/name. They are made again when they are needed."""
+    """Yield the entries of our cache, ``cache_dir``/kind/name, which are built again when they are needed."""
     for kind in kinds:
         folder = cache_dir / kind
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -162,18 +169,18 @@ def cached(cache_dir: Path, kinds: Sequence[str], who: Users) -> Iterator[Leftov
 
 @contextlib.contextmanager
 def _file_lock(lock: Path) -> Iterator[None]:
-    """That of ``data.store.built_once``: nobody builds the entry while we hold it."""
+    """Hold the lock of ``data.store.built_once``, so that no process builds the entry meanwhile. Raises InUse."""
     from filelock import FileLock, Timeout
 
     try:
         with FileLock(lock, timeout=0):
             yield
     except Timeout:
-        raise InUse("it is being made") from None
+        raise InUse("another process is building it") from None
 
 
 def scratch(folder: Path, prefixes: Iterable[str], who: Users) -> Iterator[Leftover]:
-    """Temporary folders of ours, of processes that were killed."""
+    """Yield temporary folders of our commands that killed processes left behind."""
     for prefix in prefixes:
         pattern = re.compile(re.escape(prefix) + TEMPORARY_NAME)
         for path in sorted(folder.glob(f"{prefix}*")):
@@ -184,7 +191,7 @@ def scratch(folder: Path, prefixes: Iterable[str], who: Users) -> Iterator[Lefto
 
 
 def build_locks(folders: Iterable[Path], who: Users) -> Iterator[Leftover]:
-    """Files ``lock`` of torch's extension builds that were killed: the next build would wait for them forever."""
+    """Yield the ``lock`` files of killed builds of torch extensions; the next build would wait for them forever."""
     for folder in folders:
         for path in sorted(folder.glob("**/lock")):
             if path.is_file():
@@ -192,7 +199,7 @@ def build_locks(folders: Iterable[Path], who: Users) -> Iterator[Leftover]:
 
 
 def offloaded(folders: Iterable[Path], pattern: re.Pattern, marker: str) -> Iterator[Leftover]:
-    """Weights that killed runs had moved to the disk. A living run holds a lock on the file ``marker``."""
+    """Yield the weights that killed runs offloaded to disk; a living run holds a lock on the file ``marker``."""
     for folder in folders:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if pattern.fullmatch(path.name) and (path / marker).is_file():
@@ -202,7 +209,7 @@ def offloaded(folders: Iterable[Path], pattern: re.Pattern, marker: str) -> Iter
 
 
 def locked_by(lock: Lock) -> Optional[str]:
-    """Who keeps us from taking it; None for nobody."""
+    """Return who holds ``lock``, in words; None if it is free."""
     try:
         with lock():
             return None
@@ -226,8 +233,10 @@ def _flock(path: Path) -> Iterator[None]:
 
 
 def remove(item: Leftover, who: Callable[[], Users] = users) -> int:
-    """Remove it and return how many bytes that freed. Raises InUse where somebody has taken it since, StorageError
-    where it cannot be removed."""
+    """Remove ``item`` and return how many bytes that freed.
+
+    Raises InUse if a process uses it by now, and StorageError if it cannot be removed.
+    """
     if item.used_by is not None:
         raise InUse(item.used_by)
     with item.lock():

@@ -1,6 +1,7 @@
-"""Memory of this machine, and of one run or process with all that it has started, read again and again.
+"""Read the memory of this machine repeatedly, and that of one run or process with all its child processes.
 
-Reads only. A number of a process that the system has given to another one in the meantime is not taken for the run.
+Nothing is changed. If the system has reused the pid of a run for another process, that process is not taken for the
+run.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 LIVE = ("running", "stopping")
 CLOCK_TOLERANCE_S = 2.0
-"""Start times of processes are counted from the boot, run.json's from the clock."""
+"""Tolerance when start times of processes, counted from the boot, are compared with the clock times in run.json."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One memory: used and total bytes now, and the most that was used while we looked."""
+    """The used and total bytes of one memory, and the most that was used since monitoring began."""
 
     name: str
     used_bytes: int
@@ -37,15 +38,15 @@ class Level:
 
 @dataclass(frozen=True)
 class RunReading:
-    """A run's processes now, and what its files say.
+    """The memory of a run's processes, and the state in its files.
 
     Fields:
-        processes: the supervisor, its workers, and on one machine the other ranks.
-        rss_bytes: sum of what they have in main memory; what several share is counted for each of them.
-        pss_bytes: the same with shared memory split among those who share it; None where the system does not tell.
-        gpu_bytes: of all GPUs, by the driver; None where it does not tell.
-        status, step, max_steps: of run.json; None for a process that is no run.
-        rows_per_chunk, tokens_per_chunk, limit_bytes: what memory control allows since its last change; None before it.
+        processes: number of processes: the supervisor, its workers, and the other ranks on this machine.
+        rss_bytes: sum of their resident memory; shared memory counts for each process.
+        pss_bytes: the same with shared memory divided among its users; None if the system does not report it.
+        gpu_bytes: memory on all GPUs according to the driver; None if it does not report it.
+        status, step, max_steps: from run.json; None for a process that is not a run.
+        rows_per_chunk, tokens_per_chunk, limit_bytes: limits of memory control after its last change; None before one.
     """
 
     processes: int
@@ -62,7 +63,7 @@ class RunReading:
 
 @dataclass(frozen=True)
 class MonitorReading:
-    """``time_s``: seconds since 1970."""
+    """All memories at ``time_s``, in seconds since 1970, and those of the run if one is monitored."""
 
     time_s: float
     levels: tuple[Level, ...]
@@ -71,7 +72,7 @@ class MonitorReading:
 
 @dataclass(frozen=True)
 class Target:
-    """What is watched. ``folder``: of the run; None for a process that is none. ``process``: None once it has ended."""
+    """The run or process to monitor; ``folder`` is None for a process, and ``process`` is None once it has ended."""
 
     name: str
     folder: Optional[Path]
@@ -79,11 +80,11 @@ class Target:
 
     @property
     def is_alive(self) -> bool:
-        """psutil compares the start of the process, so another one with its number does not count."""
+        """Whether the process is running; psutil compares start times, so a reused pid does not count."""
         return self.process is not None and self.process.is_running() and self.process.status() != "zombie"
 
     def ending(self) -> str:
-        """How it ended, in a line."""
+        """Return a line that says how it ended."""
         if self.folder is None:
             return f"process {self.name} has ended"
         state = read_status(self.folder / "run.json")
@@ -96,7 +97,7 @@ class Target:
 
 
 def find_target(text: str) -> Target:
-    """A run directory, or the number of a process. Raises SettingsError where there is neither."""
+    """Return the target for a run directory or a pid. Raises SettingsError if ``text`` is neither."""
     import psutil
 
     folder = Path(text).expanduser()
@@ -115,13 +116,16 @@ def find_target(text: str) -> Target:
         return Target(text, None, psutil.Process(int(text)))
     except psutil.NoSuchProcess:
         raise SettingsError(
-            f"there is no process {text}; give a directory of a run, or nothing for the machine"
+            f"there is no process {text}; give the directory of a run, or nothing to monitor the machine"
         ) from None
 
 
 def _process_of(state: dict[str, Any]) -> Optional[psutil.Process]:
-    """The process that wrote run.json, if it lives. It began before it wrote last: one that is younger took over its
-    number. (``started`` would not do: a run that was resumed keeps the time of its first start.)"""
+    """Return the process that wrote run.json if it is alive.
+
+    A process that started after the last write of run.json has only reused its pid. The field ``started`` would not
+    work for this check, because a resumed run keeps the time of its first start.
+    """
     import psutil
 
     if state["status"] not in LIVE or not state.get("pid"):
@@ -144,12 +148,12 @@ def readings(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[MonitorReading]:
-    """Every ``interval_s`` seconds, for ``duration_s`` or without end, and no longer than ``target`` lives."""
+    """Yield a reading every ``interval_s`` seconds, for ``duration_s`` (None: no end) and while ``target`` lives."""
     highest: dict[str, int] = {}
     begun_s = None
     while True:
         found = list(memories())
-        begun_s = clock() if begun_s is None else begun_s  # the first look also imports what it looks with
+        begun_s = clock() if begun_s is None else begun_s  # only now, because the first reading also imports packages
         for name, used, _ in found:
             highest[name] = max(used, highest.get(name, 0))
         levels = tuple(Level(name, used, total, highest[name]) for name, used, total in found)
@@ -163,7 +167,7 @@ def readings(
 
 
 def memories() -> Iterator[tuple[str, int, int]]:
-    """(name, used bytes, all bytes) of main memory, the container's limit, and each GPU."""
+    """Yield (name, used bytes, total bytes) of main memory, the container's limit, and each GPU."""
     total, available = ram_bytes()
     yield "RAM", total - available, total
     limit = cgroup.memory_limit_bytes()
@@ -179,7 +183,7 @@ def device_name(item: Accelerator) -> str:
 
 
 def read_run(target: Target) -> Optional[RunReading]:
-    """None once it has ended."""
+    """Return the current reading of a run or process; None once it has ended."""
     if not target.is_alive:
         return None
     members = family(target.process)
@@ -192,12 +196,12 @@ def read_run(target: Target) -> Optional[RunReading]:
         rss_bytes=sum(size[0] for size in sizes),
         pss_bytes=None if None in pss else sum(pss),
         gpu_bytes=gpu_bytes({member.pid for member in members}),
-        **({} if target.folder is None else _from_files(target.folder)),
+        **({} if target.folder is None else _run_state(target.folder)),
     )
 
 
 def family(supervisor: psutil.Process) -> list[psutil.Process]:
-    """The supervisor and all that it has started; where a launcher started several ranks here, all of theirs."""
+    """Return the supervisor and all its child processes, and those of other ranks that a launcher started here."""
     import psutil
 
     try:
@@ -206,18 +210,21 @@ def family(supervisor: psutil.Process) -> list[psutil.Process]:
         return list({item.pid: item for item in (supervisor, *supervisor.children(recursive=True), *others)}.values())
     except psutil.NoSuchProcess:
         return []
-    except psutil.AccessDenied:  # another user's: its own memory can be read, not its environment
+    except psutil.AccessDenied:  # for another user's process, the memory can be read but not the environment
         return [supervisor]
 
 
 def held_bytes(process: psutil.Process) -> Optional[int]:
-    """Main memory of its family, each page once where the system tells. None if it has ended."""
+    """Return the main memory of a process and its family; None if it has ended.
+
+    Shared pages count once if the system reports that.
+    """
     sizes = [size for member in family(process) if (size := _sizes(member)) is not None]
     return sum(rss if pss is None else pss for rss, pss in sizes) or None
 
 
 def _sizes(process: psutil.Process) -> Optional[tuple[int, Optional[int]]]:
-    """(RSS, PSS) in bytes; None for a process that has ended."""
+    """Return (RSS, PSS) in bytes; None for a process that has ended."""
     import psutil
 
     try:
@@ -231,13 +238,15 @@ def _sizes(process: psutil.Process) -> Optional[tuple[int, Optional[int]]]:
 
 
 def gpu_bytes(pids: set[int]) -> Optional[int]:
-    """Bytes that these processes hold on GPUs; None where the driver's tool is not there, or knows none of them (inside
-    of a container it sees none)."""
+    """Return the bytes that these processes hold on GPUs.
+
+    None if the driver's tool is not installed or reports none of them, as inside a container.
+    """
     ours = [user.used_bytes for _, user in gpu_users() or () if user.pid in pids and user.used_bytes is not None]
     return sum(ours) if ours else None
 
 
-def _from_files(folder: Path) -> dict[str, Any]:
+def _run_state(folder: Path) -> dict[str, Any]:
     state = read_status(folder / "run.json")
     found = {name: state.get(name) for name in ("status", "step", "max_steps")}
     try:

@@ -1,4 +1,4 @@
-"""Readings of ``monitor`` as CSV: one row each, whole or not there, however the writer ends."""
+"""Write readings of ``monitor`` as CSV, so that each row is complete or missing even if the writer is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading
 
 
 def row_of(reading: MonitorReading) -> dict[str, Any]:
-    """Values by column; the columns depend on the machine and on whether a run is watched."""
+    """Return the values by column; the columns depend on the machine and on whether a run is monitored."""
     row: dict[str, Any] = {"time_s": f"{reading.time_s:.3f}"}
     for level in reading.levels:
         name = _column(level.name)
@@ -28,16 +28,16 @@ def row_of(reading: MonitorReading) -> dict[str, Any]:
 
 
 def _column(name: str) -> str:
-    """ram, container_limit, cuda_0: without the name of the card, which may hold anything."""
+    """Return a column name such as ram, container_limit or cuda_0, without the GPU's name, which may hold anything."""
     kind = re.match(r"[a-z]+:\d+", name)
     return re.sub(r"\W+", "_", kind[0] if kind else name.lower())
 
 
 class CsvLog:
-    """Appends to ``path``, or to the standard output for "-". Each row is one write, and is there at once.
+    """Appends readings to ``path``, or to standard output for "-"; each row is one unbuffered write.
 
-    A row that a killed writer left unfinished is cut off. Raises StorageError where the file cannot be written, or
-    holds other columns.
+    An incomplete row that a killed writer left is cut off. Raises StorageError if the file cannot be written or has
+    other columns.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,7 +52,7 @@ class CsvLog:
         self._write(_line([row.get(name, "") for name in self._columns]))
 
     def _is_new(self) -> bool:
-        """Whether the columns are still to be written. Makes the end of the file one where a row may follow."""
+        """Return whether the header must be written; cut off an incomplete last row."""
         if self._path is None or not self._path.exists():
             return True
         try:
@@ -61,7 +61,7 @@ class CsvLog:
             if len(whole) < len(content):
                 os.truncate(self._path, len(whole))
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._storage_error(error) from error
         if whole and whole.split(b"\n", 1)[0] != _line(self._columns).rstrip("\n").encode():
             raise StorageError(f"{self._path} has columns that do not match this machine and run; give another file")
         return not whole
@@ -75,9 +75,9 @@ class CsvLog:
             with open(self._path, "ab", buffering=0) as file:
                 file.write(text.encode())
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._storage_error(error) from error
 
-    def _failed(self, error: OSError) -> StorageError:
+    def _storage_error(self, error: OSError) -> StorageError:
         return StorageError(f"cannot write {self._path}: {error.strerror}; give another file with --csv")
 
 
