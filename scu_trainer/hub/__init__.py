@@ -1,1 +1,1 @@
-"""A run to the Hub: its card, the files that go there, the upload. Reads run directories, never loads torch."""
+"""Push a run to the Hub: its model card, the choice of files, the upload. Reads run directories, never loads torch."""

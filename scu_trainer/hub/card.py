@@ -1,6 +1,6 @@
-"""The model card of a run: README.md beside its weights. It says what the files of the run hold, and nothing else.
+"""The model card of a run, README.md next to its weights. It states only what the files of the run say.
 
-``card_of`` renders it; ``write_card`` puts it into a run directory, where a card that somebody has edited stays.
+``card_of`` renders it, and ``write_card`` writes it to a run directory, unless there is a card that was edited.
 """
 
 from __future__ import annotations
@@ -26,21 +26,27 @@ MARK = "<!-- written by scu-trainer {digest}: a card that was edited is kept -->
 _MARK = re.compile(r"<!-- written by scu-trainer (\w+): .* -->\n?")
 _HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _APPENDED = re.compile(r"\n### Framework versions\n.*", re.DOTALL)
-"""What peft adds to any card that it finds when it saves."""
+"""The section that peft appends to any existing card when it saves."""
 
 NOT_STATED = "not stated"
 
 
 def card_of(facts: Facts, name: str, license: Optional[str] = None, base_id: Optional[str] = None) -> str:
-    """The whole README.md. ``name``: Hub id or folder that the code in it loads. ``license``: as it was given or found.
-    ``base_id``: id of the base on the Hub where the files name a folder."""
+    """Return the whole README.md.
+
+    ``name`` is the Hub id or folder that the code in it loads, ``license`` the one that was given or found, and
+    ``base_id`` the id of the base on the Hub, for files that name a local folder.
+    """
     body = redact(card_text.body(facts, name, license or NOT_STATED, base_id or facts.base_id))
     header = _header(facts, name, license, base_id or facts.base_id).to_yaml()
     return f"---\n{redact(header)}\n---\n\n{body}\n\n{MARK.format(digest=_digest(body))}\n"
 
 
 def write_card(run: Path) -> bool:
-    """README.md of a finished run; False where one that was edited is kept. Raises StorageError."""
+    """Write the README.md of a finished run; return False if an edited one is kept instead.
+
+    Raises StorageError if it cannot be written.
+    """
     path = run / CARD
     if not is_ours(path):
         return False
@@ -50,13 +56,13 @@ def write_card(run: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a card is as it was written here, or is an empty form that a library left; also where there is none."""
+    """Return whether a card may be replaced: it is unchanged since we wrote it, an empty template, or missing."""
     if not path.is_file():
         return True
     body = _APPENDED.sub("", _HEADER.sub("", path.read_text(errors="replace")))
     mark = _MARK.search(body)
     if mark is None:
-        return _is_empty_form(body)
+        return _is_empty_template(body)
     return mark[1] == _digest(_MARK.sub("", body))
 
 
@@ -64,8 +70,8 @@ def _digest(body: str) -> str:
     return hashlib.sha256(body.strip().encode()).hexdigest()[:16]
 
 
-def _is_empty_form(body: str) -> bool:
-    """The form of huggingface_hub that peft saves beside every adapter, with nothing filled in."""
+def _is_empty_template(body: str) -> bool:
+    """Return whether ``body`` is the unfilled template of huggingface_hub, which peft saves with every adapter."""
     from huggingface_hub import ModelCard, ModelCardData
 
     return body.split() == ModelCard.from_template(ModelCardData()).text.split()
@@ -77,7 +83,7 @@ def _is_empty_form(body: str) -> bool:
 def _header(facts: Facts, name: str, license: Optional[str], base_id: Optional[str]) -> ModelCardData:
     from huggingface_hub import ModelCardData
 
-    results = [] if facts.merge else _results(facts)  # those were measured on the adapter
+    results = [] if facts.merge else _results(facts)  # the results of a merged model were measured on its adapter
     fields: dict[str, Any] = {
         "base_model": base_id,
         "base_model_relation": None if base_id is None else ("adapter" if facts.is_adapter else "finetune"),
@@ -98,7 +104,7 @@ def _tags(facts: Facts) -> list[str]:
 
 
 def _datasets(facts: Facts) -> Optional[list[str]]:
-    """Only ids of the Hub: what is embedded or a file here is nothing to link to."""
+    """Return the dataset ids on the Hub; embedded datasets and local files cannot be linked."""
     names = dataset_names(facts.settings.get("dataset"))
     return [name for name in names if "/" in name and not is_local(name, facts.weights)] or None
 
@@ -131,8 +137,10 @@ def _results(facts: Facts) -> list[EvalResult]:
 
 
 def base_license(base: Optional[str]) -> Optional[str]:
-    """Licence in the card of ``base``, a folder or what was fetched of a Hub id before; None where none is stated, or
-    nothing that can be read. No network."""
+    """Return the license in the card of ``base``, a folder or a Hub id that is in the cache; never uses the network.
+
+    None if the card is missing, cannot be read, or states no license.
+    """
     from huggingface_hub import ModelCard, try_to_load_from_cache
     from yaml import YAMLError
 
@@ -144,6 +152,6 @@ def base_license(base: Optional[str]) -> Optional[str]:
         return None
     try:
         license = ModelCard.load(found, ignore_metadata_errors=True).data.license
-    except (YAMLError, ValueError):  # somebody else's mistake, which must not cost a finished run its card
+    except (YAMLError, ValueError):  # a broken card of the base must not keep a finished run from getting its card
         return None
     return ", ".join(map(str, license)) if isinstance(license, list) else license

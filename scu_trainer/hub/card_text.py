@@ -1,4 +1,4 @@
-"""The text of a model card, section by section. A section whose figures no file holds is left out or says so."""
+"""The text of a model card, section by section. A section without figures in the run's files is left out or says so."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TUNING = {"lora": "LoRA", "qlora": "QLoRA"}
 
 def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
     sections = [
-        f"# {name.rstrip('/').rpartition('/')[2]}\n\n{_what(facts, base_id)}",
-        _load(facts, name, base_id),
+        f"# {name.rstrip('/').rpartition('/')[2]}\n\n{_summary(facts, base_id)}",
+        _usage(facts, name, base_id),
         _results(facts),
         _samples(facts),
         card_training.data(facts, dataset_name(facts)),
@@ -42,13 +42,13 @@ def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
 
 
 def dataset_name(facts: Facts) -> str:
-    """As somebody else would call it: a path of this machine is its last part."""
+    """Return the dataset's name for publication; a path on this machine is shortened to its last part."""
     name = facts.settings.get("dataset") or facts.settings.get("image_dataset") or "not stated"
     return " + ".join(map(public_name, dataset_names(name)))
 
 
 def held_out_name(facts: Facts) -> str:
-    """Of the dataset that was scored."""
+    """Return the published name of the dataset that was scored."""
     own = facts.settings.get("eval_dataset")
     return public_name(own) if own else dataset_name(facts)
 
@@ -56,7 +56,7 @@ def held_out_name(facts: Facts) -> str:
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def _what(facts: Facts, base_id: Optional[str]) -> str:
+def _summary(facts: Facts, base_id: Optional[str]) -> str:
     tuning, kind = facts.settings.get("tuning"), TASKS.get(facts.task, facts.task)
     if facts.merge:
         form = f"{kind}, its {TUNING.get(tuning, 'LoRA')} adapter merged into the weights. Trained with scu-trainer."
@@ -90,7 +90,7 @@ def _base(facts: Facts, base_id: Optional[str]) -> str:
     return f"none: {facts.settings.get('architecture', 'the model')} started from random weights"
 
 
-def _load(facts: Facts, name: str, base_id: Optional[str]) -> str:
+def _usage(facts: Facts, name: str, base_id: Optional[str]) -> str:
     code = loading(facts, name)
     if code is None:
         return "## Use\n\nThis adapter needs a base with other classes; `scu-trainer merge` makes a model of both."
@@ -98,7 +98,7 @@ def _load(facts: Facts, name: str, base_id: Optional[str]) -> str:
     if facts.is_adapter and facts.settings.get("tuning") == "qlora":
         bits = 8 if facts.settings.get("load_in_8bit") else 4
         notes.append(
-            f"It was trained and measured over a base in {bits} bits, and this code loads the base in full precision: "
+            f"It was trained and measured over a base in {bits} bits, but this code loads the base in full precision: "
             f"give a `quantization_config` with `load_in_{bits}bit=True` for the model that was measured."
         )
     return "\n\n".join(["## Use", f"```python\n{code}\n```", *notes])
@@ -132,17 +132,17 @@ def _results(facts: Facts) -> str:
 
 
 def _samples(facts: Facts) -> str:
-    """The answers after training, as the run noted them."""
+    """Return the section with the answers after training that the run recorded; "" if there are none."""
     if not facts.samples:
         return ""
-    parts = ["## Samples\n\nHeld-out prompts, greedy answers after training, and how the data goes on (reference):"]
+    parts = ["## Samples\n\nHeld-out prompts, greedy answers after training, and the answers in the data (reference):"]
     for sample in facts.samples:
         parts += [f"{title}:\n\n{_block(sample.get(title.lower(), ''))}" for title in ("Prompt", "Answer", "Reference")]
     return "\n\n".join(parts)
 
 
 def _block(text: str) -> str:
-    """``text`` as it stands, whatever Markdown is in it."""
+    """Return ``text`` as a code block, which shows any Markdown in it unchanged."""
     if not text.strip():
         return "(blank)"
     text = text if len(text) <= SAMPLE_CHARACTERS else f"... {text[-SAMPLE_CHARACTERS:]}"
@@ -181,11 +181,13 @@ def _limits(facts: Facts) -> str:
 
 
 def loading(facts: Facts, name: str) -> Optional[str]:
-    """Lines of Python that load the model ``name``; the first two load the weights. None for an adapter that needs a
-    base which was changed before it was trained."""
+    """Return lines of Python that load the model ``name``; the first two load the weights.
+
+    None for an adapter of other tasks than text, because its base was changed before training.
+    """
     if facts.is_adapter and facts.task != TEXT:
         return None
-    name = json.dumps(name, ensure_ascii=False)  # quotes inside of it are Python's too
+    name = json.dumps(name, ensure_ascii=False)  # the escapes of JSON are valid in Python too
     lines = _weights(facts, name)
     if facts.task in (TEXT, "word-generation"):
         lines += ["", "from transformers import AutoTokenizer", f"tokenizer = AutoTokenizer.from_pretrained({name})"]
@@ -205,7 +207,7 @@ def _weights(facts: Facts, name: str) -> list[str]:
 
 
 def _auto_class(facts: Facts) -> str:
-    """The class that a model with code of its own names, else that of its task."""
+    """Return the Auto class that a model with its own code names, or else that of its task."""
     own = [name for name in facts.config.get("auto_map", {}) if name.startswith("AutoModel")]
     if own:
         return "AutoModelForCausalLM" if "AutoModelForCausalLM" in own else own[0]

@@ -1,4 +1,4 @@
-"""The sections of a model card that tell how it was made: data, training, controllers, machine."""
+"""The sections of a model card on how the model was made: data, training, controllers, machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def data(facts: Facts, name: str) -> str:
 
 
 def _is_uncounted(statistics: dict[str, Any]) -> bool:
-    """Whether only the loader's workers have counted what was read, or the training has not ended yet."""
+    """Return whether a stream has no counts, because only the loader's workers counted, or training has not ended."""
     return bool(statistics.get("streaming")) and not statistics["blocks"]
 
 
@@ -52,9 +52,9 @@ def _counts(statistics: dict[str, Any]) -> list[str]:
     if _is_uncounted(statistics):
         return [f"- documents: a stream, whose rows were not counted; {statistics['eval_documents']:,} held out"]
     if "rows_read" in statistics:
-        of_pass = ["- a stream: what follows is of its last pass, as far as it was read"]
+        stream_note = ["- a stream: the counts below are of its last pass, as far as it was read"]
         return [
-            *(of_pass if statistics.get("streaming") else ()),
+            *(stream_note if statistics.get("streaming") else ()),
             f"- documents: {statistics['rows_read']:,} read, {statistics['documents']:,} for training, "
             f"{statistics['eval_documents']:,} held out",
             f"- training: {statistics['train_tokens']:,} tokens in {statistics['blocks']:,} rows, of which "
@@ -71,12 +71,12 @@ def training(facts: Facts) -> str:
     names = [*HYPERPARAMETERS, *(ADAPTER if facts.adapter else ())]
     rows = [f"| {name} | {settings[name]} |" for name in names if settings.get(name) is not None]
     steps = facts.metrics.get("steps")
-    said = [] if steps is None else [_pace(facts.metrics, steps)]
-    return "\n".join(["## Training", "", *said, *([""] if said else []), "| setting | value |", "|---|---|", *rows])
+    pace = [] if steps is None else [_pace(facts.metrics, steps)]
+    return "\n".join(["## Training", "", *pace, *([""] if pace else []), "| setting | value |", "|---|---|", *rows])
 
 
 def _pace(metrics: dict[str, Any], steps: int) -> str:
-    """Of a run that was resumed, only what its last start did was timed."""
+    """Return a sentence on the number and duration of steps; for a resumed run, only its last start was timed."""
     timed = metrics.get("steps_of_this_start", steps)
     if timed == steps:
         return f"{steps:,} optimizer steps in {metrics['train_s']:,.0f} s."
@@ -85,8 +85,8 @@ def _pace(metrics: dict[str, Any], steps: int) -> str:
 
 def controllers(facts: Facts) -> str:
     lines = _regularization(facts)
-    for part, told in (("memory", _memory), ("curriculum", _curriculum), ("bad_numbers", _nonfinite)):
-        lines += told(facts.metrics[part]) if facts.metrics.get(part) else []
+    for part, part_lines in (("memory", _memory), ("curriculum", _curriculum), ("bad_numbers", _nonfinite)):
+        lines += part_lines(facts.metrics[part]) if facts.metrics.get(part) else []
     return "\n".join(["## Controllers", "", *lines]) if lines else ""
 
 

@@ -1,4 +1,4 @@
-"""What the files of a run say, read once: everything that a card may claim."""
+"""The facts in the files of a run, read once: everything that a model card may state."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ IMAGES = "image-classification"
 
 MERGE_FILE, EXPORT_FILE, PRUNE_FILE = "merge.json", "scu_export.json", "prune.json"
 MADE_FILES = (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)
-"""Beside weights that were made from those of a run: what they are."""
+"""Files that describe how weights next to them were made from those of a run."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """weights: folder of the weights. run: the run directory that they come from, None if there is none.
+    """The content of the files of a run.
 
-    description: training_config.json. metrics: scu_metrics.json, empty for the weights of a checkpoint, which it does
-    not describe. adapter: adapter_config.json. config: config.json. merge: merge.json. step: of a checkpoint. samples:
-    prompt, answer and reference, of the end.
+    Fields:
+        weights: folder of the weights. run: the run directory that they come from; None if there is none.
+        description: training_config.json. control: scu_config.json.
+        metrics: scu_metrics.json; empty for a checkpoint, because it describes only the final weights.
+        adapter: adapter_config.json. config: config.json. merge: merge.json.
+        step: step of a checkpoint. samples: prompts, answers and references after training.
     """
 
     weights: Path
@@ -52,42 +55,44 @@ class Facts:
 
     @property
     def base(self) -> Optional[str]:
-        """What it was tuned from, as the files name it; None where it started from nothing or from the embedded
-        base."""
+        """The base model as the files name it; None for a model from scratch and for the embedded base."""
         if self.settings and not self._start:
             return None
         return self.adapter.get("base_model_name_or_path") or self._start
 
     @property
     def is_embedded_base(self) -> bool:
-        """A base that every installation makes for itself."""
+        """Whether it was trained from the embedded base, which every installation makes for itself."""
         return bool(self.settings) and self.task == TEXT and not self._start
 
     @property
     def _start(self) -> Optional[str]:
-        """The model that was trained, or the adapter that was continued with."""
+        """The model or adapter from which training started."""
         return self.settings.get("model_name_or_path") or self.settings.get("adapter_name_or_path")
 
     @property
     def base_id(self) -> Optional[str]:
-        """Id of the base on the Hub; None where it is not there."""
+        """Id of the base on the Hub; None if its name is a local path."""
         return self.base if self.base and not is_local(self.base, self.weights) else None
 
 
 def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any]] = None) -> Facts:
-    """``run``: the directory that ``weights`` are, or are a checkpoint of. Raises StorageError for torn files."""
-    checkpoint = run is not None and weights != run
+    """Read the facts about ``weights``, which are the directory ``run`` itself or one of its checkpoints.
+
+    Raises StorageError for damaged files.
+    """
+    is_checkpoint = run is not None and weights != run
     return Facts(
         weights,
         run,
         description=_content(run, "training_config.json"),
-        metrics={} if checkpoint else _content(run, "scu_metrics.json"),
+        metrics={} if is_checkpoint else _content(run, "scu_metrics.json"),
         control=_content(run, "scu_config.json"),
         adapter=_content(weights, "adapter_config.json"),
         config=_content(weights, "config.json"),
         merge=merge or {},
-        step=int(weights.name.rpartition("-")[2]) if checkpoint else None,
-        samples=[] if checkpoint else _last_samples(run),
+        step=int(weights.name.rpartition("-")[2]) if is_checkpoint else None,
+        samples=[] if is_checkpoint else _last_samples(run),
     )
 
 
@@ -99,25 +104,28 @@ def _last_samples(run: Optional[Path]) -> list[dict[str, str]]:
 
 
 def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts, Optional[Path]]:
-    """Facts of a run, a checkpoint, an adapter, or a folder that ``scu-trainer merge`` wrote; of the last also that
-    folder. ``merge``: what merge.json is going to hold. Raises HubError where the run of merged weights is gone."""
+    """Return the facts of a run, a checkpoint, an adapter, or merged weights, and the folder of merged weights or None.
+
+    ``merge`` is the content of a merge.json that is not written yet. Raises HubError if the adapter of merged weights
+    no longer exists.
+    """
     made = made_by_us(path)
     merged = path if "adapter" in made else None
     if merged is not None:
         merge, path = made, Path(made["adapter"])
         if not path.is_dir():
-            raise HubError(f"the adapter that {merged} was made of is no longer in {path}; merge it again")
+            raise HubError(f"the adapter that {merged} was made from is no longer in {path}; merge it again")
     return read_facts(path, run_of(path), merge), merged
 
 
 def made_by_us(folder: Path) -> dict[str, Any]:
-    """What merge, export or prune wrote beside weights. Empty without: other programs have files of these names."""
-    found = (read_json(folder / name) for name in MADE_FILES if (folder / name).is_file())
-    return next((made for made in found if isinstance(made, dict) and made.get("format") == 1), {})
+    """Return what merge, export or prune wrote next to weights; {} for files of other programs with these names."""
+    contents = (read_json(folder / name) for name in MADE_FILES if (folder / name).is_file())
+    return next((made for made in contents if isinstance(made, dict) and made.get("format") == 1), {})
 
 
 def run_of(weights: Path) -> Optional[Path]:
-    """The run directory that ``weights`` is, or lies in as a checkpoint."""
+    """Return the run directory that ``weights`` is, or of which it is a checkpoint; None if there is none."""
     if (weights / "training_config.json").is_file():
         return weights
     in_run = weights.name.startswith("checkpoint-") and (weights.parent / "training_config.json").is_file()

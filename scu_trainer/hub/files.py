@@ -1,7 +1,7 @@
-"""Which files of a run go to the Hub, and what becomes of the rest: everything is named, nothing is left out silently.
+"""Choose which files of a run go to the Hub, and list every file that does not with the reason.
 
-Published are the weights, what reads their inputs, the card, and the small files of results. JSON files lose the
-absolute paths of this machine. A file that holds what looks like a secret stops the push.
+Published are the weights, the tokenizer or processor, the card, and small files of results. Absolute paths of this
+machine are removed from JSON files. A file that seems to hold a secret stops the push.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULTS = (
 )
 TEXTS = (".json", ".md", ".jinja", ".py")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
-"""JSON whose entries are parts of words: no paths or secrets, whatever they look like."""
+"""JSON files with parts of words, which are no paths or secrets even if they look like one."""
 
 STAY = {
     "checkpoint-*": "checkpoints",
@@ -41,12 +41,12 @@ STAY = {
     "*.bin": "pickles",
     "*.pt": "pickles",
 }
-"""Why what is left out is left out; everything else is listed by its name alone."""
+"""Reasons why files are not published, by pattern; other files have no specific reason."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One file of the Hub: ``source`` is a file here, or its content."""
+    """One file to upload; ``source`` is a local file, or the content itself."""
 
     path_in_repo: str
     source: Union[Path, bytes]
@@ -58,8 +58,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Upload:
-    """``items``: what is published. ``left_out``: name and reason of what else lies in the run directory. ``edited``:
-    the card is the user's own."""
+    """The ``items`` to publish, and (name, reason) of other files in the run directory (``left_out``).
+
+    ``edited`` is whether the card was written or edited by the user.
+    """
 
     items: list[Item]
     left_out: list[tuple[str, str]]
@@ -73,10 +75,10 @@ class Upload:
 def upload_of(
     facts: Facts, repo_id: str, license: Optional[str], base_id: Optional[str], merged: Optional[Path] = None
 ) -> Upload:
-    """What is published of a run; ``merged``: folder of its merged weights, in the place of its adapter.
+    """Collect the files of a run to publish; ``merged`` is the folder of its merged weights, to replace its adapter.
 
-    Raises HubError for an adapter whose base nobody else has, and for secrets; ModelError where weights are missing
-    or torn.
+    Raises HubError for an adapter with a base that is not shared, and for secrets; ModelError if weights are missing or
+    damaged.
     """
     weights = merged or facts.weights
     names = names_like(weights, (ADAPTER if facts.is_adapter else model_files(weights)) + PROCESSOR)
@@ -84,15 +86,15 @@ def upload_of(
         raise ModelError(f"{weights} holds no weights in safetensors files; train it again, or convert them first")
     for name in names:
         if name.endswith(".safetensors"):
-            _refuse_torn(weights / name)
-    _refuse_without_parts(weights, names)
+            _refuse_damaged(weights / name)
+    _refuse_missing_parts(weights, names)
     if facts.is_adapter:
         require_shared_base(facts, base_id)
     sources = {name: weights / name for name in names}
     results = facts.run if facts.step is None else None
     sources |= {name: folder / name for folder in (results, merged) if folder for name in names_like(folder, RESULTS)}
     if merged is None:
-        sources.pop(MERGE_FILE, None)  # of another program
+        sources.pop(MERGE_FILE, None)  # a file of another program with this name
     items = [Item(name, _published(name, path, base_id)) for name, path in sources.items()]
     card, edited = _card(facts, weights / CARD, repo_id, license, base_id)
     items.append(Item(CARD, card))
@@ -106,7 +108,7 @@ def upload_of(
     return Upload(sorted(items, key=lambda item: item.path_in_repo), left_out, edited)
 
 
-def _refuse_torn(weights: Path) -> None:
+def _refuse_damaged(weights: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -118,31 +120,32 @@ def _refuse_torn(weights: Path) -> None:
         ) from None
 
 
-def _refuse_without_parts(weights: Path, names: Iterable[str]) -> None:
-    """Raises ModelError where an index names files that are gone; beside whole weights it is left from earlier ones."""
+def _refuse_missing_parts(weights: Path, names: Iterable[str]) -> None:
+    """Raise ModelError if an index names missing files; next to a whole weight file, the index is a leftover."""
     for index in (name for name in names if name.endswith(".safetensors.index.json")):
         parts = read_json(weights / index).get("weight_map")
         named = parts.values() if isinstance(parts, dict) else ["weight_map"]
         missing = next((str(part) for part in named if not (weights / str(part)).is_file()), None)
         if missing is not None and not (weights / index.removesuffix(".index.json")).is_file():
             raise ModelError(
-                f"{weights / missing} is missing, which {index} names, so nobody could load these weights; copy it "
+                f"{weights / missing}, which {index} names, is missing, so nobody could load these weights; copy it "
                 "again, or push a checkpoint"
             )
 
 
 def superseded(there: Iterable[str], upload: Upload) -> list[str]:
-    """Which of the files ``there`` on the Hub an earlier push left, and would be read in the place of ``upload``.
+    """Return which files on the Hub (``there``), left by an earlier push, would be loaded instead of ``upload``.
 
-    Whoever loads the repository gets the base of an ``adapter_config.json``, or ``model.safetensors`` before an index,
-    also where the weights beside it are newer."""
+    Libraries load the base that an ``adapter_config.json`` names, and prefer ``model.safetensors`` to an index, even if
+    newer weights are next to it.
+    """
     sent = {item.path_in_repo for item in upload.items}
     patterns = (*ADAPTER, *RESULTS) if "adapter_config.json" in sent else (*ADAPTER, *WEIGHTS, *RESULTS)
-    return sorted(name for name in {*there} - sent if any(fnmatch.fnmatchcase(name, one) for one in patterns))
+    return sorted(name for name in {*there} - sent if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def require_shared_base(facts: Facts, base_id: Optional[str]) -> None:
-    """Raises HubError for an adapter that nobody else could load."""
+    """Raise HubError for an adapter that nobody else could load, because its base is not on the Hub."""
     if base_id or facts.base_id:
         return
     base = "the embedded base, which each machine makes for itself" if facts.is_embedded_base else facts.base
@@ -153,7 +156,7 @@ def require_shared_base(facts: Facts, base_id: Optional[str]) -> None:
 
 
 def _published(name: str, path: Path, base_id: Optional[str]) -> Union[Path, bytes]:
-    """The file itself, or what is published in its place."""
+    """Return the path of a file, or its content if that is changed for publication (local paths, id of the base)."""
     if not name.endswith(".json") or name in VOCABULARIES or name.endswith(".index.json"):
         return path
     content = read_json(path)
@@ -164,7 +167,7 @@ def _published(name: str, path: Path, base_id: Optional[str]) -> Union[Path, byt
 
 
 def _card(facts: Facts, own: Path, repo_id: str, license: Optional[str], base_id: Optional[str]) -> tuple[bytes, bool]:
-    """Content, and whether it is the user's ``own``."""
+    """Return the content of the card, and whether it is the user's ``own`` file."""
     if not is_ours(own):
         return own.read_bytes(), True
     return card_of(facts, repo_id, license, base_id).encode(), False
@@ -180,4 +183,5 @@ def _refuse_secrets(item: Item) -> None:
 
 
 def _reason(name: str, reasons: dict[str, str]) -> str:
+    """Return why the file ``name`` is not published."""
     return next((why for pattern, why in reasons.items() if fnmatch.fnmatchcase(name, pattern)), "not needed to use it")

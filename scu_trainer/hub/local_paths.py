@@ -1,4 +1,4 @@
-"""Names of folders of this machine: they mean nothing to anyone else, and tell where and as whom somebody works."""
+"""Find and remove local paths in published data: they are useless to others, and reveal user and folder names."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any, Optional
 
 LOCAL = "[local]"
-"""Stands for the folders of a path of which only the last part is published."""
+"""Replaces the folders of a path, so that only its last part is published."""
 
-_INSIDE = re.compile(r"(?<![\w:/.\]])(?:~|/[^\s/'\":,;()\[\]]+)(?:/[^\s/'\":,;()\[\]]+)+")
-"""An absolute path of two parts or more inside of a text; the paths of web addresses are none."""
+_PATH_IN_TEXT = re.compile(r"(?<![\w:/.\]])(?:~|/[^\s/'\":,;()\[\]]+)(?:/[^\s/'\":,;()\[\]]+)+")
+"""An absolute path of two or more parts inside a text, but not the path of a URL."""
 
 
 def is_local(name: Optional[str], run: Optional[Path] = None) -> bool:
-    """Whether a model or dataset is a path and not an id of the Hub. ``run``: the folder whose files name it; training
-    may have been started in another folder than this one, most often in one above the run."""
+    """Return whether a model or dataset is a path and not a Hub id.
+
+    ``run`` is the folder with the file that names it. Relative paths are also tried from all folders above it, because
+    training may have been started in one of them.
+    """
     if not name:
         return False
     if name.startswith((".", "/", "~", LOCAL)) or name.count("/") > 1 or Path(name).expanduser().exists():
@@ -25,19 +28,19 @@ def is_local(name: Optional[str], run: Optional[Path] = None) -> bool:
 
 
 def without_local_paths(data: Any) -> Any:
-    """A copy of JSON-like ``data`` in which each absolute path is ``[local]/`` and its last part, at any depth."""
+    """Return a copy of JSON-like ``data`` with each absolute path shortened to ``[local]/`` and its last part."""
     if isinstance(data, str):
         is_path = data.startswith(("/", "~/")) and "\n" not in data and data.strip("/") != ""
-        return _as_whole(data) if is_path else _INSIDE.sub(lambda found: _as_whole(found[0]), data)
+        return _shortened(data) if is_path else _PATH_IN_TEXT.sub(lambda found: _shortened(found[0]), data)
     if isinstance(data, Mapping):
         return {key: without_local_paths(value) for key, value in data.items()}
     return [without_local_paths(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
 def public_name(name: str) -> str:
-    """As somebody else would call a model or dataset: a path of this machine is its last part."""
+    """Return the name of a model or dataset for publication; an absolute path is shortened to its last part."""
     return str(without_local_paths(name)).removeprefix(f"{LOCAL}/")
 
 
-def _as_whole(path: str) -> str:
+def _shortened(path: str) -> str:
     return f"{LOCAL}/{path.rstrip('/').rpartition('/')[2]}"

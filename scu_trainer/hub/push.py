@@ -1,7 +1,7 @@
-"""The upload: one commit with everything or none, large files first, again after a break.
+"""Upload a run in a single commit, which contains all files or none, and retry after broken connections.
 
-huggingface_hub sends the large files, and a file that has arrived is not sent twice, by this call or a later one; the
-commit that names them all comes last. What the library does not repeat by itself is repeated here a few times.
+huggingface_hub sends the large files first, and never sends a file again that has arrived, in this call or a later one;
+the commit that names all files comes last. Requests that the library does not retry are retried here a few times.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from scu_trainer.secrets import redact, secret
 T = TypeVar("T")
 
 CARD_KEPT = (
-    "card: README.md on the Hub was written or edited by hand, and is left as it is; edit README.md here to send that "
-    "one instead"
+    "card: README.md on the Hub was written or edited by hand and is kept; to replace it, edit the local README.md, "
+    "which is then pushed instead"
 )
 
 WAITS_S = (1, 4, 15)
-"""Seconds before each repetition of a request that a broken connection or a busy server has ended."""
+"""Seconds to wait before each retry of a request that failed with a broken connection or a busy server."""
 
 
 def require_repo_id(repo_id: str) -> None:
-    """Raises HubError for what cannot be a name on the Hub, without asking it."""
+    """Raise HubError if ``repo_id`` is not a valid OWNER/NAME, without a request to the Hub."""
     from huggingface_hub.utils import validate_repo_id
 
     if "://" in repo_id:
         name = "/".join(urlsplit(repo_id).path.strip("/").split("/")[:2])
-        raise HubError(f"repo_id {repo_id!r} is an address; give OWNER/NAME" + (f", such as {name}" if name else ""))
+        raise HubError(f"repo_id {repo_id!r} is a URL; give OWNER/NAME" + (f", such as {name}" if name else ""))
     with as_hub_error(repo_id):
         validate_repo_id(repo_id)
     if "/" not in repo_id:
@@ -49,20 +49,25 @@ def require_repo_id(repo_id: str) -> None:
 
 
 def require_revision(name: Optional[str], typed: str) -> None:
-    """Raises HubError for what cannot be a branch: the Hub says so after the repository was made. ``typed``: the option
-    that gave it."""
+    """Raise HubError for an invalid branch name, which the Hub would report only after it created the repository.
+
+    ``typed`` is the option that gave it.
+    """
     if name is not None and not re.fullmatch(r"(?!.*(\.\.|//|@\{))[^\s~^:?*\[\\/.-][^\s~^:?*\[\\]*(?<![/.])", name):
-        raise HubError(f"{typed} {name!r} is no name of a branch; give one such as main, or drop it")
+        raise HubError(f"{typed} {name!r} is not a valid branch name; give one such as main, or drop it")
 
 
 def token_for(given: Optional[str]) -> str:
-    """The token that was given, set or stored, from here on hidden wherever it is printed. Raises HubError."""
+    """Return the token that was given, set or stored; from here on it is hidden wherever it would be printed.
+
+    Raises HubError if there is none, or if it has invalid characters.
+    """
     from huggingface_hub import get_token
 
     token = secret((given or get_token() or "").strip())
     if not token:
         raise HubError("there is no token to push with; run `hf auth login` or set HF_TOKEN")
-    if not re.fullmatch(r"[!-~]+", token):  # what a header of HTTP cannot carry
+    if not re.fullmatch(r"[!-~]+", token):  # other characters cannot be in an HTTP header
         raise HubError(
             "the token holds a space, a line break or a letter that no token has; copy it again from "
             f"{endpoint()}/settings/tokens"
@@ -71,8 +76,10 @@ def token_for(given: Optional[str]) -> str:
 
 
 def require_open(repo_id: str, token: str, private: bool) -> None:
-    """Raises HubError where the Hub would refuse what is to be pushed later, as far as it tells without being written
-    to: the token, a repository of somebody else, one that is public and must not be."""
+    """Raise HubError if the Hub would refuse a later push, as far as can be checked without writing.
+
+    It checks the token, write access to the repository, and that it is private if ``private``.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -86,7 +93,7 @@ def require_open(repo_id: str, token: str, private: bool) -> None:
         except HfHubHTTPError as error:
             if status_of(error) != 404:
                 raise
-            return  # it is going to be made
+            return  # the push will create the repository
         if private:
             _require_private(api.model_info(repo_id))
 
@@ -101,10 +108,12 @@ def push(
     message: str,
     base_id: Optional[str],
 ) -> dict[str, Any]:
-    """Send ``upload`` as one commit. Returns repo, url, commit and bytes; ``removed``: files of an earlier push that
-    are not of this one; ``replaced``: names that were there already, ``before``: the revision that has these files as
-    they were; ``is_changed`` is False where the Hub had all of it; ``is_card_kept``: see CARD_KEPT. Raises HubError
-    with one line."""
+    """Send ``upload`` as one commit.
+
+    Returns repo_id, url, commit, files and size_bytes; ``removed``: files of an earlier push that were deleted;
+    ``replaced``: names that already existed; ``before``: the revision with these files as they were; ``is_changed``:
+    False if the Hub already had everything; ``is_card_kept``: see CARD_KEPT. Raises HubError with one line.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
@@ -114,16 +123,16 @@ def push(
     with as_hub_error(repo_id), _retries_reported():
         if base_id is not None:
             _require_base(api, base_id)
-        repo_id = _again(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True)).repo_id
+        repo_id = _retried(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True)).repo_id
         if private:
-            _require_private(_again(lambda: api.model_info(repo_id)))
+            _require_private(_retried(lambda: api.model_info(repo_id)))
         if revision is not None:
-            _again(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
-        before = _again(lambda: api.model_info(repo_id, revision=revision))
-        is_card_kept = not upload.edited and _again(lambda: _has_edited_card(api, before))
+            _retried(lambda: api.create_branch(repo_id, branch=revision, exist_ok=True))
+        before = _retried(lambda: api.model_info(repo_id, revision=revision))
+        is_card_kept = not upload.edited and _retried(lambda: _has_edited_card(api, before))
         if is_card_kept:
             upload = replace(upload, items=[item for item in upload.items if item.path_in_repo != CARD])
-        commit = _again(lambda: _commit(api, upload, repo_id, revision, message))
+        commit = _retried(lambda: _commit(api, upload, repo_id, revision, message))
     return {
         "repo_id": repo_id,
         "url": f"{endpoint()}/{repo_id}",
@@ -139,7 +148,7 @@ def push(
 
 
 def sent_notes(sent: dict[str, Any]) -> list[str]:
-    """What the repository had before, and what has become of it. ``sent``: from ``push``."""
+    """Return notes on files that the repository had before; ``sent`` is the result of ``push``."""
     notes, kept = [CARD_KEPT] if sent["is_card_kept"] else [], f"revision {sent['before']} has them as they were"
     if sent["is_changed"] and sent["replaced"]:
         notes.append(
@@ -147,12 +156,12 @@ def sent_notes(sent: dict[str, Any]) -> list[str]:
         )
     if sent["removed"]:
         names = ", ".join(sent["removed"])
-        notes.append(f"removed, because they would be read in the place of what was pushed: {names}; {kept}")
+        notes.append(f"removed, because they would be loaded instead of the pushed files: {names}; {kept}")
     return notes
 
 
 def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], message: str) -> Any:
-    """Operations are made again each time: they remember what the Hub had when it was asked."""
+    """Make the commit. Each retry needs new operations, because they remember the state of the Hub."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     gone = superseded(_names(api.model_info(repo_id, revision=revision)), upload)
@@ -162,7 +171,7 @@ def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], mes
 
 
 def _has_edited_card(api: Any, info: Any) -> bool:
-    """Whether somebody has written in the card that is on the Hub, most often in a browser."""
+    """Return whether the card on the Hub was edited by hand, usually in a browser."""
     if CARD not in _names(info):
         return False
     return not is_ours(Path(api.hf_hub_download(info.id, CARD, revision=info.sha)))
@@ -176,30 +185,29 @@ def _require_base(api: Any, base_id: str) -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        _again(lambda: api.model_info(base_id))
+        _retried(lambda: api.model_info(base_id))
     except RepositoryNotFoundError as error:
         if error.response.status_code == 401:
             raise
         raise HubError(
-            f"the base {base_id} is not on the Hub, or not for this token: people who download the adapter need "
-            f"it. Add "
-            "--merged to push the full weights, or name the base with --base_model OWNER/NAME"
+            f"the base {base_id} is not on the Hub, or this token has no access to it: people who download the adapter "
+            f"need it. Add --merged to push the full weights, or name the base with --base_model OWNER/NAME"
         ) from error
 
 
 def _require_private(info: Any) -> None:
     if not info.private:
         raise HubError(
-            f"{info.id} is there already and is public, and what is pushed was to be private; make it private in its "
+            f"{info.id} already exists and is public, but the push was meant to be private; make it private in its "
             "settings on the Hub, or push to another name"
         )
 
 
-# -- again -------------------------------------------------------------------------------------------------------------
+# -- retries -----------------------------------------------------------------------------------------------------------
 
 
-def _again(request: Callable[[], T]) -> T:
-    """``request`` until it succeeds, or fails for a reason that stays, or has had all of its repetitions."""
+def _retried(request: Callable[[], T]) -> T:
+    """Return the result of ``request``, retried while it fails with a passing error and retries are left."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -216,18 +224,19 @@ def _again(request: Callable[[], T]) -> T:
     raise AssertionError("the last repetition returns or raises")
 
 
-class _Said(logging.Handler):
-    """What the library says of its own repetitions, without the addresses, which carry signatures."""
+class _RetryPrinter(logging.Handler):
+    """Prints the library's messages about its own retries, without the query of URLs, which may hold signatures."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = re.sub(r"https?://\S+", lambda found: found[0].partition("?")[0], record.getMessage())
-        if not text.startswith("No files have been modified"):  # ``is_changed`` tells it
+        if not text.startswith("No files have been modified"):  # ``is_changed`` reports that
             print(redact(" ".join(text.split())), file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _retries_reported() -> Iterator[None]:
-    logger, handler = logging.getLogger("huggingface_hub"), _Said(logging.WARNING)
+    """Print the messages of huggingface_hub about its retries to standard error."""
+    logger, handler = logging.getLogger("huggingface_hub"), _RetryPrinter(logging.WARNING)
     handlers, propagate = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [handler], False
     try:

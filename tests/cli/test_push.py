@@ -95,7 +95,7 @@ def test_weights_of_which_a_part_is_missing_are_not_sent(run, capsys):
     write_json(index, {"metadata": {}, "weight_map": {"a": parts[0], "b": parts[1]}})
     assert push.main([*map(str, words)]) == 0 and capsys.readouterr()  # of an earlier run, beside whole weights
     (run / "adapter_model.safetensors").rename(run / parts[0])
-    assert f"{run / parts[1]} is missing, which {index.name} names" in refused(capsys, *words)
+    assert f"{run / parts[1]}, which {index.name} names, is missing" in refused(capsys, *words)
 
 
 def test_secrets_in_a_file_that_would_be_public(run, capsys):
@@ -109,11 +109,11 @@ def test_secrets_in_a_file_that_would_be_public(run, capsys):
     [
         ([], "push needs --repo_id OWNER/NAME"),
         (["--repo_id", "name"], "names no owner; give OWNER/name"),
-        (["--repo_id", "https://hub.invalid/me/mine/tree/main"], "is an address; give OWNER/NAME, such as me/mine"),
+        (["--repo_id", "https://hub.invalid/me/mine/tree/main"], "is a URL; give OWNER/NAME, such as me/mine"),
         (["--repo_id", "me/a b"], "is not a valid Hub name"),
         (["--repo_id", "me/a/b"], "is not a valid Hub name: it has more than one slash; give OWNER/NAME"),
-        (["--repo_id", "me/x", "--revision", ""], "--revision '' is no name of a branch; give one such as main"),
-        (["--repo_id", "me/x", "--revision", "a b"], "--revision 'a b' is no name of a branch"),
+        (["--repo_id", "me/x", "--revision", ""], "--revision '' is not a valid branch name; give one such as main"),
+        (["--repo_id", "me/x", "--revision", "a b"], "--revision 'a b' is not a valid branch name"),
         (["--repo-idd", "me/x"], "unknown option --repo-idd (did you mean '--repo_id'?)"),
         (["--repo_id", "me/x", "--base_model", "me/base"], "there is no token to push with; run `hf auth login`"),
         (["--repo_id", "me/x", "--token", "hf_torn token"], "the token holds a space, a line break or a letter that"),

@@ -569,7 +569,7 @@ def test_a_stream_that_was_only_looked_at_is_not_said_to_be_read(capsys, flags, 
     """After its last step, when a run resumes to save and score the model alone."""
     words, run = [*flags, "--streaming", "true", "--max_eval_documents", "4"], tmp_path / "run"
     assert train.main(words) == 0
-    assert "- a stream: what follows is of its last pass" in (run / "README.md").read_text()
+    assert "- a stream: the counts below are of its last pass" in (run / "README.md").read_text()
     assert dict(key_figures(read_run(run, "run")))["data"].endswith("rows of its last pass")
     capsys.readouterr()
     (run / "scu_metrics.json").unlink()

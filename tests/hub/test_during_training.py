@@ -123,7 +123,7 @@ def test_what_the_hub_will_not_take_is_told_before_anything_is_loaded(pushed):
     refusals = [
         line for line in pushed.done.stderr.splitlines() if "push_to_hub is on, and nothing was trained" in line
     ]
-    told = ("me/public is there already and is public", "does not accept the token", "the token holds a space")
+    told = ("me/public already exists and is public", "does not accept the token", "the token holds a space")
     assert len(refusals) == len(told) and all(text in line for text, line in zip(told, refusals, strict=True))
     assert WRONG not in pushed.done.stderr + pushed.done.stdout and "hf_ torn" not in pushed.done.stderr
     assert pushed.hub.repos["me/public"].commits["main"] == []
@@ -195,7 +195,7 @@ def test_the_last_push_says_what_it_replaced_and_removed(monkeypatch, capsys):
         "pushed: URL",
         CARD_KEPT,
         "1 file was there before under these names: revision 1234 has them as they were",
-        "removed, because they would be read in the place of what was pushed: adapter_config.json; revision 1234 has "
+        "removed, because they would be loaded instead of the pushed files: adapter_config.json; revision 1234 has "
         "them as they were",
     ]
 

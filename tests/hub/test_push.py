@@ -119,7 +119,7 @@ def test_what_an_earlier_push_left_there_does_not_load_in_its_place(shared):
     shared.hub.repos[REPO] = Repo(commits={"main": [{"sha": "1" * 40, "message": "earlier", "files": there}]})
     done = push(shared, shared.merged, "--repo_id", REPO)
     assert done.returncode == 0, done.stderr
-    assert f"read in the place of what was pushed: {', '.join(sorted(left))}; revision {'1' * 40} has" in done.stdout
+    assert f"loaded instead of the pushed files: {', '.join(sorted(left))}; revision {'1' * 40} has" in done.stdout
     assert f"2 files were there before under these names: revision {'1' * 40} has them" in done.stdout
     assert shared.hub.repos[REPO].files().keys() == {*MERGED, *TOKENIZER, *RESULTS, *shards(shared.merged), *kept}
     assert commits(shared)[0]["files"] == there, "what was there is in the history"
@@ -251,7 +251,7 @@ def test_refusals_of_the_hub_are_one_line_each(shared):
     one_line(push(shared, shared.merged, "--repo_id", REPO), refused)
     shared.hub.faults.create_status = None
     shared.hub.repos[REPO] = Repo(private=False)
-    one_line(push(shared, shared.merged, "--repo_id", REPO, "--private"), "is there already and is public")
+    one_line(push(shared, shared.merged, "--repo_id", REPO, "--private"), "already exists and is public")
     one_line(
         push(shared, shared.run, "--repo_id", REPO, "--base_model", "me/none"),
         "the base me/none is not on the Hub, .* Add --merged",
