@@ -18,7 +18,7 @@ LARGEST_FROM_HEAP_BYTES = 31 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX is 32
 TENSOR_ALIGNMENT_BYTES = 64  # alignment of torch's CPU allocator
 
 GRAIN_BYTES = 16 * 2**10
-"""Resolution for recording where in the heap blocks have been: a few pages, so that a large heap has not too many."""
+"""Granularity at which used places of the heap are recorded: a few pages, so that a large heap needs few records."""
 
 
 def give_back_freed() -> None:
@@ -120,8 +120,8 @@ class UntouchedHeap:
             self._grains = {grain for grain in self._grains if grain * GRAIN_BYTES < self._end}
         mapped_bytes = _mapped_size(size_bytes) if _is_mapped(block) else 0
         if not mapped_bytes:
-            behind = math.ceil((block.value + size_bytes) / GRAIN_BYTES)
-            self._grains.update(range(block.value // GRAIN_BYTES, behind))
+            end_grain = math.ceil((block.value + size_bytes) / GRAIN_BYTES)
+            self._grains.update(range(block.value // GRAIN_BYTES, end_grain))
         self._blocks[key] = block, mapped_bytes
         self._mapped_bytes += mapped_bytes
         self.peak_bytes = max(self.peak_bytes, len(self._grains) * GRAIN_BYTES + self._mapped_bytes)

@@ -134,7 +134,7 @@ def _same_length_choices(asked: SettingChoice, means: Means) -> Iterator[Setting
         can_halve = tuning == "lora" and means.half == "bf16" and not means.stored_half
         types = {asked.dtype} | ({"bfloat16"} if can_halve else set())
         if tuning == "qlora" and half == "fp16" and asked.dtype == "auto":
-            types.add("float16")  # fp16 autocast refuses the bfloat16 that auto may leave beside packed weights
+            types.add("float16")  # fp16 autocast refuses bfloat16, which auto may leave for unpacked weights
         for dtype, is_checkpointed in itertools.product(sorted(types), {asked.checkpoint_every_layer, True}):
             choice = replace(base, dtype=dtype, checkpoint_every_layer=is_checkpointed)
             yield choice

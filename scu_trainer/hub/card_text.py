@@ -112,11 +112,11 @@ def _results(facts: Facts) -> str:
     unit, item = metrics.get("unit", "token"), metrics.get("item", "document")
     rows = [f"| {' | '.join(row)} |" for row in before_and_after(metrics)]
     level = metrics["held_out_bpt_after"].get("confidence", 0.95)
-    which = "a dataset used only for scoring" if facts.settings.get("eval_dataset") else "held out from training"
+    source = "a dataset used only for scoring" if facts.settings.get("eval_dataset") else "held out from training"
     lines = [
         "## Results",
         "",
-        f"On {metrics['held_out_documents']:,} {item}s of {held_out_name(facts)}, {which}"
+        f"On {metrics['held_out_documents']:,} {item}s of {held_out_name(facts)}, {source}"
         f" ({metrics['held_out_tokens']:,} {unit}s), with {level:.0%} bootstrap intervals over {item}s:",
         "",
         "| | before | after | change |",
@@ -160,9 +160,9 @@ def _license(facts: Facts, license: str) -> str:
 
 def _limits(facts: Facts) -> str:
     names = dataset_names(facts.settings.get("dataset"))
-    whose = "the same dataset" if not facts.settings.get("eval_dataset") else "the held-out dataset"
+    dataset = "the same dataset" if not facts.settings.get("eval_dataset") else "the held-out dataset"
     lines = [
-        f"- Measured only on {whose} ({held_out_name(facts)}): what the model does on other data was not measured."
+        f"- Measured only on {dataset} ({held_out_name(facts)}): what the model does on other data was not measured."
         if facts.metrics.get("held_out_documents")
         else "- Its quality was not measured.",
         "- No benchmark was run, and its output was not looked at for errors, bias or harm.",

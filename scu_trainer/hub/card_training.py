@@ -71,8 +71,8 @@ def training(facts: Facts) -> str:
     names = [*HYPERPARAMETERS, *(ADAPTER if facts.adapter else ())]
     rows = [f"| {name} | {settings[name]} |" for name in names if settings.get(name) is not None]
     steps = facts.metrics.get("steps")
-    pace = [] if steps is None else [_pace(facts.metrics, steps)]
-    return "\n".join(["## Training", "", *pace, *([""] if pace else []), "| setting | value |", "|---|---|", *rows])
+    note = [] if steps is None else [_pace(facts.metrics, steps)]
+    return "\n".join(["## Training", "", *note, *([""] if note else []), "| setting | value |", "|---|---|", *rows])
 
 
 def _pace(metrics: dict[str, Any], steps: int) -> str:
@@ -114,9 +114,9 @@ def _regularization(facts: Facts) -> list[str]:
 
 def _measured(found: dict[str, Any], against: str) -> list[str]:
     cost = found.get("overhead_fraction")
-    said = f"{against}, {found['verdict']}" if found.get("final_s") is not None else "S was not measured"
+    note = f"{against}, {found['verdict']}" if found.get("final_s") is not None else "S was not measured"
     return [
-        f"- regularization: none; {said}",
+        f"- regularization: none; {note}",
         *([] if cost is None else [f"- cost of measuring S: {cost:.2%} of the training time"]),
     ]
 

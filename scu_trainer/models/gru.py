@@ -77,7 +77,7 @@ class CadenceOutput(ModelOutput):
 
 
 class CategoryEmbedding(nn.Embedding):
-    """The category embedding, a class of its own because it is initialized differently.
+    """The category embedding, a separate class because it is initialized differently.
 
     Word embeddings start small, because they are also output weights; categories that small would have no effect for
     many steps.

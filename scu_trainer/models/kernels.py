@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
     def _count_operation(self, full_name: str) -> None:
-        """Count the operation ``full_name``, for instance "aten._softmax.default", if it tells which kernel runs."""
+        """Count the operation ``full_name``, such as "aten._softmax.default", if it shows which kernel runs."""
         space, _, rest = full_name.partition(".")
         name = rest.partition(".")[0]
         if space == "aten" and name in ATTENTION_KERNELS:

@@ -82,7 +82,7 @@ class Users:
     def of(self, path: Path) -> Optional[str]:
         """Return which process uses ``path`` or a file below it, in words; None if none does."""
         if not self.is_complete:
-            return "this system does not tell who uses it"
+            return "this system does not report which process uses it"
         resolved = path.resolve()
         pid = next((pid for file, pid in self.files.items() if file == resolved or resolved in file.parents), None)
         return None if pid is None else f"in use by process {pid}"
@@ -90,7 +90,7 @@ class Users:
     def any_of_ours(self) -> Optional[str]:
         """Return which process of this project may be about to open an entry, in words; None if there is none."""
         if not self.is_complete:
-            return "this system does not tell who uses it"
+            return "this system does not report which process uses it"
         pid = next(iter(self.ours), None)
         return None if pid is None else f"may be in use by process {pid} ({self.ours[pid]})"
 

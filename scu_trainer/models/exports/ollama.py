@@ -32,7 +32,7 @@ Border = tuple[str, str]
 class Borders:
     """``texts`` between two messages, by the roles (before, after).
 
-    START stands for no message before, and END for the beginning of an answer after.
+    START means that no message precedes, and END that the beginning of an answer follows.
     """
 
     texts: dict[Border, str]

@@ -58,7 +58,7 @@ def cannot_write(model: nn.Module) -> Optional[str]:
     if Version(version("peft")) >= Version(NEEDED):
         return None
     return (
-        f"peft {version('peft')} would put the learned prompt before every new word, since transformers "
+        f"peft {version('peft')} would put the learned prompt before every new token, because transformers "
         f'{version("transformers")} needs peft {NEEDED} or later: pip install "peft>={NEEDED}", '
         "or an older transformers if there is no such peft yet"
     )

@@ -69,7 +69,7 @@ class Placement:
         return {device for device in self.device_map.values() if isinstance(device, int)}
 
     def private_folder(self) -> Optional[OffloadFolder]:
-        """Create the folder that loading writes to, which lasts as long as the object; None if nothing goes to disk."""
+        """Create the folder that loading writes to, deleted with the returned object; None if nothing goes to disk."""
         return OffloadFolder(self.offload_folder) if "disk" in self.device_map.values() else None
 
     def arguments(self, folder: Optional[OffloadFolder]) -> dict[str, Any]:

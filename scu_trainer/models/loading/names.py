@@ -227,8 +227,8 @@ def as_model_error(
 def near_folder(name: str) -> str:
     """Return a "did you mean" phrase with the most similar folder next to the missing path ``name``, or ""."""
     path = Path(name).expanduser()
-    beside = [other.name for other in path.parent.glob("*") if os.path.isdir(other)] if path.parent.name else []
-    near = get_close_matches(path.name, beside, n=1, cutoff=NEAR)  # only names: a shared parent makes paths similar
+    siblings = [other.name for other in path.parent.glob("*") if os.path.isdir(other)] if path.parent.name else []
+    near = get_close_matches(path.name, siblings, n=1, cutoff=NEAR)  # only names: a shared parent makes paths similar
     return f" (did you mean {str(path.parent / near[0])!r}?)" if near else ""
 
 

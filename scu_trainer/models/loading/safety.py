@@ -220,7 +220,7 @@ def needs_code(error: BaseException) -> bool:
 
 def code_refusal(source: str, revision: Optional[str]) -> ModelError:
     """Return the error for a model that needs its own Python code, with the names of the files."""
-    names = ", ".join(code_files(source, revision)) or "Python files of its own"
+    names = ", ".join(code_files(source, revision)) or "its own Python files"
     return ModelError(
         f"{source!r} can only be loaded by running code that comes with it ({names}); read it, and set "
         "trust_remote_code: true (--trust_remote_code) if you trust it, or give a model that transformers knows"
