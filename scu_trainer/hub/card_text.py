@@ -71,7 +71,7 @@ def _summary(facts: Facts, base_id: Optional[str]) -> str:
         lines.append(
             f"- merged into {facts.merge['dtype']}: logits on {facts.merge['rows']} rows of "
             f"{facts.merge['checked_on']} differ from the adapter's by {facts.merge['difference']:.1e} of the largest, "
-            f"where {facts.merge['tolerance']:g} is allowed"
+            f"and {facts.merge['tolerance']:g} is allowed"
         )
     return "\n".join([lines[0], "", *lines[1:]])
 
@@ -165,7 +165,7 @@ def _limits(facts: Facts) -> str:
         f"- Measured only on {dataset} ({held_out_name(facts)}): what the model does on other data was not measured."
         if facts.metrics.get("held_out_documents")
         else "- Its quality was not measured.",
-        "- No benchmark was run, and its output was not looked at for errors, bias or harm.",
+        "- No benchmark was run, and its output was not checked for errors, bias or harm.",
         f"- One run with seed {facts.description['seed']}: how much another seed changes was not measured."
         if "seed" in facts.description
         else "- Nothing is known about its training: there are no run files with it.",

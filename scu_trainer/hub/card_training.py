@@ -39,7 +39,7 @@ def data(facts: Facts, name: str) -> str:
     if not (dropped or _is_uncounted(statistics)):
         lines.append("- left out: none")
     if statistics.get("heldout_duplicates"):
-        lines.append(f"- held out, and word for word in the training data: {statistics['heldout_duplicates']:,}")
+        lines.append(f"- held out, but also word for word in the training data: {statistics['heldout_duplicates']:,}")
     return "\n".join([*lines, f"- fingerprint: {statistics.get('fingerprint')}"])
 
 
@@ -80,7 +80,7 @@ def _pace(metrics: dict[str, Any], steps: int) -> str:
     timed = metrics.get("steps_of_this_start", steps)
     if timed == steps:
         return f"{steps:,} optimizer steps in {metrics['train_s']:,.0f} s."
-    return f"{steps:,} optimizer steps; since it was resumed {timed:,} of them, in {metrics['train_s']:,.0f} s."
+    return f"{steps:,} optimizer steps; {timed:,} of them, since the last resume, took {metrics['train_s']:,.0f} s."
 
 
 def controllers(facts: Facts) -> str:

@@ -180,7 +180,7 @@ def test_offloaded_weights_of_a_living_run_stay(tmp_path):
     (dead / "in_use").touch()
     filled(tmp_path / "weights")
     found = {item.name: item for item in subject.offloaded([tmp_path], OFFLOADED, "in_use")}
-    assert found[living.path.name].used_by == "in use by a run that is alive"
+    assert found[living.path.name].used_by == "in use by a run that is still running"
     assert found[dead.name].used_by is None and set(found) == {living.path.name, dead.name}
     assert remove(found[dead.name]) == 1000 and living.path.is_dir()
 

@@ -147,7 +147,7 @@ def test_only_what_was_timed_is_given_a_time(run):
     metrics = read_json(run / "scu_metrics.json")
     assert "\n2 optimizer steps in " in card_of(read_facts(run, run), "me/x")
     write_json(run / "scu_metrics.json", {**metrics, "steps_of_this_start": 1, "train_s": 7.0})
-    assert "\n2 optimizer steps; since it was resumed 1 of them, in 7 s." in card_of(read_facts(run, run), "me/x")
+    assert "\n2 optimizer steps; 1 of them, since the last resume, took 7 s." in card_of(read_facts(run, run), "me/x")
 
 
 def test_code_of_a_name_with_quotes_is_python(run):

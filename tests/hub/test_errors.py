@@ -33,7 +33,7 @@ def answer(status: int, text: str = "no", **more: str) -> Exception:
         (answer(409), "another commit to the repository came first; run the same command again", True),
         (answer(412), "another commit to the repository came first; run the same command again", True),
         (answer(413), "the Hub refuses files of this size in me/x", False),
-        (answer(429), "the Hub has had too many requests", True),
+        (answer(429), "the Hub received too many requests", True),
         (answer(503), "the Hub failed (503); run the same command again", True),
         (httpx2.ReadTimeout("timed out"), "broke (timed out); run the same command again", True),
         (ConnectionResetError(104, "reset by peer"), "broke ([Errno 104] reset by peer)", True),

@@ -225,7 +225,7 @@ def _flock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InUse("in use by a run that is alive") from None
+            raise InUse("in use by a run that is still running") from None
         yield
 
 

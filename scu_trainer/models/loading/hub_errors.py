@@ -16,7 +16,7 @@ PASSING_STATUS = (408, 409, 412, 429, 500, 502, 503, 504)
 STALL_S = 120.0
 """Seconds without a byte after which a connection counts as broken; huggingface_hub itself would wait forever."""
 
-AGAIN = "run the same command again: what has arrived is not sent twice"
+AGAIN = "run the same command again: files that have arrived are not sent again"
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def _explained_status(error: BaseException, repo_id: str) -> str:
         409: f"another commit to the repository came first; {AGAIN}",
         412: f"another commit to the repository came first; {AGAIN}",
         413: f"the Hub refuses files of this size in {repo_id}: {_short(error)}",
-        429: f"the Hub has had too many requests; wait some minutes, then {AGAIN}",
+        429: f"the Hub received too many requests; wait some minutes, then {AGAIN}",
     }
     if status in known:
         return known[status]

@@ -151,7 +151,7 @@ def make_trident(
         count = len(heads.label_names)
         lines.append(f"the head is replaced: {count} classes that are not the model's {config.num_labels}")
     if heads.report_words and not config.report_words:
-        lines.append(f"a head for reports is new: {len(heads.report_words)} words")
+        lines.append(f"the head for reports is new: {len(heads.report_words)} words")
     return model, lines
 
 
