@@ -25,7 +25,7 @@ MARGIN = 0.15
 predictions were off."""
 
 LOGITS_WITH_TEACHER = 3
-"""Factor for the memory of logits with a teacher: the teacher's own, both softened, and both learned."""
+"""Factor for the memory of a step's logits when it learns from a teacher: its own, both softened, and both learned."""
 
 
 @dataclass(frozen=True)

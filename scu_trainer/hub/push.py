@@ -207,7 +207,7 @@ def _require_private(info: Any) -> None:
 
 
 def _retried(request: Callable[[], T]) -> T:
-    """Return the result of ``request``, retried while it fails with a passing error and retries are left."""
+    """Return the result of ``request``; retry it after errors that may pass, as often as WAITS_S has entries."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
 

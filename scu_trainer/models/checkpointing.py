@@ -126,6 +126,7 @@ def _named_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_trunk(module: nn.Module) -> bool:
+    """Return whether ``module`` is a plain nn.Sequential of simple modules that is worth cutting into segments."""
     plain = type(module).forward is nn.Sequential.forward and all(map(_is_leaf, module))
     return plain and sum(map(_is_heavy, module)) > 1 and bool(_segments_to_checkpoint(module))
 
@@ -145,6 +146,7 @@ def _segments(trunk: nn.Module) -> list[list[nn.Module]]:
 
 
 def _is_heavy(module: nn.Module) -> bool:
+    """Return whether ``module`` has a weight matrix or a filter."""
     return any(weight.dim() > 1 for weight in module.parameters())
 
 
@@ -158,6 +160,7 @@ def _keeps_activations(segment: Sequence[nn.Module]) -> bool:
 
 
 def _enable(unit: nn.Module) -> int:
+    """Checkpoint one block, trunk or transformers model, and return its number of checkpointed blocks."""
     if _checkpoints_itself(unit):
         return _enable_transformers(unit)
     if not isinstance(vars(unit).get("forward"), CheckpointedForward):

@@ -171,8 +171,8 @@ def read_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return the model, and the names of the weights that are missing from its files or have another shape there.
 
-    transformers initializes those weights at random. ``kind`` is the Auto class to load with, ``packing`` how weights
-    are packed into 4 or 8 bits on ``device``, and ``more`` holds further arguments of ``from_pretrained``.
+    transformers initializes those weights at random. ``kind`` is the model class or Auto class, ``packing`` says how to
+    pack weights into 4 or 8 bits on ``device``, and ``more`` holds further arguments of ``from_pretrained``.
     """
     folder = None if placement is None else placement.private_folder()
     given = {} if packing is None else {"quantization_config": packing}
