@@ -114,7 +114,7 @@ REFUSING = Variant("zero3_2", "x", refused={"regularization": "works under ZeRO 
 @pytest.mark.parametrize(
     ("code", "words", "status"),
     [
-        (2, "error: the regularization loop works under\n ZeRO stage 1 and 2, this is", "ran"),
+        (2, "error: the regularization loop works under\n ZeRO stage 1 and 2, but this is", "ran"),
         (0, "trained", "failed"),
         (1, "Traceback", "failed"),
     ],

@@ -136,7 +136,7 @@ def test_a_forward_of_somebodys_own_is_read_by_its_logits(tmp_path):
 
 def test_batches_of_another_loader_are_refused(tmp_path):
     trainer = made(tmp_path)
-    with pytest.raises(ControlError, match="came without sample_index"):
+    with pytest.raises(ControlError, match="a batch has no sample_index"):
         trainer.compute_loss(trainer.model.train(), pad([UnevenRows(4)[0]]))
 
 

@@ -97,5 +97,5 @@ def test_the_unit_is_named(name):
 
 
 def test_a_window_that_is_no_step_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match="difficulty_window is 3 samples, and an optimizer step takes 4; give 4 or"):
+    with pytest.raises(SettingsError, match="difficulty_window is 3 samples, but an optimizer step takes 4; give 4 or"):
         run(tmp_path, curriculum=CurriculumSettings("acmds", difficulty_window=3))

@@ -351,7 +351,7 @@ def test_s_alone_is_left_out_under_zero_3(findings, folder, world):
 def test_regularization_under_zero_3_is_refused_before_a_model_is_loaded(one, folder):
     code, message = one["refused"]
     assert code == 2
-    assert message.startswith("error: the regularization loop works under ZeRO stage 1 and 2, this is stage 3")
+    assert message.startswith("error: the regularization loop works under ZeRO stage 1 and 2, but this is stage 3")
     assert not (folder / "refused").exists()
 
 

@@ -146,7 +146,7 @@ def test_the_best_model_without_averages_in_checkpoints_is_refused(tmp_path):
         trained(llama(layers=1), tmp_path, efficiency=EMA, **changes)
     average = trained(llama(layers=1), tmp_path, efficiency=EMA, max_steps=1).loop("weight_average")
     with pytest.raises(CheckpointError, match=r"holds no ema\.safetensors"):
-        average._read(tmp_path)
+        average._load_averages(tmp_path)
 
 
 def test_it_says_whose_s_it_is(tmp_path):
@@ -174,7 +174,7 @@ def test_averages_of_other_weights_are_refused(tmp_path):
     trained(llama(layers=1), tmp_path, efficiency=EMA, save_strategy="steps", save_steps=3)
     average = trained(llama(layers=2), tmp_path / "other", efficiency=EMA).loop("weight_average")
     with pytest.raises(CheckpointError, match="a different set of weights"):
-        average._read(tmp_path / "checkpoint-3")
+        average._load_averages(tmp_path / "checkpoint-3")
 
 
 class Unfreeze(TrainerCallback):

@@ -191,8 +191,8 @@ def test_a_row_that_changes_the_next_a_little_keeps_the_padding(caplog):
 
 def test_rows_that_see_each_other_keep_the_padding(monkeypatch, caplog):
     given = {padding_free.ROWS: None, "attention_mask": None, "position_ids": None}
-    right = padding_free._of_sdpa
-    monkeypatch.setattr(padding_free, "_of_sdpa", lambda rows: {**right(rows), **given})
+    right = padding_free._sdpa_arguments
+    monkeypatch.setattr(padding_free, "_sdpa_arguments", lambda rows: {**right(rows), **given})
     model, batch = tiny.llama().eval(), batch_of()
     labels = batch.pop("labels")
     with caplog.at_level(logging.INFO, logger="scu_trainer"), torch.no_grad():

@@ -303,7 +303,7 @@ def test_single_rows_do_not_use_up_the_questions(tmp_path):
 def test_audits_keep_nothing_for_a_backward_where_no_gradient_can_be_compared(tmp_path, monkeypatch):
     """As of weights that are sharded: an engine that waits for a backward would be asked for the next forward."""
     monkeypatch.setattr("scu_trainer.train.loss.analysis.measuring._smallest_weights", lambda model: [])
-    audited, seen = Auditor._compared, []
+    audited, seen = Auditor._compare, []
 
     def loss(net, pooled, logits, mask, labels):
         seen.append(torch.is_grad_enabled())
@@ -316,7 +316,7 @@ def test_audits_keep_nothing_for_a_backward_where_no_gradient_can_be_compared(tm
         return found
 
     grad: list[bool] = []
-    monkeypatch.setattr(Auditor, "_compared", compared)
+    monkeypatch.setattr(Auditor, "_compare", compared)
     trainer, _ = train(loss, tmp_path, CUT, steps=4)
     assert trainer.micro_batches.analysis.audits == 3 and grad and not any(grad)
 
@@ -329,7 +329,7 @@ def test_an_audit_that_the_kernel_refuses_pages_gets_smaller_and_ends_no_run(mon
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     auditor = Auditor(Net(contrast), None, None)
-    monkeypatch.setattr(auditor, "_compared", refused)
+    monkeypatch.setattr(auditor, "_compare", refused)
     window = AccumulationWindow([read_layout({"labels": torch.zeros(64, dtype=torch.int64)})], Reduction("rows"))
     assert auditor.audit(window, window.pooled(32, None, 1), None, turn=1, own=False) is None
     assert len(asked) > 1 and asked == sorted(asked, reverse=True)

@@ -829,7 +829,7 @@ def test_what_watches_a_teacher_leaves_compiled_code_compiled_and_copies_only_wh
             forward(torch.ones(3))
             assert not written.are_written
             weight.data.mul_(2)
-        assert written.are_written and sum(map(len, written._kept.values())) == keeps
+        assert written.are_written and sum(map(len, written._copies.values())) == keeps
         if keeps:
             written.put_back()
     assert compiled and weight.tolist() == [2.0] * 3

@@ -222,7 +222,7 @@ class ShortRows(UnevenRows):
 
 def test_a_row_of_one_token_attends_to_itself_alone():
     states = [torch.randn(1, 2, 6, 8, dtype=torch.bfloat16) for _ in range(3)]
-    made = padding_free._by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5), wants_few_sizes=True))
+    made = padding_free._attend_by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5), wants_few_sizes=True))
     assert torch.equal(made[0, 0], states[2][0, :, 0])
 
 
@@ -235,7 +235,7 @@ def test_in_single_precision_attention_copies_nothing(monkeypatch):
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
     states = [torch.randn(1, 2, 6, 8) for _ in range(3)]
-    padding_free._by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5), wants_few_sizes=False))
+    padding_free._attend_by_length(*states, 0.0, None, SimpleNamespace(lengths=(1, 5), wants_few_sizes=False))
     kept = {each.untyped_storage().data_ptr() for each in states}
     assert len(seen) == 6 and {each.untyped_storage().data_ptr() for each in seen} == kept
 
@@ -309,7 +309,7 @@ def test_repeated_heads_attend_as_grouped_ones(monkeypatch):
     found, rows = [], SimpleNamespace(lengths=(3, 2), wants_few_sizes=False)
     for takes in (True, False):
         monkeypatch.setattr(padding_free, "takes_groups", lambda query, takes=takes: takes)
-        found.append(padding_free._by_length(query, key, value, 0.0, None, rows))
+        found.append(padding_free._attend_by_length(query, key, value, 0.0, None, rows))
     torch.testing.assert_close(*found)
     assert seen == [(2, 2, True)] * 2 + [(4, 4, False)] * 2
 
@@ -429,7 +429,7 @@ def test_always_says_why_not(tmp_path, make, changes, said):
 @pytest.mark.parametrize("wrong", ["rows see each other", "positions go on"])
 def test_a_way_that_is_wrong_is_seen_and_not_taken(tmp_path, monkeypatch, caplog, wrong):
     """By two short rows, before anything is trained: whatever a model does with what it is given."""
-    right = padding_free._of_sdpa
+    right = padding_free._sdpa_arguments
 
     def given(rows):
         arguments = right(rows)
@@ -438,7 +438,7 @@ def test_a_way_that_is_wrong_is_seen_and_not_taken(tmp_path, monkeypatch, caplog
             return {**arguments, "position_ids": positions}
         return {**arguments, padding_free.ROWS: None, "attention_mask": None, "position_ids": None}
 
-    monkeypatch.setattr(padding_free, "_of_sdpa", given)
+    monkeypatch.setattr(padding_free, "_sdpa_arguments", given)
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         _, found = compared(tiny.llama(), tmp_path / "auto", MemorySettings(), UnevenRows(), **WINDOW)
     assert "padding_free is not used: " in caplog.text
@@ -479,7 +479,7 @@ def test_attention_that_does_not_know_where_rows_end_is_seen_whatever_its_weight
     config = FalconConfig(vocab_size=tiny.VOCAB, initializer_range=0.002, bos_token_id=0, eos_token_id=1, **sizes)
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         compared(FalconForCausalLM(config).to(torch.bfloat16), tmp_path, MemorySettings(), UnevenRows(), **WINDOW)
-    assert "padding_free is not used: its attention is code of its own" in caplog.text
+    assert "padding_free is not used: the model has its own attention code" in caplog.text
 
 
 # -- what is planned is what runs --------------------------------------------------------------------------------------

@@ -534,8 +534,8 @@ def test_w0_follows_a_model_that_is_moved():
     """DeepSpeed places a model after the trainer was made."""
     prior = Prior(llama())
     before = prior.starts
-    prior._follow_weights()
+    prior._move_starts_to_weights()
     assert prior.starts is before
     prior.weights = [weight.to("meta") for weight in prior.weights]
-    prior._follow_weights()
+    prior._move_starts_to_weights()
     assert {start.device.type for start in prior.starts} == {"meta"}

@@ -29,7 +29,7 @@ def onednn(monkeypatch) -> list[tuple]:
     called = []
     multiplied = products.by_onednn
     monkeypatch.setattr(products, "_is_amd", lambda: True)
-    monkeypatch.setattr(products, "_may_be_refused_memory", lambda: False)
+    monkeypatch.setattr(products, "_allocations_may_fail", lambda: False)
     monkeypatch.setattr(products, "FEWEST_WORDS", 40)
     monkeypatch.setattr(products, "BLOCK_WORDS", 40)
     monkeypatch.setattr(products, "by_onednn", lambda *given: called.append(given) or multiplied(*given))
@@ -181,13 +181,13 @@ def test_another_form_of_the_operator_is_left_alone(onednn, monkeypatch):
         products._operator.cache_clear()
 
 
-REFUSED = products._may_be_refused_memory
+REFUSED = products._allocations_may_fail
 """As it is outside of the fixture."""
 
 
 @pytest.mark.parametrize("kind", ["RLIMIT_DATA", "RLIMIT_AS", None])
 def test_a_process_with_a_limit_stays_with_what_raises(onednn, monkeypatch, kind):
-    monkeypatch.setattr(products, "_may_be_refused_memory", REFUSED)
+    monkeypatch.setattr(products, "_allocations_may_fail", REFUSED)
     monkeypatch.setattr(products, "_counts_every_page", lambda: False)
     limits = {getattr(resource, kind): (2**40, resource.RLIM_INFINITY)} if kind else {}
     free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -233,7 +233,7 @@ def test_the_peak_of_this_cpu_is_measured_by_the_faster_library(either, monkeypa
 
 
 def test_operations_are_counted_where_the_counter_knows_the_product(onednn):
-    with flops._no_fused_kernels():
+    with flops._without_fused_kernels():
         assert not products.goes_through_onednn(weight())
     assert products.goes_through_onednn(weight())
 

@@ -285,7 +285,7 @@ def test_lost_control_is_said_when_s_leaves_late():
     for step in range(1, 2 * STUCK_DECISIONS):
         s_ema = 0.105 if step <= STUCK_DECISIONS else 0.2
         regularizer.state = type(regularizer.state)(**{**high, "s_ema": s_ema, "reached_step": 1})
-        regularizer._watch(Measurement(step, 1, 1.0, 0.1, 1e-3))
+        regularizer._check_progress(Measurement(step, 1, 1.0, 0.1, 1e-3))
         assert len(regularizer.progress.notices) == (step > STUCK_DECISIONS)
 
 

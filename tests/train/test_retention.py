@@ -412,11 +412,11 @@ def test_the_share_of_replayed_rows_is_met_to_within_one_row():
 def test_each_row_is_replayed_once_in_a_pass_over_all_ranks():
     rows = list(rows_of(range(32, 64), "documents"))
     ranks = [Replay(rows, lambda found: found, 0, rank, 2) for rank in (0, 1)]
-    first = [number for replay in ranks for number in replay._next(16)]
+    first = [number for replay in ranks for number in replay._next_numbers(16)]
     assert sorted(first) == list(range(32))
     for replay in ranks:
         replay.used = 16
-    second = [number for replay in ranks for number in replay._next(16)]
+    second = [number for replay in ranks for number in replay._next_numbers(16)]
     assert sorted(second) == list(range(32)) and second != first
 
 
@@ -439,7 +439,7 @@ def test_isolated_documents_stay_apart_when_joined():
 def test_a_replayed_row_has_no_number_and_other_columns_are_refused():
     joined = joined_rows(batch(2, 8, sample_index=torch.tensor([4, 5])), batch(1, 8))
     assert joined["sample_index"].tolist() == [4, 5, NO_NUMBER]
-    with pytest.raises(ControlError, match="batches that hold attention_mask, input_ids, labels, pixels"):
+    with pytest.raises(ControlError, match="batches with attention_mask, input_ids, labels, pixels"):
         joined_rows(batch(1, 8, pixels=torch.zeros(1)), batch(1, 8))
 
 
@@ -497,7 +497,7 @@ def main(folder: Path) -> None:
     loop = retention(old, {"retain_budget_bits": 0.05, "retain_max_share": 0.3})
     used: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replay, "_next", noted_in(used))
+        patch.setattr(Replay, "_next_numbers", noted_in(used))
         trainer = learned(old, folder, loop, memory=MemorySettings(), per_device_train_batch_size=2)
     counts = {loop.figures()["retention"]["replayed_rows"], loop.newest["replayed_rows"], loop.state_dict()["replayed"]}
     torch.save((weights_of(trainer.model), loop.state, used, counts), folder / f"rank{rank}.pt")
@@ -506,7 +506,7 @@ def main(folder: Path) -> None:
 
 
 def noted_in(used: list[int]):
-    true_next = Replay._next
+    true_next = Replay._next_numbers
 
     def next_rows(self, count):
         found = true_next(self, count)

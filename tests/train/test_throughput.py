@@ -170,7 +170,7 @@ def test_rates_by_a_clock(tmp_path, monkeypatch):
 
 def test_tokens_are_added_up_as_they_come(tmp_path):
     trainer = trained(llama(layers=1), tmp_path, efficiency=ON, gradient_accumulation_steps=2, max_steps=3)
-    assert trainer.loop("throughput")._total.tokens == 2 * 2 * 64
+    assert trainer.loop("throughput")._whole_training.tokens == 2 * 2 * 64
 
 
 def test_padding_is_no_work(tmp_path, monkeypatch):

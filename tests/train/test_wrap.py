@@ -100,7 +100,7 @@ def test_every_kind_of_loss_trains_as_in_a_plain_loop_whole_or_in_chunks(tmp_pat
     _, chunked = fit(
         wrap(net(), loss), tmp_path, memory=MemorySettings(memory_control=True, max_batch_size=5), **window
     )
-    assert (whole.model.row_loss.kind, whole.model.row_loss._way.__name__) == (kind, way)
+    assert (whole.model.row_loss.kind, whole.model.row_loss._row_method.__name__) == (kind, way)
     assert error_of(first.gradients[0], expected) < 1e-6
     assert error_of(chunked.gradients[0], expected) < 1e-6
 
@@ -316,7 +316,7 @@ def test_modules_with_several_outputs(tmp_path, kind):
     memory = MemorySettings(memory_control=True, max_batch_size=4)
     runs = [fit(wrap(Two(OUTPUTS[kind]), both), tmp_path, TRIPLES, memory=m) for m in (None, memory)]
     (trainer, whole), (_, chunked) = runs
-    assert trainer.model.row_loss._way.__name__ == "_mapped"
+    assert trainer.model.row_loss._row_method.__name__ == "_mapped"
     assert all(error_of(a, b) < 1e-5 for a, b in zip(chunked.weights, whole.weights, strict=True))
     predictions = trainer.predict(TRIPLES).predictions
     assert [part.shape for part in predictions] == [(ROWS, CLASSES)] * 2

@@ -1,4 +1,4 @@
-"""Batches on their way from the loader to the step: counted, and cut while the length warms up."""
+"""Count batches on their way from the loader to the step, and cut their rows while the length warms up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time
 
 @dataclass
 class DeliveryCounts:
-    """What was delivered. ``real_tokens``: of the rows as they are in the dataset; ``padded_tokens``: of the batches
-    that were made of them; ``cut_tokens``: taken away by length warm-up. ``classified``: rows that the model gave a
-    class in training; ``correct``: those that it gave their own.
+    """Counts of delivered rows and tokens.
 
-    Tokens are those of ``input_ids``, and rows for inputs without a length.
+    ``real_tokens``: in the rows of the dataset. ``padded_tokens``: in the batches made of them. ``cut_tokens``: removed
+    by length warm-up. ``classified``: rows for which the model predicted a class in training. ``correct``: those with
+    the right class. Tokens are those of ``input_ids``; inputs without a length count as one token per row.
     """
 
     rows: int = 0
@@ -33,7 +33,7 @@ class DeliveryCounts:
 
 
 class Deliveries:
-    """Of this rank, since ``drain`` was last called."""
+    """Counts the deliveries of this rank since the last ``drain``."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         config = getattr(model, "config", None)
@@ -45,29 +45,29 @@ class Deliveries:
         return counts
 
     def pass_on(self, inputs: Any, limit: Optional[int]) -> Any:
-        """The batch, with rows of at most ``limit`` tokens."""
+        """Return the batch with rows of at most ``limit`` tokens, and count it."""
         if limit is not None and _width(inputs) > limit:
             inputs = self._cut(inputs, limit)
-        rows = sum(number >= 0 for number in inputs[SAMPLE_INDEX].tolist())  # others are not of the training data
+        rows = sum(number >= 0 for number in inputs[SAMPLE_INDEX].tolist())  # others are not from the training data
         self._counts.rows += rows
         self._counts.padded_tokens += rows * _width(inputs)
         return inputs
 
     def _cut(self, inputs: Any, limit: int) -> Any:
-        """Raises ControlError for batches whose columns are not tokens that can be cut off on the right."""
-        self._require_text(inputs)
+        """Cut rows on the right. Raises ControlError if the columns of the batch are not tokens."""
+        self._require_cuttable_text(inputs)
         timed = {name: value for name, value in inputs.items() if name in PADDING and has_time(name, value)}
         cut = {**inputs, **{name: value[:, :limit].contiguous() for name, value in timed.items()}}
         labels = cut.get("labels")
         if has_time("labels", labels) and not bool((labels[:, 1:] != NOT_LEARNED).any()):
-            return inputs  # cut there, nothing would be left to learn
+            return inputs  # after the cut, nothing would be left to learn
         mask = inputs.get("attention_mask")
         rest = torch.ones_like(inputs["input_ids"])[:, limit:] if mask is None else mask[:, limit:]
         cut_tokens, batch = int(rest.sum()), type(inputs)(cut)
-        self._counts.cut_tokens += cut_tokens  # counted once all is made: running out of memory, it is made again
+        self._counts.cut_tokens += cut_tokens  # last, because all of this is repeated after running out of memory
         return batch
 
-    def _require_text(self, inputs: Any) -> None:
+    def _require_cuttable_text(self, inputs: Any) -> None:
         mask, width = inputs.get("attention_mask"), _width(inputs)
         others = [
             name
@@ -86,7 +86,7 @@ class Deliveries:
 
 
 def _width(inputs: Any) -> int:
-    """Columns of the time axis; 1 without one."""
+    """Return the length of the time axis; 1 if there is none."""
     for value in (inputs.get("attention_mask"), inputs.get("input_ids")):
         if torch.is_tensor(value) and value.dim() == 2:
             return value.size(1)

@@ -1,4 +1,4 @@
-"""What a curriculum does not go together with, said before any work is spent."""
+"""Check what a curriculum cannot be combined with, before any work is done."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NEEDED = {
     "auto_find_batch_size": (False, "it starts epochs over; memory_control recovers without that"),
     "ignore_data_skip": (False, "a resumed epoch would show rows twice"),
 }
-"""Arguments of the stock Trainer: the value that they must have, and why."""
+"""Arguments of the stock Trainer: the value that each must have, and why."""
 
 
 def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optional[str]:
-    """Why no curriculum can act with these arguments, as a message; None if one can."""
+    """Return why no curriculum can act with these arguments, as a message; None if one can."""
     for name, (needed, reason) in NEEDED.items():
         found = getattr(args, name)
         if found != needed:
@@ -44,7 +44,7 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
     if not args.accelerator_config.use_seedable_sampler:
         return (
             "accelerator_config use_seedable_sampler: false with a curriculum: it takes the order of rows from the "
-            "generator of the process, and a curriculum from the seed; set use_seedable_sampler: true"
+            "generator of the process, but a curriculum takes it from the seed; set use_seedable_sampler: true"
         )
     if args.n_gpu > 1:
         return "a curriculum does not work under DataParallel; start one process per GPU with torchrun"
@@ -54,14 +54,14 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
 
 
 def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
-    """Raises SettingsError for arguments, ControlError for data that no curriculum can work with.
+    """Raise SettingsError for arguments, and ControlError for data, that no curriculum can work with.
 
-    ``memory``: None where memory control is off.
+    ``memory``: None if memory control is off.
     """
     reason = obstacle(trainer.args, memory)
     if reason is not None:
         raise SettingsError(reason)
-    # A loader of a class below ours may come from super(); a sampler is not asked for, whoever brings it.
+    # A subclass's loader may come from super(); but a sampler is never called, whoever defines it.
     sampler_of = next(kind for kind in (trainer, *type(trainer).__mro__) if "_get_train_sampler" in vars(kind))
     owners = {
         "get_train_dataloader": defined_between(trainer, "get_train_dataloader"),
@@ -70,7 +70,7 @@ def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
     for method, owner in owners.items():
         if owner not in (None, Trainer):
             raise ControlError(
-                f"{method} of {owner.__name__} chooses the samples, and a curriculum would choose them in its place; "
+                f"{method} of {owner.__name__} chooses the samples, but a curriculum would choose them instead; "
                 f"leave the curriculum out, or {method} of {owner.__name__}"
             )
     rows = trainer.train_dataset
@@ -82,7 +82,7 @@ def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
 
 
 def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading], trainer_name: str) -> Optional[str]:
-    """What to say of how the losses of rows are read. Raises ControlError where the curriculum cannot act on it."""
+    """Return what to report about how losses of rows are read. Raises ControlError if the curriculum cannot use it."""
     methods = settings.methods
     by_loss = [name for name in BY_LOSS if name in methods]
     advice = 'let its forward return {"loss": ..., "losses": ...} with losses of shape (rows,)'
@@ -110,7 +110,7 @@ def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading
 
 
 def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:
-    """What to say where ``compute_loss`` is a subclass's own altogether. Raises ControlError where that cannot be."""
+    """Return what to report if a subclass replaces ``compute_loss``. Raises ControlError if that is not possible."""
     if settings.methods:
         raise ControlError(
             f"curriculum {settings.curriculum} sees and weighs the losses of rows in the trainer's own compute_loss, "
@@ -121,27 +121,27 @@ def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:
 
 
 def require_whole_steps(settings: CurriculumSettings, rows_per_step: int) -> None:
-    """Raise SettingsError where a window of ``acmds`` is shorter than a step: it may be meant in epochs."""
+    """Raise SettingsError if a window of ``acmds`` is shorter than a step; the user may have meant epochs."""
     if "acmds" in settings.methods and settings.difficulty_window < rows_per_step:
         raise SettingsError(
-            f"difficulty_window is {settings.difficulty_window} samples, and an optimizer step takes {rows_per_step}; "
-            f"give {rows_per_step} or more. Epochs after which a score is stale are difficulty_stale_epochs"
+            f"difficulty_window is {settings.difficulty_window} samples, but an optimizer step takes {rows_per_step}; "
+            f"give {rows_per_step} or more. To set the epochs after which a score is stale, use difficulty_stale_epochs"
         )
 
 
 def require_enough_epochs(settings: CurriculumSettings, epochs: float, max_steps: int = 0) -> None:
-    """Raises SettingsError for infobatch in too short a run. ``max_steps``: what ends it, if above 0."""
+    """Raise SettingsError if a run is too short for infobatch. ``max_steps``: ends the run if above 0."""
     if "infobatch" in settings.methods and epochs < FEWEST_EPOCHS_TO_PRUNE:
         enough = math.ceil(max_steps * FEWEST_EPOCHS_TO_PRUNE / epochs)
         longer = f"max_steps to {enough}" if max_steps > 0 else "num_train_epochs"
         raise SettingsError(
-            f"curriculum infobatch over {epochs:.3g} epochs: its first epoch learns what is easy and its last ones see "
+            f"curriculum infobatch over {epochs:.3g} epochs: its first epoch learns what is easy and its last ones use "
             f"all rows, so it needs {FEWEST_EPOCHS_TO_PRUNE} or more; raise {longer} or use another curriculum"
         )
 
 
 def never_cuts(settings: CurriculumSettings, longest: int) -> list[str]:
-    """What to say where length warm-up begins with rows as long as they are; nothing elsewhere."""
+    """Return a warning if length warm-up starts at a length that no row exceeds; nothing otherwise."""
     if "length_warmup" not in settings.methods or longest > settings.length_warmup_start:
         return []
     return [
@@ -151,7 +151,7 @@ def never_cuts(settings: CurriculumSettings, longest: int) -> list[str]:
 
 
 def never_judges(settings: CurriculumSettings, law: CurriculumConfig, epochs: float) -> list[str]:
-    """What to say where noise guard has nothing to judge by until the run is over; nothing elsewhere."""
+    """Return a warning if the run is too short for the noise guard to judge any row; nothing otherwise."""
     needed = observations_needed(law, by_class=(law.classes or 0) > 1)
     if "noise_guard" not in settings.methods or epochs > needed:
         return []

@@ -1,4 +1,4 @@
-"""Losses of rows as a training run sees them, until they are needed."""
+"""Collect the losses of rows during training until they are needed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from scu_trainer.train.step.recovery.second_try import second_try
 logger = logging.getLogger("scu_trainer")
 
 MOST_BAD_ROWS = 16
-"""Rows one after the other without a finite loss from which on it is the model and not the data."""
+"""Number of consecutive rows without a finite loss at which the model is at fault and not the data."""
 
 PENDING_BATCHES = 256
-"""Batches whose losses stay on the device; then they move to the host together."""
+"""Maximum number of batches with losses on the device; then they move to the host together."""
 
 MOST_ROWS = 2**20
-"""On the host, where one process trains: those of a whole epoch would take more memory than all that is known of them.
-Several ranks exchange theirs at the end of the epoch and at checkpoints."""
+"""Maximum number of rows on the host with a single process, because the losses of a whole epoch would take more memory
+than all other knowledge about rows. Several ranks exchange theirs at the end of an epoch and at checkpoints."""
 
 
 READING = "reading the losses of the rows"
@@ -35,8 +35,8 @@ READING = "reading the losses of the rows"
 class Losses:
     """Arrays of shape (k,), in the order in which rows were seen, each row once per optimizer step.
 
-    ``losses``: mean, nats; NaN where nothing in the row is learned or its loss cannot be read (``known`` is False
-    there), and where it is not finite. ``labels``: class, or -1; ``predicted``: the class that the model gave, or -1.
+    ``losses``: mean in nats; NaN if nothing in the row is learned or its loss cannot be read (then ``known`` is False),
+    or if it is not finite. ``labels``: class, or -1. ``predicted``: the class that the model predicted, or -1.
     """
 
     steps: numpy.ndarray
@@ -48,7 +48,7 @@ class Losses:
 
     @classmethod
     def join(cls, parts: Sequence[Losses]) -> Losses:
-        """In the order of steps; of one step, in the order of ``parts``."""
+        """Join parts in the order of steps; within a step, in the order of ``parts``."""
         joined = {name: numpy.concatenate([getattr(part, name) for part in parts]) for name in cls.__annotations__}
         order = numpy.argsort(joined["steps"], kind="stable")
         return cls(**{name: values[order] for name, values in joined.items()})
@@ -67,7 +67,7 @@ NOTHING = Losses(
 
 
 class SeenLosses:
-    """Keeps them on the device: nothing waits for it before ``drain``."""
+    """Keeps losses on the device; nothing waits for it before ``drain``."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[int, torch.Tensor, Optional[RowLosses]]] = []
@@ -76,7 +76,7 @@ class SeenLosses:
         self._bad_batches = self._bad_since = 0
 
     def record(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
-        """``losses``: None where the model does not tell."""
+        """Record the losses of a batch. ``losses``: None if they cannot be read."""
         self._bad_in_a_row.clear()
         self._bad_batches = 0
         self._add(step, ids, losses)
@@ -87,10 +87,10 @@ class SeenLosses:
             second_try(self._to_host, READING)
 
     def quarantine(self, step: int, ids: torch.Tensor) -> None:
-        """Rows whose loss is no finite number. Raises NonFiniteLoss where it is not single rows any more."""
+        """Set aside rows with a non-finite loss. Raises NonFiniteLoss if so many that the model is at fault."""
         nothing = torch.full(ids.shape, math.nan, device=ids.device)
-        unread = RowLosses(nothing, torch.ones_like(nothing))  # what allocates comes first: it may be repeated
-        new = set(ids.tolist()) - self._bad_in_a_row  # a batch that runs again after an out-of-memory has none
+        unread = RowLosses(nothing, torch.ones_like(nothing))  # allocate first, because this may be repeated
+        new = set(ids.tolist()) - self._bad_in_a_row  # empty if a batch runs again after running out of memory
         self._bad_in_a_row |= new
         self._bad_batches += bool(new)
         self._bad_since = step if self._bad_batches == 1 else self._bad_since
@@ -101,7 +101,7 @@ class SeenLosses:
             ", ".join(map(str, ids.tolist())),
         )
         if len(self._bad_in_a_row) >= MOST_BAD_ROWS and self._bad_batches > 1:
-            self._release()
+            self._release_current_series()
             raise NonFiniteLoss(
                 f"step {step + 1}: {len(self._bad_in_a_row)} rows in a row gave no finite loss: the cause is "
                 f"the model and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest "
@@ -109,22 +109,22 @@ class SeenLosses:
             )
 
     def forget(self, step: int) -> None:
-        """What was recorded in ``step``; rows whose loss is not finite stay set aside."""
+        """Forget what was recorded in ``step``, but keep non-finite rows set aside."""
         second_try(self._to_host, READING)
         self._on_host = [seen.take((seen.steps != step) | seen.is_bad) for seen in self._on_host]
 
-    def _release(self) -> None:
-        """The rows of the present series are not set aside: a run that goes on from here shall not miss them."""
+    def _release_current_series(self) -> None:
+        """Do not set aside the rows of the current series, so that a run that resumes from here does not miss them."""
         self._to_host()
         self._on_host = [seen.take((seen.steps < self._bad_since) | ~seen.is_bad) for seen in self._on_host]
 
     @property
     def is_full(self) -> bool:
-        """Time for ``drain``: much has come together, and no row of it may still be released."""
+        """Whether to call ``drain``: there are many losses, and no row among them may still be released."""
         return sum(len(part.ids) for part in self._on_host) >= MOST_ROWS and not self._bad_batches
 
     def drain(self) -> Losses:
-        """All since the last call. What ran again after an out-of-memory comes several times, its last time holds."""
+        """Return all losses since the last call. For batches that ran again, only the last time counts."""
         second_try(self._to_host, READING)
         found = second_try(self._last_seen, READING)
         self._on_host = []
@@ -132,26 +132,26 @@ class SeenLosses:
 
     def _last_seen(self) -> Losses:
         found = Losses.join(self._on_host) if self._on_host else NOTHING
-        found = found.take(found.ids >= 0)  # rows that another loop has added have no number here
+        found = found.take(found.ids >= 0)  # rows that another loop has added have no number
         return found.take(_last_of_each(found.steps, found.ids)) if len(found.ids) else found
 
     def _to_host(self) -> None:
-        """All or nothing: what could not be read stays pending."""
+        """Move all losses to the host, or none: what could not be read stays pending."""
         pending = self._pending
         if not pending:
             return
         steps = numpy.repeat([step for step, _, _ in pending], [len(ids) for _, ids, _ in pending])
-        ids = _joined([ids for _, ids, _ in pending])
-        columns = zip(*(_parts(ids, losses) for _, ids, losses in pending), strict=True)
-        sums, counts, labels, predicted = (_joined(column) for column in columns)
+        ids = _to_numpy([ids for _, ids, _ in pending])
+        columns = zip(*(_columns(ids, losses) for _, ids, losses in pending), strict=True)
+        sums, counts, labels, predicted = (_to_numpy(column) for column in columns)
         known = counts > 0
         means = numpy.where(known, sums.astype(numpy.float64) / numpy.maximum(counts, 1), numpy.nan)
         self._on_host.append(Losses(steps.astype(numpy.int64), ids, means, labels, predicted, known))
         self._pending = []
 
 
-def _parts(ids: torch.Tensor, losses: Optional[RowLosses]) -> tuple[torch.Tensor, ...]:
-    """(sums, counts, labels, predicted), shape (rows,) each."""
+def _columns(ids: torch.Tensor, losses: Optional[RowLosses]) -> tuple[torch.Tensor, ...]:
+    """Return (sums, counts, labels, predicted), each of shape (rows,)."""
     nothing = torch.zeros(ids.shape, device=ids.device)
     no_label = torch.full_like(ids, -1)
     if losses is None:
@@ -162,12 +162,12 @@ def _parts(ids: torch.Tensor, losses: Optional[RowLosses]) -> tuple[torch.Tensor
     return losses.sums, losses.counts, labels, predicted
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> numpy.ndarray:
+def _to_numpy(parts: Sequence[torch.Tensor]) -> numpy.ndarray:
     return torch.cat(list(parts)).cpu().numpy()
 
 
 def _last_of_each(steps: numpy.ndarray, ids: numpy.ndarray) -> numpy.ndarray:
-    """Positions of the last entry of every (step, id), ascending."""
+    """Return the positions of the last entry of every (step, id), in ascending order."""
     key = steps * (ids.max() + 1) + ids
     _, first_from_behind = numpy.unique(key[::-1], return_index=True)
     return numpy.sort(len(ids) - 1 - first_from_behind)

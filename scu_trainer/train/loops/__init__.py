@@ -1,4 +1,4 @@
-"""The loops that this package brings, one file each, and the order in which a trainer calls them."""
+"""The loops of this package, one file each, and the order in which a trainer calls them."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ from scu_trainer.train.step.recovery.memory_limit import release_limit
 logger = logging.getLogger("scu_trainer")
 
 ORDER = (
-    OverflowWatch,  # says whether the optimizer has stepped, which all others ask
-    NonFiniteGuard,  # may take the step back: what follows must not have learned from it
-    EarlyStopping,  # knows whether a step is left when the loop on data finds its place in a checkpoint
+    OverflowWatch,  # first: all others ask whether the optimizer has stepped
+    NonFiniteGuard,  # may undo the step, so the loops after it must not have learned from it yet
+    EarlyStopping,  # before the curriculum, which asks on resume whether any step is left
     MemoryLoop,
-    CurriculumLoop,  # behind the one on memory: it chooses rows, the other puts the chosen ones together
-    RegularizationLoop,  # measures the weights as the step leaves them, and decays them
-    NotMeasured,  # in its place
-    WeightAverage,  # averages the weights as the loop before leaves them
+    CurriculumLoop,  # after memory: it chooses the rows that micro-batches are made of
+    RegularizationLoop,  # measures the weights after the step, and decays them
+    NotMeasured,  # replaces the loop before it
+    WeightAverage,  # after regularization: averages the weights as it leaves them
     ScheduleFreeWeights,
     RateSteps,
     SaveEpochs,
-    Throughput,  # counts what all of the above take
+    Throughput,  # includes the time of all loops above
     Profile,
 )
-"""Loops of the user follow these, as callbacks of the user do in the stock Trainer."""
+"""The user's own loops follow these, as the user's callbacks do in the stock Trainer."""
 
 ASK_FOR_SKIPPED_STEPS = (NonFiniteGuard, MemoryLoop, CurriculumLoop, RegularizationLoop, WeightAverage)
 
@@ -78,10 +78,10 @@ def make_loops(
     efficiency: EfficiencySettings,
     safety: Optional[SafetySettings],
 ) -> list[Loop]:
-    """The loops of ``trainer`` in their order, by what ``SCUTrainer`` was given; its engine and loss path with them.
+    """Return the loops of ``trainer`` in their order, as requested by the arguments of ``SCUTrainer``.
 
-    Raises SettingsError for settings that contradict each other or the trainer's arguments, ControlError where a loop
-    could not act.
+    Also sets the trainer's engine and loss path. Raises SettingsError for settings that contradict each other or the
+    trainer's arguments, and ControlError if a loop could not act.
     """
     check_efficiency(efficiency, trainer.args)
     if not trainer.is_stock:
@@ -110,12 +110,12 @@ def make_loops(
     chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
     padding_free = False if memory is None else memory.resolved_padding_free
     if curriculum is not None or chunked_loss != "never" or padding_free is not False:
-        # A partial, unlike a lambda, is of the copy where the trainer is copied.
+        # A partial and not a lambda, so that a copy of the trainer gets a partial of its own.
         trainer.new_loss_path = partial(LossPath, trainer, chunked_loss, padding_free)
         trainer.loss_path = trainer.new_loss_path()
     if regularization is not None:
-        loops.append(_regularization(trainer, regularization, regularization_tokens))
-    loops += _for_efficiency(trainer, efficiency)
+        loops.append(_make_regularization(trainer, regularization, regularization_tokens))
+    loops += _make_efficiency_loops(trainer, efficiency)
     if loops and may_be_schedule_free(trainer):
         loops.append(ScheduleFreeWeights(trainer))
     if any(isinstance(loop, ASK_FOR_SKIPPED_STEPS) for loop in loops):
@@ -123,8 +123,11 @@ def make_loops(
     return sorted(loops, key=lambda loop: ORDER.index(type(loop)))
 
 
-def _regularization(trainer: Trainer, settings: RegularizationSettings, tokens: Optional[float]) -> Loop:
-    """Raises ControlError where lambda could not act; where S alone is asked for, training goes on without it."""
+def _make_regularization(trainer: Trainer, settings: RegularizationSettings, tokens: Optional[float]) -> Loop:
+    """Return the regularization loop, or ``NotMeasured`` if S cannot be measured and lambda is not requested.
+
+    Raises ControlError if lambda is requested but could not act.
+    """
     is_count = tokens is None or (isinstance(tokens, Real) and tokens > 0)
     require(is_count, f"regularization_tokens is {short(tokens)}; it must be 1 or more, or None for an estimate")
     try:
@@ -137,7 +140,7 @@ def _regularization(trainer: Trainer, settings: RegularizationSettings, tokens: 
     return RegularizationLoop(trainer.regularizer)
 
 
-def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop]:
+def _make_efficiency_loops(trainer: Trainer, settings: EfficiencySettings) -> list[Loop]:
     if settings.channels_last and not apply_channels_last(trainer.model):
         logger.warning("channels_last has no effect: the model has no convolution over images")
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark or torch.backends.cudnn.benchmark
@@ -146,7 +149,7 @@ def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop
     if settings.use_muon:
         is_free = trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None
         require(is_free, "use_muon and your own optimizer were both passed to the trainer; drop one of them")
-        trainer.optimizer_cls_and_kwargs = (lambda: partial(_muon, trainer), {})
+        trainer.optimizer_cls_and_kwargs = (lambda: partial(_make_muon, trainer), {})
     loops: list[Loop] = []
     if settings.ema_decay is not None:
         loops.append(WeightAverage(trainer, settings.ema_decay))
@@ -159,7 +162,7 @@ def _for_efficiency(trainer: Trainer, settings: EfficiencySettings) -> list[Loop
     return loops
 
 
-def _muon(trainer: Trainer, model: torch.nn.Module) -> MuonWithAdamW:
+def _make_muon(trainer: Trainer, model: torch.nn.Module) -> MuonWithAdamW:
     args = trainer.args
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     decayed = trainer.get_decay_parameter_names(model)
@@ -167,5 +170,5 @@ def _muon(trainer: Trainer, model: torch.nn.Module) -> MuonWithAdamW:
 
 
 def difficulty_of(trainer: Trainer) -> Optional[Difficulty]:
-    """Of every training sample: ``scores``, ``observations``, ``quarantined``. None without a curriculum."""
+    """Return ``scores``, ``observations`` and ``quarantined`` of every training sample; None without a curriculum."""
     return None if trainer.curriculum is None else trainer.curriculum.difficulty

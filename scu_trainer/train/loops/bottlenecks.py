@@ -1,4 +1,4 @@
-"""Where the time of a step goes: waiting for data, forward, backward, optimizer, and the rest."""
+"""Measure the time of each part of a step: waiting for data, forward, backward, optimizer, and the rest."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ PARTS = ("data", "forward", "backward", "optimizer")
 
 
 class PartTimes:
-    """Wall times of the parts of a trainer's steps, from ``start`` to ``stop``; on a GPU each part is waited for, which
-    the steps that are not timed are spared. ``other``, what is left of the time, is the host: loops, callbacks, logs.
+    """Wall times of the parts of a trainer's steps, from ``start`` to ``stop``.
+
+    On a GPU each part waits for the device, but only in timed steps. ``other``, the remaining time, is the host: loops,
+    callbacks, logs.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -28,7 +30,7 @@ class PartTimes:
         self.is_running, self._timers = False, contextlib.ExitStack()
 
     def start(self) -> None:
-        self.is_running, self._begun_s = True, self._now()
+        self.is_running, self._started_s = True, self._now()
         accelerator, compute_loss = self.trainer.accelerator, self.trainer.compute_loss
         timed = Measured(compute_loss, self._timed("forward", compute_loss))
         self._timers.enter_context(replaced(self.trainer, "compute_loss", timed))
@@ -36,7 +38,7 @@ class PartTimes:
 
     def stop(self) -> None:
         if self.is_running:
-            self.is_running, self.total_s = False, self._now() - self._begun_s
+            self.is_running, self.total_s = False, self._now() - self._started_s
             self._timers.close()
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -52,12 +54,12 @@ class PartTimes:
         if not self.is_running:
             yield
             return
-        begun_s = self._now()
+        started_s = self._now()
         yield
-        self.seconds[part] += self._now() - begun_s
+        self.seconds[part] += self._now() - started_s
 
     def figures(self, steps: int) -> dict[str, Any]:
-        """``seconds_per_step``, and by part ``seconds`` per step and its ``share`` of it; shares sum up to 1."""
+        """Return ``seconds_per_step`` and, for each part, ``seconds`` per step and ``share``; shares add up to 1."""
         seconds = {**self.seconds, "other": max(0.0, self.total_s - sum(self.seconds.values()))}
         total = sum(seconds.values())
         parts = {name: {"seconds": value / steps, "share": value / total} for name, value in seconds.items()}

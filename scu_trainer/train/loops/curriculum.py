@@ -1,14 +1,14 @@
-"""The Trainer's side of the curriculum: epochs as they are planned, losses as they are seen, statistics of both.
+"""Run a curriculum in a Trainer: plan epochs, collect the losses of rows, and keep statistics of both.
 
-    begin_epoch        the epoch is planned from the losses of all ranks; its real number of steps takes the place of
-                       the nominal one
-    batches            delivered batches are counted, and cut while the length warms up
-    see                each row's loss, from the forward that trains
-    on_optimizer_step  the learning rate follows the share of the epochs that is done
-    on_step_end        after a window of samples acmds chooses the rows behind the next one again
-    end_epoch          a row of curriculum.json
+    begin_epoch        plans the epoch from the losses of all ranks, and replaces the nominal number of steps by the
+                       real one
+    batches            counts delivered batches, and cuts rows while the length warms up
+    see                collects each row's loss from the training forward
+    on_optimizer_step  moves the learning rate by the share of the epochs that is done
+    on_step_end        with acmds, chooses the rows after the next window of samples again
+    end_epoch          writes a row of curriculum.json
 
-Nothing here looks into a batch's values.
+Nothing here reads the values in a batch.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ ARRAYS_FILE = "curriculum_state.safetensors"
 REPORTED_COUNTS = tuple(
     "rows real_tokens padded_tokens cut_tokens seen repeated readmitted suspects quarantined unseen".split()
 )
-"""Numbers of a row of curriculum.json that reporters get."""
+"""Entries of a row of curriculum.json that are reported as metrics."""
 
 
 class CurriculumLoop(Loop):
-    """One training run's curriculum; writes ``curriculum.json``. ``LossPath`` reports to it.
+    """The curriculum of one training run; writes ``curriculum.json``. ``LossPath`` reports losses to it.
 
-    ``notices``: what a person should know at the end. Raises SettingsError for arguments that would choose samples as
-    well, ControlError for data without numbers.
+    ``notices``: what the user should know at the end of the run. Raises SettingsError for arguments that would also
+    choose samples, and ControlError for data that samples cannot be numbered in.
     """
 
     name = "curriculum"
@@ -81,19 +81,19 @@ class CurriculumLoop(Loop):
 
     def __init__(self, trainer: Trainer, settings: CurriculumSettings) -> None:
         self.trainer, self.settings, self._micro_batches = trainer, settings, trainer.micro_batches
-        self._refuse()
+        self._check_settings()
         self.sampler: Optional[CurriculumSampler] = None
         self.newest: Optional[dict[str, Any]] = None
         self.notices: list[str] = []
-        self._follows = "acmds" in settings.methods
-        self._classes: Optional[int] = None  # known from the first batch of the first training on
+        self._tracks_difficulty = "acmds" in settings.methods
+        self._classes: Optional[int] = None  # known from the first batch of the first call of train
 
-    def _refuse(self) -> None:
+    def _check_settings(self) -> None:
         refuse(self.trainer, None if self._micro_batches is None else self._micro_batches.settings)
 
     @property
     def difficulty(self) -> Difficulty:
-        """With what was seen up to now; on several ranks up to the last checkpoint or end of an epoch."""
+        """Difficulties as of now; with several ranks, as of the last checkpoint or end of an epoch."""
         if self.sampler is None:
             raise ControlError("difficulties are known once training has begun: call train() first")
         if self.sampler.world == 1:
@@ -103,13 +103,15 @@ class CurriculumLoop(Loop):
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     def loader(self) -> Optional[torch.utils.data.DataLoader]:
-        """The stock loader over this curriculum's batches. Everything starts over."""
+        """Return the stock loader over this curriculum's batches, and reset everything for a new run."""
         if self.trainer.train_dataset is None:
             return None
-        self._refuse()  # arguments, data and sampler may be others than when the trainer was made
+        self._check_settings()  # arguments, data and sampler may have changed since the trainer was created
         trainer, args, rows = self.trainer, self.trainer.args, self.trainer.train_dataset
-        leaves_out = not set(BY_LOSS).isdisjoint(self.settings.methods)  # and one row may remain for the last batch
-        needs_two = leaves_out and any(map(is_batch_norm, trainer.model.modules()))
+        may_skip_rows = not set(BY_LOSS).isdisjoint(
+            self.settings.methods
+        )  # a single row may be left for the last batch
+        needs_two = may_skip_rows and any(map(is_batch_norm, trainer.model.modules()))
         self.sampler = CurriculumSampler(
             lengths_of(rows, args.length_column_name),
             self.settings,
@@ -122,20 +124,20 @@ class CurriculumLoop(Loop):
         )
         self.length = RunLength(args, self.sampler.nominal_batches)
         self.sampler.epochs = self.length.epochs
-        self._tell_classes()
+        self._set_number_of_classes()
         require_enough_epochs(self.settings, self.length.epochs, args.max_steps)
         require_whole_steps(
             self.settings, self.sampler.world * args.gradient_accumulation_steps * self.sampler.law.rows_per_batch
         )
         self.counts, self.totals, self._totals_before = DeliveryCounts(), DeliveryCounts(), DeliveryCounts()
         self.notices, self.newest = [], None
-        self.adjustments = 0  # of this epoch's rows, within it
-        self.owes_row = False  # of an epoch whose last step was saved before it was recorded
+        self.adjustments = 0  # how often rows were chosen again within this epoch
+        self.owes_row = False  # whether the last epoch was saved before its row of curriculum.json was written
         self._resumed_at: Optional[tuple[int, float]] = None
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
-        self._plan_weights()
-        self._warmup, self._longest = self._warmup_law(), int(self.sampler.lengths.max())
-        self._say(never_cuts(self.settings, self._longest))
+        self._make_row_weights()
+        self._warmup_config, self._longest = self._make_warmup_config(), int(self.sampler.lengths.max())
+        self._report_notes(never_cuts(self.settings, self._longest))
         return self._stock_loader(rows)
 
     def _stock_loader(self, rows: Any) -> torch.utils.data.DataLoader:
@@ -153,14 +155,14 @@ class CurriculumLoop(Loop):
                 sampler_fn=lambda dataset: self.sampler,
                 is_training=True,
             )
-        # For ``loader.total_batch_size``. Not before: accelerate would take batches of other sizes for unfinished ones.
+        # Needed for ``loader.total_batch_size``; set late, or accelerate would treat batches of other sizes as cut.
         self.sampler.batch_size = trainer._train_batch_size
         return loader
 
     def training_values(self, values: tuple) -> tuple:
-        """The stock Trainer's, with as many epochs as ``max_steps`` may take when epochs are shorter than the first.
+        """Return the stock Trainer's values with enough epochs to reach ``max_steps`` if epochs get shorter.
 
-        Raises ControlError where somebody else chooses the samples of this training.
+        Raises ControlError if other code chooses the samples of this training.
         """
         if self.sampler is None:
             raise ControlError(
@@ -175,8 +177,10 @@ class CurriculumLoop(Loop):
         return self.totals.rows - self._totals_before.rows
 
     def rows_stand_until(self, step: int) -> int:
-        """The step up to which rows of earlier epochs stand. A run that was stopped has recorded a part of an epoch; it
-        goes on with that epoch, and statistics it as a whole."""
+        """Return the step up to which the recorded rows of earlier epochs are final.
+
+        A stopped run has recorded part of an epoch. It resumes with that epoch, and records it again as a whole.
+        """
         if self._resumed_at is not None:
             return self.length.first_step
         return step - self.owes_row
@@ -188,18 +192,18 @@ class CurriculumLoop(Loop):
             self.end_epoch()
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
-        if not self.trainer.loss_path.was_asked:  # the first step was trained past the trainer's own compute_loss
-            self._say([check_loss_path(self.settings, type(self.trainer).__name__)])
+        if not self.trainer.loss_path.was_asked:  # the first step did not use the trainer's own compute_loss
+            self._report_notes([check_loss_path(self.settings, type(self.trainer).__name__)])
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """The losses of the step are final, and the schedule is about to move."""
+        """Set the schedule's position and collect losses: those of the step are final, and the schedule moves next."""
         self.length.set_scheduler(state.global_step + 1, kwargs["lr_scheduler"])
         if self.sampler.world == 1 and self._seen.is_full:
             self.gather()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._follows:
-            self._follow(state.global_step - self.length.first_step)
+        if self._tracks_difficulty:
+            self._choose_rows_again(state.global_step - self.length.first_step)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self.end_epoch()
@@ -207,81 +211,83 @@ class CurriculumLoop(Loop):
     # -- an epoch ------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int, skipped_batches: int) -> dict[str, int]:
-        """Plan it. Returns the real ``steps_in_epoch`` and ``num_update_steps_per_epoch`` of the stock loop."""
-        self._look_at_memory()
+        """Plan the epoch. Returns the real ``steps_in_epoch`` and ``num_update_steps_per_epoch`` of the stock loop."""
+        self._update_memory_costs()
         self._numbered.set_epoch(epoch)
         plan, state = self.sampler.plan(epoch), self.trainer.state
         batches = plan.micro_batches // self.sampler.world
         first_step = state.global_step - skipped_batches // self.trainer.args.gradient_accumulation_steps
         resumed, self._resumed_at = self._resumed_at, None
-        goes_on = resumed is not None and resumed[0] == epoch
-        progress = resumed[1] if goes_on else float(epoch)
-        self.adjustments = self.adjustments if goes_on else 0
+        continues_epoch = resumed is not None and resumed[0] == epoch
+        progress = resumed[1] if continues_epoch else float(epoch)
+        self.adjustments = self.adjustments if continues_epoch else 0
         self.length.begin(epoch, first_step, batches, progress)
         self.length.tell(state)
-        self._plan_weights()
-        self._say(plan.notes)
+        self._make_row_weights()
+        self._report_notes(plan.notes)
         return {"steps_in_epoch": batches, "num_update_steps_per_epoch": self.length.steps}
 
-    def _follow(self, steps_done: int) -> None:
-        """Rows are loaded ahead: what is found at the end of a window holds from the end of the next one on, whatever
-        was loaded by then."""
+    def _choose_rows_again(self, steps_done: int) -> None:
+        """Choose the rows after the next window again, from losses as of the end of this window.
+
+        Rows of the next window may be loaded already, so they stay the same, however many were loaded.
+        """
         args = self.trainer.args
         per_step = self.sampler.world * args.gradient_accumulation_steps
         window = math.ceil(self.settings.difficulty_window / (per_step * self.sampler.law.rows_per_batch))
         if steps_done % window:
             return
-        loaded_ahead = 2 + args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)  # of a rank
+        loaded_ahead = 2 + args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)  # batches on each rank
         ahead = max(window, math.ceil(loaded_ahead / args.gradient_accumulation_steps))
         done = (steps_done + ahead) * per_step
         if done < self.sampler.current.micro_batches:
             self.gather()
-            self._look_at_memory()
+            self._update_memory_costs()
             self.adjustments += self.sampler.follow(done)
 
-    def _plan_weights(self) -> None:
+    def _make_row_weights(self) -> None:
         per_window = self.sampler.world * self.trainer.args.gradient_accumulation_steps
         equal_rows = "token_budget" in self.settings.methods
         samples, device = len(self.sampler.lengths), self.trainer.args.device
         self._weights = RowWeights(self.sampler.current, samples, per_window, equal_rows, device)
 
-    def _say(self, notes: tuple[str, ...] | list[str]) -> None:
+    def _report_notes(self, notes: tuple[str, ...] | list[str]) -> None:
         new = [note for note in notes if note not in self.notices]
         self.notices += new
         for note in new if self.trainer.is_world_process_zero() else ():
             logger.warning(note)
 
-    def _look_at_memory(self) -> None:
-        if not self._follows or self._micro_batches is None:
+    def _update_memory_costs(self) -> None:
+        if not self._tracks_difficulty or self._micro_batches is None:
             return
         loop, lengths = self._micro_batches.loop, self.sampler.lengths
         free = 1.0
         if loop.gauge is not None:
             reading = loop.gauge.read()
             free = max(0.0, 1.0 - reading.used_bytes / reading.limit_bytes)
-        found = self._from_all([(free, loop.state.cost.coefficients)])
-        # In steps of an eighth: the same run on the same machine shall plan the same epochs.
+        found = self._gather_from_ranks([(free, loop.state.cost.coefficients)])
+        # In steps of an eighth, so that the same run on the same machine plans the same epochs.
         self.sampler.availability = round(8 * min(free for free, _ in found)) / 8
-        coefficients = found[0][1]  # one rank's, or ranks would plan different epochs
+        coefficients = found[0][1]  # those of one rank, because otherwise ranks would plan different epochs
         tokens = lengths.astype(numpy.float64)
         self.sampler.costs = None if coefficients is None else coefficients.bytes_of(tokens, tokens**2)
 
-    def _from_all(self, values: list) -> list:
+    def _gather_from_ranks(self, values: list) -> list:
         return values if self.sampler.world == 1 else gather_object(values)
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         for inputs in batches:
-            pass_on = partial(self._deliveries.pass_on, inputs, self._limit())
+            pass_on = partial(self._deliveries.pass_on, inputs, self._max_row_tokens())
             yield second_try(pass_on, "cutting rows while the length warms up")
 
-    def _limit(self) -> Optional[int]:
-        """Tokens per row while the length warms up."""
-        if self._warmup is None:
+    def _max_row_tokens(self) -> Optional[int]:
+        """Return the maximum number of tokens per row while the length warms up; None otherwise."""
+        if self._warmup_config is None:
             return None
         step, total = self.trainer.state.global_step, self.length.total_steps
-        return control.warmup_limit(self._warmup, step, total, self._longest)
+        return control.warmup_limit(self._warmup_config, step, total, self._longest)
 
-    def _warmup_law(self) -> Optional[control.CurriculumConfig]:
+    def _make_warmup_config(self) -> Optional[control.CurriculumConfig]:
         if "length_warmup" not in self.settings.methods:
             return None
         wanted = self.settings.length_warmup_steps
@@ -291,40 +297,40 @@ class CurriculumLoop(Loop):
     # -- losses of rows ------------------------------------------------------------------------------------------------
 
     def found(self, reading: Optional[RowLossReading]) -> None:
-        """How the losses of rows are read, known from the first batch on."""
+        """Take note of how the losses of rows are read, which is known from the first batch on."""
         notice = check_reading(self.settings, reading, type(self.trainer).__name__)
         if notice is not None:
-            self._say([notice])
+            self._report_notes([notice])
         if reading is not None and reading.classes is not None and reading.classes > 1:
             self._classes = reading.classes
-            self._tell_classes()
-        self._say(never_judges(self.settings, self.sampler.law, self.length.epochs))
+            self._set_number_of_classes()
+        self._report_notes(never_judges(self.settings, self.sampler.law, self.length.epochs))
 
-    def _tell_classes(self) -> None:
+    def _set_number_of_classes(self) -> None:
         self.sampler.law = replace(self.sampler.law, classes=self._classes)
 
     def weights_of(self, ids: torch.Tensor, reading: Optional[RowLossReading]) -> Optional[torch.Tensor]:
-        """Factor of each row's loss; None where all are 1."""
+        """Return the factor of each row's loss; None if all are 1."""
         return self._weights.of(ids, reading)
 
     def see(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         self._seen.record(self.trainer.state.global_step, ids, losses)
 
     def quarantine(self, ids: torch.Tensor) -> None:
-        """Rows without a finite loss: out of this step and out of every later epoch."""
+        """Exclude rows without a finite loss from this step and from every later epoch."""
         self._seen.quarantine(self.trainer.state.global_step, ids)
 
     def set_aside(self, ids: Sequence[int]) -> None:
-        """Rows that are not to come again after this epoch. All ranks call it, with the same ``ids``."""
+        """Exclude rows from every later epoch. All ranks call it, with the same ``ids``."""
         self.sampler.difficulty.quarantined[list(ids)] = True
 
     def on_step_taken_back(self) -> None:
-        """Its rows count as not seen, but for those that are set aside."""
+        """Forget that the rows of the undone step were seen, but keep those that were set aside."""
         self._seen.forget(self.trainer.state.global_step)
 
     def gather(self) -> None:
-        """Put the losses and counts of all ranks together; every rank calls it at the same place."""
-        parts = self._from_all([(self._seen.drain(), self._deliveries.drain())])
+        """Combine the losses and counts of all ranks; every rank calls it at the same place."""
+        parts = self._gather_from_ranks([(self._seen.drain(), self._deliveries.drain())])
         self.counts = sum((counts for _, counts in parts), self.counts)
         seen, epoch = Losses.join([losses for losses, _ in parts]), self.sampler.current.epoch
         self.sampler.difficulty.see(seen.ids, epoch)
@@ -338,7 +344,7 @@ class CurriculumLoop(Loop):
     # -- statistics ----------------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """Also when training stops within an epoch. Every rank calls it."""
+        """Record the epoch, also if training stops within it. Every rank calls it."""
         self.gather()
         step, length = self.trainer.state.global_step, self.length
         self.newest = {
@@ -360,7 +366,7 @@ class CurriculumLoop(Loop):
             write_suspects(folder, suspects, difficulty, trainer.train_dataset, trainer.processing_class)
 
     def scalars(self) -> dict[str, float]:
-        """The statistics of the last epoch for one row of the logs; empty until the next one is recorded."""
+        """Return the statistics of the last epoch once, for one row of the logs; empty until another is recorded."""
         row, self.newest = self.newest or {}, None
         found = {f"curriculum/{name}": row[name] for name in ("epoch", *REPORTED_COUNTS) if row.get(name) is not None}
         found |= {f"curriculum/difficulty_{name}": value for name, value in (row.get("difficulty") or {}).items()}
@@ -370,7 +376,7 @@ class CurriculumLoop(Loop):
     final_scalars = scalars
 
     def figures(self) -> dict[str, Any]:
-        """The whole run, for its summary."""
+        """Return the figures of the whole run for its summary."""
         difficulty, methods = self.sampler.difficulty, self.settings.methods
         samples, epochs_done = len(self.sampler.lengths), self.length.done(self.trainer.state.global_step)
         figures = {
@@ -422,16 +428,16 @@ class CurriculumLoop(Loop):
         save_file({name: numpy.ascontiguousarray(array) for name, array in arrays.items()}, Path(folder) / ARRAYS_FILE)
 
     def resume_position(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
-        """Reads the state as well: it says where the training stands."""
+        """Return (epoch, batches to skip). Also loads the state, which tells where the training stopped."""
         path = Path(checkpoint) / STATE_FILE
         if not path.is_file():
-            return self._resume_blindly(checkpoint, stock_position)
+            return self._resume_without_state(checkpoint, stock_position)
         state, arrays = read_state(path), Path(checkpoint) / ARRAYS_FILE
         done = min(state["micro_batches"], state["steps_done"] * state["accumulation"] * state["processes"])
         other_steps = state["accumulation"] != self.trainer.args.gradient_accumulation_steps
         with reading(arrays):
             notes = self.sampler.load_state_dict(state, StoredArrays(arrays), done, recut=other_steps)
-        self._say(notes)
+        self._report_notes(notes)
         self.notices = [*state["notices"], *(note for note in self.notices if note not in state["notices"])]
         self.counts, self.totals = DeliveryCounts(**state["counts"]), DeliveryCounts(**state["totals"])
         self._totals_before = self.totals + self.counts
@@ -448,10 +454,10 @@ class CurriculumLoop(Loop):
         self._resumed_at = (epoch, state["progress"] if recut else state["progress_before"])
         return epoch, 0 if recut else done // self.sampler.world
 
-    def _resume_blindly(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
-        """From a checkpoint that a run without a curriculum has written: only the stock order can go on."""
+    def _resume_without_state(self, checkpoint: str, stock_position: tuple[int, int]) -> tuple[int, int]:
+        """Resume from a checkpoint of a run without a curriculum: only the stock order of rows can continue."""
         if self.trainer.resumes_weights_only:
-            self._say([f"{checkpoint} holds no {STATE_FILE}: epoch {stock_position[0] + 1} starts over"])
+            self._report_notes([f"{checkpoint} holds no {STATE_FILE}: epoch {stock_position[0] + 1} starts over"])
             return stock_position[0], 0
         if self.settings.methods:
             raise CheckpointError(
@@ -459,5 +465,5 @@ class CurriculumLoop(Loop):
                 "so it is unknown which rows it has seen; resume with curriculum: none, or start over from its "
                 "weights with model_name_or_path"
             )
-        self._say([f"{checkpoint} holds no {STATE_FILE}: losses of samples are tracked from here on"])
+        self._report_notes([f"{checkpoint} holds no {STATE_FILE}: losses of samples are tracked from here on"])
         return stock_position

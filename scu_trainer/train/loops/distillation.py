@@ -1,10 +1,10 @@
-"""Distillation as a loop: the student's loss is in part its distance to what a larger model says of the same rows.
+"""Distillation as a loop: the student's loss includes its distance to a larger model's predictions for the same rows.
 
     loss = (1 - weight) · task loss + weight · T² · KL(teacher || student), both softened by the temperature T
 
 Hinton, Vinyals and Dean 2015, Distilling the Knowledge in a Neural Network (arXiv:1503.02531), section 2; T² keeps the
-size of the second gradient where it is, whatever T. Both parts are sums over the labels that are learned, divided by
-``num_items_in_batch``: they add up over micro-batches, accumulation and ranks as the task loss alone does.
+size of the second gradient independent of T. Both parts are sums over learned labels, divided by
+``num_items_in_batch``, so they add up over micro-batches, accumulation and ranks as the task loss does.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from scu_trainer.train.loss.rows.row_readings import logits_of, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 PLAIN_LOSSES = ("ForCausalLM", "ForImageClassification", "ForSequenceClassification")
-"""Losses of transformers that are the cross-entropy of labels, for classes and for next tokens."""
+"""Losses of transformers that are the plain cross-entropy, of classes or of next tokens."""
 
 
 class Distillation(Loop):
-    """Let a trainer's model learn from ``teacher``, too: ``SCUTrainer(..., callbacks=[Distillation(teacher)])``.
+    """Also train a trainer's model on ``teacher``: ``SCUTrainer(..., callbacks=[Distillation(teacher)])``.
 
-    teacher: takes what the student takes, and has its tokens or classes. It is frozen, put into evaluation mode, and is
-        no part of what is saved. Where it has more words than the student, or fewer, those that both have count.
+    teacher: takes the student's inputs and predicts the same tokens or classes. It is frozen, put into evaluation mode
+        and not saved. If the vocabularies have different sizes, only words that both have count.
     weight: of the teacher's part, above 0 and up to 1. temperature: above 0.
 
-    The model is a causal language model or a classifier whose loss is the plain cross-entropy; it is taken from the
-    logits, through the stock ``compute_loss_func``. Evaluations give the task's loss alone. Raises ControlError for
+    The model is a causal language model or a classifier with the plain cross-entropy as its loss, which is computed
+    from the logits by the stock ``compute_loss_func``. Evaluations report the task loss only. Raises ControlError for
     other losses.
     """
 
@@ -47,8 +47,8 @@ class Distillation(Loop):
     def __init__(self, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> None:
         self.teacher = teacher.eval().requires_grad_(False)
         self.weight, self.temperature = weight, temperature
-        self._logits: Optional[torch.Tensor] = None  # of what is learned, shape (labels, classes)
-        self._newest: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+        self._logits: Optional[torch.Tensor] = None  # the teacher's, at learned positions, shape (labels, classes)
+        self._last_losses: Optional[tuple[torch.Tensor, torch.Tensor]] = None
 
     def attach(self, trainer: Trainer) -> None:
         super().attach(trainer)
@@ -57,27 +57,27 @@ class Distillation(Loop):
         trainer.compute_loss_func = self
 
     def begin(self) -> None:
-        self._steps, self._sums, self._window = 0, [0.0, 0.0], []
+        self._steps, self._sums, self._window_losses = 0, [0.0, 0.0], []
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
     def on_forward(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The teacher goes first: its activations are gone before the student's are made."""
+        """Run the teacher first, so that its activations are freed before the student's are computed."""
         self._logits, model = None, self.trainer.model
         if not model.training or "labels" not in inputs:
             return dict(inputs)
         inputs = as_seen_by(inner_model(model), inputs)
-        asked = {name: value for name, value in inputs.items() if name != "labels"}
-        if asked.get("input_ids") is not None:
-            asked["use_cache"] = False
+        teacher_inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        if teacher_inputs.get("input_ids") is not None:
+            teacher_inputs["use_cache"] = False
         with torch.no_grad():
-            logits = logits_of(self.teacher(**asked))
+            logits = logits_of(self.teacher(**teacher_inputs))
             self._logits = logits[targets_of(inputs["labels"]).to(logits.device) != NOT_LEARNED]
         return inputs
 
     def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        """What the stock Trainer takes as the loss, a scalar in nats. labels (rows,), or (rows, time) of tokens."""
-        logits, taught = logits_of(outputs), self._logits
+        """Return the loss for the stock Trainer, a scalar in nats. labels: (rows,), or (rows, time) of tokens."""
+        logits, teacher_logits = logits_of(outputs), self._logits
         self._logits = None
         targets = targets_of(labels).to(logits.device)
         learned = targets != NOT_LEARNED
@@ -87,35 +87,38 @@ class Distillation(Loop):
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
         )
         task = task / divisor
-        if taught is None:
+        if teacher_logits is None:
             return task
-        distance = distance_to(taught.to(logits.device), logits[learned], self.temperature) / divisor
+        distance = distance_to(teacher_logits.to(logits.device), logits[learned], self.temperature) / divisor
         loss = (1 - self.weight) * task + self.weight * distance
-        self._newest = loss.detach().clone(), task.detach()  # a copy: the stock Trainer scales the loss in its place
+        self._last_losses = (
+            loss.detach().clone(),
+            task.detach(),
+        )  # a copy, because the stock Trainer scales loss in place
         return loss
 
     def task_loss(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
-        if self._newest is None:
+        if self._last_losses is None:
             return None
-        whole, task = self._newest
-        self._newest = None
-        # What was made of the one is made of the other: shares of a window, processes. Rows that were left out are 0.
+        whole, task = self._last_losses
+        self._last_losses = None
+        # The Trainer scaled the loss (share of the window, ranks), so scale the task loss alike. Skipped rows are 0.
         share = loss / whole
         return torch.where(torch.isfinite(share), task * share, 0.0)
 
     # -- what is logged ------------------------------------------------------------------------------------------------
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
-        self._window.append(torch.stack([loss, self.trainer.task_loss]))
+        self._window_losses.append(torch.stack([loss, self.trainer.task_loss]))
 
     def on_step_taken_back(self) -> None:
-        self._window.clear()
+        self._window_losses.clear()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if not self._window:
+        if not self._window_losses:
             return
-        loss, task = self.trainer.accelerator.reduce(torch.stack(self._window).sum(0), "mean").tolist()
-        self._window.clear()
+        loss, task = self.trainer.accelerator.reduce(torch.stack(self._window_losses).sum(0), "mean").tolist()
+        self._window_losses.clear()
         self._steps += 1
         self._sums = [self._sums[0] + task, self._sums[1] + (loss - (1 - self.weight) * task) / self.weight]
 
@@ -124,7 +127,7 @@ class Distillation(Loop):
             self._steps, self._sums = 0, [0.0, 0.0]
 
     def scalars(self) -> dict[str, float]:
-        """Means over the steps since the last row, in nats: weighted, they add up to the loss beside them."""
+        """Return means over the steps since the last log, in nats; weighted, they add up to the logged loss."""
         if not self._steps:
             return {}
         task, distance = (total / self._steps for total in self._sums)
@@ -147,13 +150,15 @@ class Distillation(Loop):
 
 
 def targets_of(labels: torch.Tensor) -> torch.Tensor:
-    """Of each logit: the next token of (rows, time), or the class of (rows,)."""
+    """Return the target of each logit: the next token for (rows, time), the class for (rows,)."""
     return shifted(labels) if labels.dim() == 2 else labels
 
 
 def distance_to(teacher: torch.Tensor, student: torch.Tensor, temperature: float) -> torch.Tensor:
-    """T² · KL(teacher || student) in nats, summed over rows. Logits (rows, classes), of which the first count that
-    both have."""
+    """Return T² · KL(teacher || student) in nats, summed over rows.
+
+    Logits (rows, classes); only the first classes, which both have, count.
+    """
     classes = min(teacher.size(-1), student.size(-1))
     wanted, found = (
         functional.log_softmax(logits[:, :classes].float() / temperature, dim=-1) for logits in (teacher, student)
@@ -175,7 +180,7 @@ def _require_plain_loss(trainer: Trainer) -> None:
     problem = getattr(config, "problem_type", None)
     if kind not in PLAIN_LOSSES or problem in ("regression", "multi_label_classification"):
         raise ControlError(
-            f"{type(model).__name__} has a loss of its own ({kind}), but a teacher needs the cross-entropy of next "
+            f"the loss of {type(model).__name__} is its own ({kind}), but a teacher needs the cross-entropy of next "
             f"tokens or classes ({', '.join(PLAIN_LOSSES)}); leave the teacher out"
         )
     mixing = mixing_modules(model)

@@ -1,4 +1,4 @@
-"""How much arithmetic a training step is, and how much its device could do."""
+"""Count the arithmetic of a training step, and find the peak performance of its device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
 ROWS_TO_COUNT = 2
 MATRIX_SIDE = 1024
 MEASURE_S = 0.2
-"""Long enough for a CPU to leave its idle clock."""
+"""Long enough for a CPU to leave its idle clock speed."""
 
 COUNTED = (
     "matrix products and convolutions of forward and backward, a multiply-add as 2; not element-wise operations, nor "
@@ -33,9 +33,10 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Count:
-    """Operations of forward and backward of ``rows`` rows.
+    """Number of operations in forward and backward of ``rows`` rows.
 
-    ``tokens``: theirs, padding included; None where the input is none: padding under masks of its own is then left out.
+    ``tokens``: their tokens, including padding; None if the input is not tokens, and then padding with its own mask is
+    left out.
     """
 
     flops: float
@@ -43,7 +44,7 @@ class Count:
     tokens: Optional[float]
 
     def of(self, rows: float, tokens: Optional[float]) -> float:
-        """The operations of other rows like these: by their tokens where they have such."""
+        """Return the operations of other rows, in proportion to their tokens if known, else to their number."""
         if tokens is not None and self.tokens:
             return self.flops * tokens / self.tokens
         return self.flops * rows / self.rows
@@ -51,14 +52,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Peak:
-    """``source``: where the figure is from, in words."""
+    """Peak performance. ``source``: in words, where the number is from."""
 
     tflops: float
     source: str
 
 
 def tokens_of(model: torch.nn.Module, inputs: Any, padding: bool) -> Optional[torch.Tensor | int]:
-    """Tokens of a batch, with or without its padding; None where the input is no row of tokens."""
+    """Return the tokens of a batch, with or without its padding; None if the input is not rows of tokens."""
     if not isinstance(inputs, Mapping):
         return None
     ids, mask = inputs.get(getattr(model, "main_input_name", "input_ids")), inputs.get("attention_mask")
@@ -69,31 +70,31 @@ def tokens_of(model: torch.nn.Module, inputs: Any, padding: bool) -> Optional[to
 
 
 def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional[Count], Optional[str]]:
-    """(count of a few rows of ``inputs``, why there is none). Weights, gradients, statistics and RNG stay as they are.
+    """Return (count for a few rows of ``inputs``, why there is none). Leaves weights, gradients and RNG unchanged.
 
-    In evaluation mode: what activation checkpointing computes twice counts once.
+    Counts in evaluation mode, so that activation checkpointing does not count twice.
     """
     if not isinstance(inputs, Mapping):
         return None, f"a batch is a {type(inputs).__name__}"
     model = trainer.model
     count = rows_of(model, inputs).rows
     rows = min(count, ROWS_TO_COUNT)
-    few = _without_padding(pick(inputs, torch.arange(rows), count) if rows < count else inputs)
+    few_rows = _without_padding(pick(inputs, torch.arange(rows), count) if rows < count else inputs)
     if not rows:
         return None, "the batch has no rows to count by"
     try:
-        flops = _flops(trainer, few, num_items)
-    except Exception as error:  # whatever a model says to being counted: training shall go on
+        flops = _count_operations(trainer, few_rows, num_items)
+    except Exception as error:  # a model may fail in any way while it is counted, but training must continue
         forget_traceback(error)
         return None, f"the operations of this model cannot be counted: {str(error).partition(chr(10))[0]}"
     if not flops:
         return None, "no matrix product or convolution was seen"
-    tokens = tokens_of(model, few, padding=True)
+    tokens = tokens_of(model, few_rows, padding=True)
     return Count(flops, rows, tokens), None
 
 
 def _without_padding(inputs: Any) -> Any:
-    """``inputs`` as short as their masks let them be: a bool ``NAME_mask`` (rows, length) beside values ``NAME...``."""
+    """Cut ``inputs`` to the length that their masks use: a bool ``NAME_mask`` (rows, length) and values ``NAME...``."""
     widths: dict[str, int] = {}
     for mask_name, mask in inputs.items():
         stem = mask_name.removesuffix("_mask")
@@ -110,12 +111,12 @@ def _has_length(value: Any, length: int) -> bool:
     return torch.is_tensor(value) and value.dim() >= 2 and value.size(1) == length
 
 
-def _flops(trainer: Trainer, inputs: Any, num_items: Any) -> float:
+def _count_operations(trainer: Trainer, inputs: Any, num_items: Any) -> float:
     model = trainer.model
     weights = [p for p in model.parameters() if p.requires_grad]
     inputs = trainer._prepare_inputs(type(inputs)(inputs))
     counter = FlopCounterMode(display=False)
-    with untouched(model, trainer), torch.enable_grad(), _no_fused_kernels(), counter:
+    with untouched(model, trainer), torch.enable_grad(), _without_fused_kernels(), counter:
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         torch.autograd.grad(loss, weights, allow_unused=True)
@@ -123,8 +124,8 @@ def _flops(trainer: Trainer, inputs: Any, num_items: Any) -> float:
 
 
 @contextlib.contextmanager
-def _no_fused_kernels() -> Iterator[None]:
-    """A fused recurrent layer is one operation to the counter, of which it knows no cost; so is oneDNN's product."""
+def _without_fused_kernels() -> Iterator[None]:
+    """Disable fused recurrent layers and oneDNN's product, each a single operation with unknown cost to the counter."""
     backends = torch.backends.cudnn, torch.backends.mkldnn
     before = [backend.enabled for backend in backends]
     try:
@@ -140,7 +141,7 @@ def _no_fused_kernels() -> Iterator[None]:
 
 
 def find_peak(trainer: Trainer, stated_tflops: Optional[float]) -> tuple[Optional[Peak], Optional[str]]:
-    """(the peak of this device in the format of training, why there is none)."""
+    """Return (the peak of this device in the format that training uses, why there is none)."""
     if stated_tflops is not None:
         return Peak(stated_tflops, "peak_tflops"), None
     device, precision = input_device(trainer.model), precision_of(trainer)
@@ -154,7 +155,7 @@ def find_peak(trainer: Trainer, stated_tflops: Optional[float]) -> tuple[Optiona
 
 
 def precision_of(trainer: Trainer) -> str:
-    """bf16, fp16, tf32 or fp32: in which format training multiplies matrices."""
+    """Return the format in which training multiplies matrices: bf16, fp16, tf32 or fp32."""
     mixed = trainer.accelerator.mixed_precision
     if mixed in ("bf16", "fp16"):
         return mixed
@@ -166,8 +167,10 @@ def precision_of(trainer: Trainer) -> str:
 
 
 def measured_tflops(precision: str) -> float:
-    """The best of repeated products of two square matrices on this CPU, with the threads that torch has, by the faster
-    of the libraries that the output layer is multiplied with."""
+    """Return the best rate of repeated products of two square matrices on this CPU, with torch's number of threads.
+
+    Uses the faster of the two libraries that the output layer may use.
+    """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, dtype=dtype)
     product = by_onednn if dtype == torch.float32 and is_onednn_faster() else torch.mm
@@ -175,7 +178,7 @@ def measured_tflops(precision: str) -> float:
     with torch.no_grad():
         product(matrix, matrix)
         while sum(seconds) < MEASURE_S or len(seconds) < 3:
-            begun_s = time.perf_counter()
+            started_s = time.perf_counter()
             product(matrix, matrix)
-            seconds.append(time.perf_counter() - begun_s)
+            seconds.append(time.perf_counter() - started_s)
     return 2 * MATRIX_SIDE**3 / min(seconds) / 1e12

@@ -1,4 +1,4 @@
-"""Memory as a loop: the engine that works off windows in micro-batches, within a training, and what it writes down."""
+"""Memory as a loop: connects the engine that runs windows in micro-batches to a training, and reports what it did."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scu_trainer.train.step.recovery.host import HostMemory
 
 
 class MemoryLoop(Loop):
-    """Begins and ends the engine's work with training; writes ``memory_history.json``."""
+    """Starts and stops the micro-batch engine with training; writes ``memory_history.json``."""
 
     name = "memory"
     state_file = "memory_state.json"
@@ -31,7 +31,7 @@ class MemoryLoop(Loop):
 
     def end(self) -> None:
         self.micro_batches.loop.wake()
-        self.micro_batches.finish()  # the optimizer is the caller's again
+        self.micro_batches.finish()  # hand the optimizer back unchanged
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.micro_batches.start()
@@ -45,8 +45,11 @@ class MemoryLoop(Loop):
         self.micro_batches.prefetched(())
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Where gradient_accumulation_steps changes on the way, a window may begin within a step. Its batches are of
-        two steps then, and run one by one, as in the stock loop."""
+        """Use the batches of the window, unless the window began within the previous step.
+
+        That happens when gradient_accumulation_steps changes during training. Then its batches belong to two steps and
+        run one by one, as in the stock loop.
+        """
         self.micro_batches.prefetched(self._window)
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
@@ -70,7 +73,7 @@ class MemoryLoop(Loop):
         self.micro_batches.loop.wake()
 
     def _host_memory(self) -> Optional[HostMemory]:
-        """None on a CPU: there main memory is what micro-batches are sized by. Raises SettingsError."""
+        """Return the monitor of main memory; None on a CPU, where it limits micro-batches. Raises SettingsError."""
         settings = self.micro_batches.settings
         if self.micro_batches.trainer.args.device.type != "cpu":
             return HostMemory(settings.ram_threshold_gb) if settings.memory_control else None
@@ -93,7 +96,7 @@ class MemoryLoop(Loop):
             own_step.is_seen = state.get("own_step_seen", False)
             own_step.deviation = state.get("own_step_deviation")
         path = self.micro_batches.trainer.loss_path
-        if path is not None and state.get("padding_free") is False:  # where it was, it is asked for once more
+        if path is not None and state.get("padding_free") is False:  # if it was on, it is checked again
             path.stay_padded()
 
     @property
@@ -111,7 +114,7 @@ class MemoryLoop(Loop):
         return self.micro_batches.loop.scalars()
 
     def figures(self) -> dict[str, Any]:
-        """Tokens processed per real one, against the stock order of operations, and what memory did to the
+        """Return the tokens processed per real token, compared with the stock order, and what memory did to the
         micro-batches."""
         loop, statistics = self.micro_batches.loop, self.micro_batches.loop.statistics
         real = max(1, statistics.real_tokens)

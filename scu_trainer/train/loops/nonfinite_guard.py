@@ -1,18 +1,18 @@
-"""Optimizer steps whose loss or gradient is no finite number, or a spike: found before the optimizer acts, located,
-skipped.
+"""Skip optimizer steps with a non-finite loss or gradient, or with a spike, before the optimizer acts on them.
 
-    on_step_begin       what a bad step would change is noted: the sum of logged losses, BatchNorm's statistics, what
-                        code of one's own keeps in attributes
-    on_loss             each accumulation batch's loss, on the device
-    on_grad_norm        one question per step, to all ranks: are the losses and the gradient's norm finite? If not,
-                        everything is as it was before the step, and its place is looked for
-    optimizer.step      does nothing: without gradients some optimizers still count, average or fail
-    on_optimizer_step   the step counts as skipped, as one that a GradScaler has skipped: the stock loop leaves its
-                        schedule, the regularization loop its S and lambda, the averages of weights theirs
+    on_step_begin       copies what a bad step would change: the sum of logged losses, BatchNorm's statistics, and
+                        attributes of user code
+    on_loss             collects the loss of each accumulation batch, on the device
+    on_grad_norm        checks once per step, over all ranks, whether losses and gradient norm are finite; if not,
+                        restores everything to the state before the step and searches for the source
+    optimizer.step      does nothing in a skipped step, because without gradients some optimizers still count, average
+                        or fail
+    on_optimizer_step   marks the step as skipped, as a GradScaler does: then the stock loop leaves its schedule
+                        unchanged, the regularization loop its S and lambda, and weight averages do not move
 
-A skipped step is counted and has a number: ``global_step`` goes on, and so do the data. Past the limit the run ends,
-with a checkpoint: the weights are still those of the last good step. Only where a weight itself is not finite there is
-nothing to save. Spikes do not end a run: many in a row are another level.
+A skipped step is counted: ``global_step`` increases, and the data move on. If too many steps in a row are skipped, the
+run ends with a checkpoint, because the weights are still those of the last good step. Only if a weight itself is not
+finite, nothing is saved. Spikes do not end a run: many in a row are a new level.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, plain_attr
 logger = logging.getLogger("scu_trainer")
 
 MOST_RECORDS = 50
-"""Skipped steps that the summary describes; all are counted."""
+"""Maximum number of skipped steps that the summary describes; all are counted."""
 
 SMALLEST_SCALE = 1.0
-"""Loss scale of fp16 below which a gradient that overflows is no matter of the scale any more."""
+"""Loss scale of fp16 below which an overflow of the gradient is no longer caused by the scale."""
 
 LOSS, GRADIENT, ROWS, SPIKE = "loss", "gradient", "rows", "spike"
-SAID = {
+DESCRIPTIONS = {
     LOSS: "the loss is not a finite number",
     GRADIENT: "the loss is finite, the gradient is not",
     ROWS: "no row of the step gave a finite loss",
@@ -64,10 +64,11 @@ SAID = {
 
 
 class NonFiniteGuard(Loop):
-    """Guards the steps of a training, before every loop that acts on an optimizer step but ``OverflowWatch``.
+    """Checks every step of a training, before all other loops except ``OverflowWatch``.
 
-    ``skipped_steps``: of the whole run. ``in_a_row``: up to now. ``buffers``: the model's, of a training. Raises
-    NonFiniteLoss, on all ranks, past ``SafetySettings.max_nonfinite_steps``.
+    ``skipped_steps``: in the whole run. ``in_a_row``: non-finite steps in a row up to now. ``buffers``: the model's
+    buffers that change in training. Raises NonFiniteLoss, on all ranks, if more than
+    ``SafetySettings.max_nonfinite_steps`` steps in a row are not finite.
     """
 
     name = "bad_numbers"
@@ -82,7 +83,7 @@ class NonFiniteGuard(Loop):
         self._losses: list[torch.Tensor] = []
         self._items: Any = None
         self._is_skipping = False
-        self._without_step = contextlib.ExitStack()
+        self._disabled_step = contextlib.ExitStack()
         self.begin()
 
     def begin(self) -> None:
@@ -98,9 +99,9 @@ class NonFiniteGuard(Loop):
         if self.divergence is not None:
             self.divergence.start()
         self.buffers = ChangingBuffers(self.trainer.model)
-        self._keeping = counting(self.trainer)
+        self._counting_objects = counting(self.trainer)
         if self.trainer.is_deepspeed_enabled:
-            # Its engine steps inside backward: it must look by itself, which it does of its own accord under fp16 only.
+            # DeepSpeed's engine steps inside backward, so it must check itself, which it only does by default for fp16.
             self.trainer.model_wrapped.optimizer.check_grad_overflow = True
 
     def on_epoch_begin(self, args, state, control, **kwargs) -> None:
@@ -112,10 +113,10 @@ class NonFiniteGuard(Loop):
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._losses.clear()
-        modules, owner = self._keeping()
-        keeping = [one for one in modules if one is not self.trainer.state]
+        modules, owner = self._counting_objects()
+        counting_objects = [item for item in modules if item is not self.trainer.state]
         self._sum_before, self._buffers_before, self._attributes_before = second_try(
-            lambda: (self.trainer._tr_loss.clone(), self.buffers.copies(), plain_attributes(keeping, owner)),
+            lambda: (self.trainer._tr_loss.clone(), self.buffers.copies(), plain_attributes(counting_objects, owner)),
             "a copy of the buffers that a non-finite step would change (BatchNorm's statistics)",
         )
         if self._tracks_rows:
@@ -126,7 +127,7 @@ class NonFiniteGuard(Loop):
         self._items = num_items
 
     def on_grad_norm(self, norm: Any) -> Any:
-        fault = self._fault(norm)
+        fault = self._find_fault(norm)
         if fault is not None:
             self._skip(fault)
             return None
@@ -138,11 +139,11 @@ class NonFiniteGuard(Loop):
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.end()
         if self._is_skipping:
-            self._count_as_skipped(True)
+            self._mark_as_skipped(True)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._is_skipping:
-            self._count_as_skipped(False)
+            self._mark_as_skipped(False)
             self._is_skipping = False
         else:
             self.buffers.end_window()
@@ -153,38 +154,40 @@ class NonFiniteGuard(Loop):
             self.divergence.see(state.global_step, logs["loss"])
 
     def end(self) -> None:
-        """The optimizer steps again."""
-        self._without_step.close()
+        """Let the optimizer step again."""
+        self._disabled_step.close()
 
-    def _leave_out_step(self, fault: str) -> None:
+    def _disable_optimizer_step(self, fault: str) -> None:
         optimizer, scaler = self.trainer.optimizer, self.trainer.accelerator.scaler
-        if self.trainer.is_deepspeed_enabled:  # its engine has skipped it
+        if self.trainer.is_deepspeed_enabled:  # DeepSpeed's engine has skipped it itself
             return
 
-        def left_out(closure: Any = None) -> None:
-            if scaler is not None and scaler.is_enabled():  # it has unscaled the gradients, of which ROWS has none
+        def skip_step(closure: Any = None) -> None:
+            if scaler is not None and scaler.is_enabled():  # ROWS has no gradients, so the scaler found no scale
                 scaler.update(scaler.get_scale() if fault == ROWS else None)
 
-        self._without_step.enter_context(replaced(optimizer, "step", left_out))
+        self._disabled_step.enter_context(replaced(optimizer, "step", skip_step))
 
-    def _count_as_skipped(self, value: bool) -> None:
-        """What ``accelerator.optimizer_step_was_skipped`` answers, to the stock loop and to every callback."""
+    def _mark_as_skipped(self, value: bool) -> None:
+        """Set what ``accelerator.optimizer_step_was_skipped`` returns to the stock loop and to every callback."""
         optimizer = self.trainer.optimizer
         if self.trainer.is_deepspeed_enabled:
             optimizer.optimizer.overflow = value
         else:
             optimizer._is_overflow = value
 
-    # -- is it bad -----------------------------------------------------------------------------------------------------
+    # -- checking a step -----------------------------------------------------------------------------------------------
 
     @property
     def _tracks_rows(self) -> bool:
         return self.trainer.loss_path is not None and self.trainer.loss_path.rows is not None
 
-    def _fault(self, norm: Any) -> Optional[str]:
-        ask = functools.partial(self._flags, self._gradient(norm))
-        bad_loss, bad_gradient, has_learned, *numbers = second_try(ask, "checking whether loss and gradient are finite")
-        if not has_learned and not self.trainer.is_deepspeed_enabled:  # its engine has taken a step of zeros
+    def _find_fault(self, norm: Any) -> Optional[str]:
+        check = functools.partial(self._check_over_ranks, self._gradient_norm(norm))
+        bad_loss, bad_gradient, has_learned, *numbers = second_try(
+            check, "checking whether loss and gradient are finite"
+        )
+        if not has_learned and not self.trainer.is_deepspeed_enabled:  # DeepSpeed has already stepped, with zeros
             return ROWS
         if bad_loss:
             return LOSS
@@ -192,10 +195,12 @@ class NonFiniteGuard(Loop):
             return None if self._is_overflow_of_scale() else GRADIENT
         return SPIKE if self.spikes is not None and self.spikes.is_spike(*numbers) else None
 
-    def _flags(self, gradient: torch.Tensor) -> list[float]:
-        """Is a loss not finite, is the gradient not finite, was any row trained on; loss and norm of the gradient, 0
-        where they are not finite: the highest of all ranks, which must decide alike. One wait for the device, for all
-        numbers of the step."""
+    def _check_over_ranks(self, gradient: torch.Tensor) -> list[float]:
+        """Return whether a loss is not finite, whether the gradient is not, whether any row was trained on, the loss
+        and the gradient norm (0 if not finite), each the maximum over ranks, because all ranks must decide alike.
+
+        Waits for the device once, for all numbers of the step.
+        """
         device = self.trainer.args.device
         numbers = [number.to(device, torch.float32).reshape(()) for number in (*self._losses, gradient)]
         *losses, norm = torch.stack(numbers).tolist()
@@ -205,17 +210,17 @@ class NonFiniteGuard(Loop):
         found = [*faults, self._has_learned, *finite]
         if self.trainer.accelerator.num_processes == 1:
             return found
-        shared = torch.tensor(found, dtype=torch.float32, device=device)  # a loss is one rank's own
+        shared = torch.tensor(found, dtype=torch.float32, device=device)  # each rank has its own loss
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return shared.tolist()
 
     @property
     def _has_learned(self) -> bool:
-        """Whether any row of this rank was trained on; rows without a finite loss are set aside one by one."""
+        """Whether any row of this rank was trained on; single rows without a finite loss are set aside."""
         path = self.trainer.loss_path
         return not self._tracks_rows or path.has_learned or not path.was_asked
 
-    def _gradient(self, norm: Any) -> torch.Tensor:
+    def _gradient_norm(self, norm: Any) -> torch.Tensor:
         if self.trainer.is_deepspeed_enabled:
             is_finite = not self._engine_skipped and (norm is None or math.isfinite(norm))
             return torch.tensor(0.0 if is_finite else math.inf)
@@ -226,7 +231,7 @@ class NonFiniteGuard(Loop):
         return bool(getattr(self.trainer.model_wrapped.optimizer, "overflow", False))
 
     def _is_overflow_of_scale(self) -> bool:
-        """Loss scaling under fp16 finds its scale by overflows, and skips those steps itself."""
+        """Return whether fp16 loss scaling, which finds its scale by overflows, skips this step itself."""
         if self.trainer.is_deepspeed_enabled:
             engine = self.trainer.model_wrapped
             return engine.fp16_enabled() and engine.optimizer.loss_scale >= SMALLEST_SCALE
@@ -237,53 +242,53 @@ class NonFiniteGuard(Loop):
 
     def _skip(self, fault: str) -> None:
         self._is_skipping = True
-        self._take_back()
-        finding = self._find(fault)
+        self._undo_step()
+        finding = self._find_source(fault)
         step = self.trainer.state.global_step + 1
         if fault == SPIKE:
             self.in_a_row = 0
-            said, limit = f"step {step}: {self.spikes.fault}; {finding.text}", self.spikes.in_a_row
+            report, limit = f"step {step}: {self.spikes.fault}; {finding.text}", self.spikes.in_a_row
         else:
             self.in_a_row += 1
-            said = f"step {step}: {SAID[fault]}; {finding.text}"
+            report = f"step {step}: {DESCRIPTIONS[fault]}; {finding.text}"
             limit = f"{self.in_a_row} of at most {self.settings.max_nonfinite_steps} in a row"
         if finding.is_weight:
-            self._stop_without_weights(said)
+            self._stop_at_bad_weight(report)
         if self.trainer.is_deepspeed_enabled and not self._engine_skipped:
             raise NonFiniteLoss(
-                f"{said}. DeepSpeed's engine has already taken the step, so it cannot be skipped; {self._newest}. "
-                f"{self._advice()}; resume with resume_from_checkpoint: true"
+                f"{report}. DeepSpeed's engine has already taken the step, so it cannot be skipped; "
+                f"{self._newest_checkpoint}. {self._advice()}; resume with resume_from_checkpoint: true"
             )
         if self.in_a_row > self.settings.max_nonfinite_steps:
-            self._stop(said)
+            self._stop(report)
         self.skipped_steps += 1
         self._records.append({"step": step, "fault": fault, "place": finding.place, "rows": list(finding.rows)})
         del self._records[:-MOST_RECORDS]
-        self._leave_out_step(fault)
+        self._disable_optimizer_step(fault)
         if self.trainer.is_world_process_zero():
             advice = self._advice(fault)
-            logger.warning("%s. The step is skipped, no weight has changed (%s). %s", said, limit, advice)
+            logger.warning("%s. The step is skipped, no weight has changed (%s). %s", report, limit, advice)
 
     @torch.no_grad()
-    def _take_back(self) -> None:
-        """All that the step has changed, but for its number and the random state."""
+    def _undo_step(self) -> None:
+        """Undo all changes of the step except its number and the random state."""
         trainer = self.trainer
-        if not trainer.is_deepspeed_enabled:  # its engine has dropped them
+        if not trainer.is_deepspeed_enabled:  # DeepSpeed's engine has cleared its gradients
             for group in trainer.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
         second_try(lambda: self.buffers.restore(self._buffers_before), "restoring the model's buffers")
-        put_back_attributes(self._attributes_before, has_nonfinite)  # counters count this step, as state and data do
+        put_back_attributes(self._attributes_before, has_nonfinite)  # counters keep counting this step, as state does
         trainer._tr_loss.copy_(self._sum_before)
-        # The stock loop divides sums of losses by numbers of steps since these two.
+        # The stock loop averages losses over the steps since these two, and this step has no loss.
         trainer._globalstep_last_logged += 1
         trainer._initial_global_step += 1
         trainer.step_is_taken_back = True
         for loop in trainer.loops:
             loop.on_step_taken_back()
 
-    def _find(self, fault: str) -> NonFinitePlace:
-        """The same on all ranks."""
+    def _find_source(self, fault: str) -> NonFinitePlace:
+        """Search for the source of the fault. Returns the same on all ranks."""
         if fault == SPIKE:
             return self.spikes.find(self._batches, self._items)
 
@@ -295,16 +300,16 @@ class NonFiniteGuard(Loop):
                 return NonFinitePlace(f"{weight} is not finite itself", is_weight=True)
             return NonFinitePlace("each of them was set aside")
 
-        return self._shared(second_try(look, "looking for the non-finite value"))
+        return self._first_finding(second_try(look, "looking for the non-finite value"))
 
-    def _shared(self, finding: NonFinitePlace) -> NonFinitePlace:
-        """The same on all ranks: that of the first which has found something."""
+    def _first_finding(self, finding: NonFinitePlace) -> NonFinitePlace:
+        """Return the finding of the first rank that found something, the same on all ranks."""
         accelerator = self.trainer.accelerator
         if accelerator.num_processes == 1:
             return finding
         rows = tuple(f"{row} of rank {accelerator.process_index}" for row in finding.rows)
         found = gather_object([replace(finding, rows=rows)])
-        return next((one for one in found if one.place is not None), found[0])
+        return next((item for item in found if item.place is not None), found[0])
 
     def _advice(self, fault: str = LOSS) -> str:
         if fault == SPIKE:
@@ -315,35 +320,36 @@ class NonFiniteGuard(Loop):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _stop(self, said: str) -> NoReturn:
+    def _stop(self, report: str) -> NoReturn:
         raise NonFiniteLoss(
-            f"{said}. {self.in_a_row} steps in a row were skipped, max_nonfinite_steps allows "
-            f"{self.settings.max_nonfinite_steps}. {self._saved()}. {self._advice()}"
+            f"{report}. {self.in_a_row} steps in a row were skipped, max_nonfinite_steps allows "
+            f"{self.settings.max_nonfinite_steps}. {self._ensure_checkpoint()}. {self._advice()}"
         )
 
-    def _stop_without_weights(self, said: str) -> NoReturn:
+    def _stop_at_bad_weight(self, report: str) -> NoReturn:
         raise NonFiniteLoss(
-            f"{said}: an optimizer step wrote it. These weights are not saved; {self._newest}. Lower learning_rate, "
-            "raise adam_epsilon, or use bf16 instead of fp16, and resume with resume_from_checkpoint: true"
+            f"{report}: an optimizer step wrote it. These weights are not saved; {self._newest_checkpoint}. Lower "
+            "learning_rate, raise adam_epsilon, or use bf16 instead of fp16, and resume with "
+            "resume_from_checkpoint: true"
         )
 
     @property
-    def _newest(self) -> str:
+    def _newest_checkpoint(self) -> str:
         found = checkpoints(run_folder(self.trainer))
         return f"the newest checkpoint is {found[0].name}" if found else "there is no checkpoint to go back to"
 
     def on_nonfinite(self, error: NonFiniteLoss) -> NoReturn:
-        """``error``: many rows one after the other gave no finite loss, on this rank."""
+        """Take a checkpoint and raise. ``error``: many rows in a row gave no finite loss, on this rank."""
         self.require_finite_weights()
-        if self.trainer.accelerator.num_processes > 1:  # the others are inside the step and could not join a save
+        if self.trainer.accelerator.num_processes > 1:  # the other ranks are inside the step and cannot join a save
             raise error
         self._is_skipping = True
-        self._take_back()
+        self._undo_step()
         self.in_a_row += 1
-        raise NonFiniteLoss(f"{error}. {self._saved()}") from error
+        raise NonFiniteLoss(f"{error}. {self._ensure_checkpoint()}") from error
 
-    def _saved(self) -> str:
-        """Make sure that there is a checkpoint of the last good step, and say so. All ranks call it."""
+    def _ensure_checkpoint(self) -> str:
+        """Ensure that a checkpoint of the last good step exists, and return a sentence about it. All ranks call it."""
         trainer = self.trainer
         step = trainer.state.global_step
         if not step:
@@ -356,14 +362,14 @@ class NonFiniteGuard(Loop):
             trainer._save_checkpoint(trainer.model_wrapped, trainer._trial)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         if not folder.is_dir():
-            return f"No checkpoint of the last good step could be written; {self._newest}"
+            return f"No checkpoint of the last good step could be written; {self._newest_checkpoint}"
         good = step - self.in_a_row + 1
         return f"{folder.name} holds the weights after step {good}, the last good one: resume_from_checkpoint: {folder}"
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """Raises NonFiniteLoss, on all ranks, where a checkpoint would hold weights that are not finite."""
+        """Raise NonFiniteLoss, on all ranks, if a checkpoint would contain weights that are not finite."""
         trainer = self.trainer
         is_finite = second_try(lambda: weights_are_finite(trainer.model), "checking whether the weights are finite")
         is_bad = torch.tensor([not is_finite], dtype=torch.int32, device=trainer.args.device)
@@ -371,13 +377,13 @@ class NonFiniteGuard(Loop):
             dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
         if is_bad:
             weight = nonfinite_weight(self.trainer.model) or "a weight on another rank"
-            self._stop_without_weights(f"after step {self.trainer.state.global_step}: {weight} is not finite itself")
+            self._stop_at_bad_weight(f"after step {self.trainer.state.global_step}: {weight} is not finite itself")
 
     def require_finite_weights(self) -> None:
-        """Raises NonFiniteLoss where a weight of this rank is not finite. For one rank alone."""
+        """Raise NonFiniteLoss if a weight of this rank is not finite. Does not need the other ranks."""
         weight = nonfinite_weight(self.trainer.model)
         if weight is not None:
-            self._stop_without_weights(f"step {self.trainer.state.global_step + 1}: {weight} is not finite itself")
+            self._stop_at_bad_weight(f"step {self.trainer.state.global_step + 1}: {weight} is not finite itself")
 
     # -- reports and checkpoints ---------------------------------------------------------------------------------------
 
@@ -387,15 +393,15 @@ class NonFiniteGuard(Loop):
 
     @property
     def notices(self) -> list[str]:
-        """For run.json and the end of a run."""
-        said = [notice for watch in self._watches for notice in watch.notices]
+        """Notices for run.json and the end of a run."""
+        report = [notice for watch in self._watches for notice in watch.notices]
         count = self.skipped_steps - (0 if self.spikes is None else self.spikes.skipped_steps)
         if count:
             steps = [str(record["step"]) for record in self._records if record["fault"] != SPIKE]
-            said.append(
+            report.append(
                 f"optimizer steps skipped because loss or gradient was not finite: {count} ({', '.join(steps[-8:])})"
             )
-        return said
+        return report
 
     def figures(self) -> dict[str, Any]:
         divergence = None if self.divergence is None else self.divergence.figures()

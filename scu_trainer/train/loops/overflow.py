@@ -1,8 +1,8 @@
-"""fp16 and its loss scaler: a step that it skips counts as skipped.
+"""Mark a step that fp16's loss scaler skips as skipped.
 
-``accelerator.optimizer_step_was_skipped`` is what the stock loop asks before it moves the schedule, and what every loop
-here asks. accelerate answers it by whether ``optimizer.step`` was called. A fused optimizer is called in any case:
-torch hands it ``found_inf``, and its kernel leaves the weights alone. So ``found_inf`` corrects the answer here.
+The stock loop checks ``accelerator.optimizer_step_was_skipped`` before it moves the schedule, and every loop checks it,
+too. accelerate sets it by whether ``optimizer.step`` was called. But a fused optimizer is always called: torch passes
+``found_inf`` to it, and its kernel then leaves the weights unchanged. So ``found_inf`` corrects the flag here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scu_trainer.train.step.recovery.optimizer_state import inner_optimizer
 
 
 class OverflowWatch(Loop):
-    """The first of all callbacks, which ask whether the step was skipped."""
+    """The first of all callbacks, because the others check whether the step was skipped."""
 
     name = "overflow"
     is_first = True
@@ -29,10 +29,10 @@ class OverflowWatch(Loop):
         self.end()
         scaler = self.trainer.accelerator.scaler
         if scaler is not None and scaler.is_enabled() and not self.trainer.is_deepspeed_enabled:
-            self._hook = inner_optimizer(self.trainer.optimizer).register_step_pre_hook(self._look)
+            self._hook = inner_optimizer(self.trainer.optimizer).register_step_pre_hook(self._read_found_inf)
 
-    def _look(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        # There during the step of an optimizer that takes the scale itself, and taken away after it.
+    def _read_found_inf(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        # Set only during the step of an optimizer that handles the scale itself, and removed after it.
         self._found_inf = getattr(optimizer, "found_inf", None)
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
@@ -41,7 +41,7 @@ class OverflowWatch(Loop):
             self.trainer.optimizer._is_overflow = True
 
     def end(self) -> None:
-        """The optimizer is the caller's again."""
+        """Remove the hook, so that the optimizer is as the user passed it."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -1,4 +1,4 @@
-"""A few optimizer steps under the PyTorch profiler, written to the run's logs/profile/."""
+"""Profile a few optimizer steps with the PyTorch profiler; writes to the run's logs/profile/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scu_trainer.train.loops.bottlenecks import PartTimes
 logger = logging.getLogger("scu_trainer")
 
 WARMUP_STEPS = 2
-"""Steps before the recorded ones: one that runs without the profiler, one in which it starts up."""
+"""Steps before the recorded ones: one without the profiler, and one in which it starts up."""
 
 TRACE_FILE = "trace.json"
 TABLE_FILE = "top_operators.txt"
@@ -25,11 +25,11 @@ OPERATORS = 30
 
 
 class Profile(Loop):
-    """Records ``steps`` optimizer steps, from the third of a ``train`` call on, in the process that leads.
+    """Records ``steps`` optimizer steps from the third of a ``train`` call on, in the main process.
 
     ``logs/profile/trace.json`` is a Chrome trace (chrome://tracing, ui.perfetto.dev), ``top_operators.txt`` a table of
-    the operators that took most time, ``bottlenecks.json`` where the time of these steps went: data, forward, backward,
-    optimizer, other.
+    the operators that took the most time, and ``bottlenecks.json`` the time per part of these steps: data, forward,
+    backward, optimizer, other.
     """
 
     name = "profile"
@@ -37,7 +37,7 @@ class Profile(Loop):
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self._parts: Optional[PartTimes] = None
-        self._found: Optional[dict[str, Any]] = None
+        self._part_figures: Optional[dict[str, Any]] = None
         self._profile: Optional[profile] = None
         self._written = False
 
@@ -54,30 +54,30 @@ class Profile(Loop):
         if left < self.steps:
             follow = counted(left, "step")
             logger.warning("profile_steps is %d, but only %s after the warm-up: profiling those", self.steps, follow)
-        self._folder, self._written, self._ended = run_folder(self.trainer) / "logs" / "profile", False, 0
+        self._folder, self._written, self._steps_ended = run_folder(self.trainer) / "logs" / "profile", False, 0
         plan = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=min(self.steps, left), repeat=1)
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())
         self._profile = profile(activities=sorted(wanted, key=str), schedule=plan, on_trace_ready=self._write)
         self._profile.start()
-        self._parts, self._found = PartTimes(self.trainer), None
+        self._parts, self._part_figures = PartTimes(self.trainer), None
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         return batches if self._profile is None else self._parts.batches(batches)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         if self._profile is not None:
-            self._stepping = self._parts.timing("optimizer")
-            self._stepping.__enter__()
+            self._optimizer_timer = self._parts.timing("optimizer")
+            self._optimizer_timer.__enter__()
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         if self._profile is not None:
-            self._stepping.__exit__(None, None, None)
+            self._optimizer_timer.__exit__(None, None, None)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._profile is not None:
-            self._ended += 1
+            self._steps_ended += 1
             self._profile.step()
-            if self._ended == WARMUP_STEPS:
+            if self._steps_ended == WARMUP_STEPS:
                 self._parts.start()
             if self._written:
                 self.end()
@@ -89,7 +89,7 @@ class Profile(Loop):
                 logger.warning("profile_steps: training ended before the profiler's warm-up was over")
 
     def end(self) -> None:
-        """Stop recording; what was recorded is written. A training that raised has no other end."""
+        """Stop recording and write what was recorded. A training that raised an error calls nothing else."""
         running, self._profile = self._profile, None
         if running is not None:
             running.stop()
@@ -102,17 +102,17 @@ class Profile(Loop):
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._parts.is_running:
             self._parts.stop()
-            self._found = self._parts.figures(self._ended - WARMUP_STEPS)
-            write_json(self._folder / PARTS_FILE, self._found)
+            self._part_figures = self._parts.figures(self._steps_ended - WARMUP_STEPS)
+            write_json(self._folder / PARTS_FILE, self._part_figures)
         finished.export_chrome_trace(str(self._folder / TRACE_FILE))
         on_gpu = ProfilerActivity.CUDA in finished.activities
         by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = finished.key_averages().table(sort_by=by, row_limit=OPERATORS)
         (self._folder / TABLE_FILE).write_text(table + "\n", encoding="utf-8")
-        logger.info("profile of %d steps: %s", self._ended - WARMUP_STEPS, self._folder)
+        logger.info("profile of %d steps: %s", self._steps_ended - WARMUP_STEPS, self._folder)
 
     def figures(self) -> dict[str, Any]:
-        return {} if self._found is None else {self.name: self._found}
+        return {} if self._part_figures is None else {self.name: self._part_figures}
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         found = figures.get(self.name)

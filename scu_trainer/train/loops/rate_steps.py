@@ -1,4 +1,4 @@
-"""A learning rate that falls in steps after whole epochs: ``lr_step_size``, ``lr_milestones``."""
+"""Lower the learning rate in steps after whole epochs: ``lr_step_size``, ``lr_milestones``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("scu_trainer")
 
 
 class RateSteps(Loop):
-    """Makes the schedule, and does nothing after that."""
+    """Creates the learning rate schedule, and does nothing after that."""
 
     name = "rate_steps"
 
@@ -27,7 +27,7 @@ class RateSteps(Loop):
         self.settings = settings
 
     def scheduler(self, optimizer: Optimizer, total_steps: int, steps_per_epoch: Optional[int]) -> LambdaLR:
-        """Raises SettingsError where nobody has said how long an epoch is."""
+        """Return the schedule. Raises SettingsError if the length of an epoch is not known."""
         if steps_per_epoch is None:
             raise SettingsError(
                 "lr_step_size and lr_milestones count epochs, whose length is only known inside train(); let train() "
@@ -45,12 +45,12 @@ class RateSteps(Loop):
 def falling_in_steps(
     settings: EfficiencySettings, optimizer: Optimizer, *, steps_per_epoch: int, total_steps: int, warmup_steps: int
 ) -> LambdaLR:
-    """``torch.optim.lr_scheduler.StepLR`` or ``MultiStepLR`` with a linear warm-up, stepped once per optimizer step.
+    """Return ``torch.optim.lr_scheduler.StepLR`` or ``MultiStepLR`` with a linear warm-up, stepped per optimizer step.
 
-    Epochs are those of the run: the warm-up is part of the first ones. A ``LambdaLR``, because the position of such a
-    schedule can be set where a curriculum makes epochs shorter.
+    Epochs are those of the run; the warm-up is part of the first ones. It is a ``LambdaLR``, because its position can
+    be set when a curriculum makes epochs shorter.
     """
-    drops = _drops(settings, steps_per_epoch, total_steps)
+    drops = _drop_counter(settings, steps_per_epoch, total_steps)
     if not drops(total_steps - 1):
         logger.warning(
             "the learning rate never drops: lr_step_size or the first of lr_milestones is after the end of the run "
@@ -62,13 +62,13 @@ def falling_in_steps(
 
 
 def _factor(drops: Callable[[float], int], gamma: float, warmup_steps: int, position: float) -> float:
-    """Of the learning rate at ``position``, in optimizer steps; a fraction where an epoch is shorter than the first."""
+    """Return the factor at ``position``, in optimizer steps; a fraction if an epoch is shorter than the first."""
     warm = min(1.0, position / warmup_steps) if warmup_steps else 1.0
     return warm * gamma ** drops(position)
 
 
-def _drops(settings: EfficiencySettings, steps_per_epoch: int, total_steps: int) -> Callable[[float], int]:
-    """How often the rate has fallen at a position."""
+def _drop_counter(settings: EfficiencySettings, steps_per_epoch: int, total_steps: int) -> Callable[[float], int]:
+    """Return a function from a position to the number of drops before it."""
     if settings.lr_step_size is not None:
         return functools.partial(_whole_intervals, settings.lr_step_size * steps_per_epoch)
     unit = total_steps if settings.milestones_are_shares else steps_per_epoch

@@ -1,4 +1,4 @@
-"""Regularization as a loop: when the regularizer measures, decides and acts in a training, and what it writes down."""
+"""Regularization as a loop: when the regularizer measures, decides and acts in a training, and what is recorded."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ LOGGED = ("s", "s_ema", "s_target", "lambda", "data_bpt", "param_bpt")
 class RegularizationLoop(Loop):
     """Calls the regularizer at the right moments; writes ``scu_history.json`` and ``scu_config.json``.
 
-    ``seconds``: host time spent in the loop. On a GPU it includes waiting for the step that is measured.
-    ``rate_factor``: 1 until the target is reached, then as ``hold_steps`` says.
+    ``seconds``: host time spent in the loop; on a GPU it includes waiting for the measured step. ``rate_factor``: 1
+    until the target is reached, then as set by ``hold_steps``.
     """
 
     name = "regularization"
@@ -54,7 +54,7 @@ class RegularizationLoop(Loop):
         self.last_row: Optional[dict[str, Any]] = None
         self._items: Any = None
         self._ignores_items: Optional[bool] = None
-        self._said = 0
+        self._reported_notices = 0
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class RegularizationLoop(Loop):
         self._analysis, self._ignores_items = LossAnalysis(self.trainer), None
 
     def on_model(self, model: torch.nn.Module) -> None:
-        # Else it would decay the weights of the model before.
+        # Otherwise it would decay the weights of the previous model.
         if self.trainer.place_model_on_device:
             self.trainer._move_model_to_device(model, self.trainer.args.device)
         self.regularizer.follow(model)
@@ -74,30 +74,30 @@ class RegularizationLoop(Loop):
         # A stream of unknown length counts as one pass.
         steps_per_epoch = math.ceil(len(loader) / accumulation) if has_length(loader) else state.max_steps
         self.regularizer.start(state.max_steps, steps_per_epoch, args.seed, state.logging_steps)
-        self._said = len(self.notices)
-        self.rate_factor, self.seconds, self._is_described = 1.0, 0.0, False  # of this training
+        self._reported_notices = len(self.notices)
+        self.rate_factor, self.seconds, self._is_described = 1.0, 0.0, False  # for this call of train
         self._begun_s = time.perf_counter()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """The rate decays linearly from the step that reached the target to 0 ``hold_steps`` later."""
+        """Lower the rate linearly, from the step that reached the target to 0 ``hold_steps`` later."""
         reached, steps = self.regularizer.state.reached_step, self.regularizer.settings.hold_steps
         decays = reached is not None and steps
         self.rate_factor = max(0.0, 1.0 - (state.global_step + 1 - reached) / (steps + 1)) if decays else 1.0
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
-        """Without micro-batches nobody has asked yet what the loss does with the count that it is given."""
+        """Without micro-batches, find out whether the loss ignores the item count that it is given."""
         trainer = self.trainer
         if trainer.micro_batches is not None or self._ignores_items is not None or trainer.loss_is_scaled_for_ga:
-            return  # one that is said to be scaled may divide by the accumulation steps itself, as GRPO's does
-        if self._analysis.own_step.per_batch:  # a question would generate
+            return  # such a loss may divide by the accumulation steps itself, as GRPO's does
+        if self._analysis.own_step.per_batch:  # a trial would generate
             return
         over_ranks = num_items is not None and trainer.accelerator.num_processes > 1
         if over_ranks or batches_added(trainer, num_items) > 1:
             self._ignores_items = self._analysis.ignores_items(inputs, num_items)
-            if self._means_added(num_items) > 1 and trainer.is_world_process_zero():
+            if self._added_means(num_items) > 1 and trainer.is_world_process_zero():
                 logger.warning(in_words(trainer, num_items, self._analysis.ranks_added))
 
-    def _means_added(self, num_items: Any) -> int:
+    def _added_means(self, num_items: Any) -> int:
         micro_batches = self.trainer.micro_batches
         if micro_batches is not None:
             return micro_batches.means_added(num_items)
@@ -106,7 +106,7 @@ class RegularizationLoop(Loop):
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         loss = self.trainer.task_loss
-        if (count := self._means_added(num_items)) > 1:
+        if (count := self._added_means(num_items)) > 1:
             loss = second_try(functools.partial(torch.div, loss, count), "taking the mean of the losses")
         self.regularizer.observe_loss(loss)
         self._items = num_items
@@ -124,14 +124,14 @@ class RegularizationLoop(Loop):
         with self._timed():
             row = self.regularizer.after_optimizer_step(
                 step=state.global_step + 1,
-                # torchao keeps a tensor
+                # with torchao the rate is a tensor
                 learning_rate=float(kwargs["optimizer"].param_groups[0]["lr"]) if rate is None else rate,
                 items=self._items_over_ranks(),
                 reduce=functools.partial(_sum_over_ranks, accelerator),
                 processes=accelerator.num_processes,
             )
             if row is not None:
-                self._publish(row, state.global_step + 1, control)
+                self._record_decision(row, state.global_step + 1, control)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if metrics and "eval_bpt" in metrics:
@@ -143,7 +143,7 @@ class RegularizationLoop(Loop):
             self._write_config()
 
     def _items_over_ranks(self) -> Any:
-        """Tokens of the window for the regularizer, whose mean over ranks must be the tokens of all ranks together."""
+        """Return the tokens of the window, scaled so that their mean over ranks is the tokens of all ranks."""
         if self._items is None or self.trainer.args.average_tokens_across_devices:
             return self._items
         return self._items * self.trainer.accelerator.num_processes
@@ -156,16 +156,16 @@ class RegularizationLoop(Loop):
 
     # -- a decision ----------------------------------------------------------------------------------------------------
 
-    def _publish(self, row: dict[str, Any], step: int, control) -> None:
+    def _record_decision(self, row: dict[str, Any], step: int, control) -> None:
         if self.history is not None and not self._is_described:
             self._write_config()
             self._is_described = True
         self.record(row)
         self.last_row = row
-        for text in self.notices[self._said :]:
+        for text in self.notices[self._reported_notices :]:
             if self.trainer.is_world_process_zero():
                 logger.warning(text)
-        self._said = len(self.notices)
+        self._reported_notices = len(self.notices)
         settings, reached = self.regularizer.settings, self.regularizer.state.reached_step
         if settings.stop_at_target and reached is not None and step >= reached + settings.hold_steps:
             control.should_training_stop = True
@@ -182,7 +182,7 @@ class RegularizationLoop(Loop):
     def save_state(self, folder: str) -> None:
         accelerator = self.trainer.accelerator
         self.regularizer.share_interval(functools.partial(_sum_over_ranks, accelerator), accelerator.num_processes)
-        # Base weights are read again on resume; adapters start at random and would be lost.
+        # Base weights are loaded again on resume, but adapters start at random values, which would be lost.
         has_adapters = hasattr(self.trainer.model, "peft_config")
         prior = self.regularizer.prior.state_dict() if has_adapters and self.trainer.args.should_save else {}
         if prior:
@@ -192,7 +192,7 @@ class RegularizationLoop(Loop):
     def load_state(self, checkpoint: str) -> None:
         state_file, prior_file = Path(checkpoint) / self.state_file, Path(checkpoint) / PRIOR_FILE
         if not state_file.is_file() and not self.regularizer.steers:
-            return self._give_way(
+            return self._replace_by_not_measured(
                 f"{checkpoint} holds no {self.state_file}, and S can only be measured from the start of a run"
             )
         if not state_file.is_file():
@@ -205,7 +205,7 @@ class RegularizationLoop(Loop):
         self.last_row = state.pop("last_row", None)  # logged until the next decision
         self.regularizer.load_state_dict(state, prior)
 
-    def _give_way(self, reason: str) -> None:
+    def _replace_by_not_measured(self, reason: str) -> None:
         callbacks = self.trainer.callback_handler.callbacks
         stand_in = NotMeasured(reason)
         callbacks[callbacks.index(self)] = stand_in
@@ -218,13 +218,13 @@ class RegularizationLoop(Loop):
         return self.regularizer.progress.notices
 
     def scalars(self) -> dict[str, float]:
-        """The newest decision; empty before the first. Without lambda where nothing is steered."""
+        """Return the newest decision; empty before the first. Without lambda if nothing is steered."""
         row, steers = self.last_row or {}, self.regularizer.steers
         names = [name for name in LOGGED if steers or name != "lambda"]
         return {f"scu/{name}": row[name] for name in names if row.get(name) is not None}
 
     def figures(self) -> dict[str, Any]:
-        """Tracking of S over the steps with the final target, and what the loop cost."""
+        """Return how well S tracked the final target, and what the loop cost."""
         rows = read_rows(run_folder(self.trainer) / self.history_file)
         state, progress = self.regularizer.state, self.regularizer.progress
         figures: dict[str, Any] = {
@@ -260,7 +260,7 @@ class RegularizationLoop(Loop):
 
 
 class NotMeasured(Loop):
-    """In the place of ``RegularizationLoop``, where S cannot be measured and nobody asked to steer it."""
+    """Replaces ``RegularizationLoop`` if S cannot be measured and the user did not ask to steer it."""
 
     name = "regularization"
 
@@ -280,7 +280,7 @@ class NotMeasured(Loop):
 
 
 def _measured_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of a run that had no target."""
+    """Return the summary lines of a run without a target."""
     s = found.get("final_s")
     lines = [("S", found["verdict"] if s is None else f"{s:.4f}, {found['verdict']}")]
     if found["overhead_fraction"] is not None:
@@ -308,5 +308,5 @@ def _tracking(regularizer: Regularizer, rows: list[dict[str, Any]], target: Opti
 def _sum_over_ranks(accelerator, tensor):
     if accelerator.num_processes == 1:
         return tensor
-    # float64 is not to be had on every device; three numbers lose nothing that matters in float32.
+    # Not every device has float64; for three numbers float32 is precise enough.
     return accelerator.reduce(tensor.float().to(accelerator.device), reduction="sum").cpu().double()

@@ -11,8 +11,7 @@ from scu_trainer.train.loop import Loop
 
 
 class SaveEpochs(Loop):
-    """Drops the stock wish to save at the end of an epoch (``save_strategy: epoch``) in all epochs but every
-    ``every``-th and the last."""
+    """With ``save_strategy: epoch``, saves only after every ``every``-th epoch and after the last one."""
 
     name = "save_epochs"
 
@@ -26,37 +25,37 @@ class SaveEpochs(Loop):
 
 
 class EarlyStopping(Loop):
-    """``transformers.EarlyStoppingCallback``, whose count goes on in a resumed run, and that says why a run ended."""
+    """``transformers.EarlyStoppingCallback`` with a counter that survives a resume, and a notice why the run ended."""
 
     name = "early_stopping"
     state_file = "early_stopping.json"
 
     def __init__(self, patience: int, threshold: float) -> None:
-        self._rule = EarlyStoppingCallback(patience, threshold)
+        self._callback = EarlyStoppingCallback(patience, threshold)
         self._figures: dict[str, Any] = {}
         self.notices: list[str] = []
 
     def begin(self) -> None:
-        self._rule.early_stopping_patience_counter = 0
+        self._callback.early_stopping_patience_counter = 0
         self._figures, self.notices = {}, []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._rule.on_train_begin(args, state, control, **kwargs)
+        self._callback.on_train_begin(args, state, control, **kwargs)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self._rule.on_evaluate(args, state, control, metrics=metrics or {}, **kwargs)
+        self._callback.on_evaluate(args, state, control, metrics=metrics or {}, **kwargs)
 
     def resume_position(self, checkpoint, position):
-        """The first that is asked of a checkpoint: other loops look whether the training is over."""
+        """Load the counter: this loop is the first to see a checkpoint, and others ask whether training is over."""
         self.load_state(checkpoint)
         return position
 
     @property
     def is_over(self) -> bool:
-        return self._rule.early_stopping_patience_counter >= self._rule.early_stopping_patience
+        return self._callback.early_stopping_patience_counter >= self._callback.early_stopping_patience
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Only now: an evaluation too little better to count may still be the best, and is noted after all events."""
+        """Write the notice. Not earlier, because an evaluation below the threshold may still become the best one."""
         if not self.is_over or state.global_step >= state.max_steps:
             return
         name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
@@ -68,15 +67,15 @@ class EarlyStopping(Loop):
             kept += ", because the best has no checkpoint"
         self.notices.append(
             f"early stopping: {name} did not improve on {state.best_metric:.4g} of step {state.best_global_step} for "
-            f"{self._rule.early_stopping_patience} evaluations; the run ended at step {state.global_step} with the "
+            f"{self._callback.early_stopping_patience} evaluations; the run ended at step {state.global_step} with the "
             f"model of step {kept}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"evaluations_without_gain": self._rule.early_stopping_patience_counter}
+        return {"evaluations_without_gain": self._callback.early_stopping_patience_counter}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rule.early_stopping_patience_counter = int(state["evaluations_without_gain"])
+        self._callback.early_stopping_patience_counter = int(state["evaluations_without_gain"])
 
     def figures(self) -> dict[str, Any]:
         return {self.name: self._figures} if self._figures else {}

@@ -1,9 +1,9 @@
-"""Samples and tokens per second of a training, and the share of its device's peak that its arithmetic reaches.
+"""Samples and tokens per second of a training, and its model FLOPs utilization.
 
-Model FLOPs utilization as in PaLM (arXiv:2204.02311, appendix B): what the model needs, per second, over the peak;
-padding and recomputed activations are no need. Operations are counted once, on a few rows of the first batch, and
-scaled by tokens where the input is tokens, else by rows: where these have several lengths, the counted ones stand for
-all. Evaluations and checkpoints are no part of the time.
+Model FLOPs utilization as in PaLM (arXiv:2204.02311, appendix B): the operations per second that the model needs, over
+the device's peak; padding and recomputed activations are not needed operations. They are counted once, on a few rows of
+the first batch, and scaled by tokens if the input is tokens, else by rows; then rows of other lengths are treated like
+the counted ones. The time of evaluations and checkpoints is left out.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RATES = ("samples_per_second", "seconds_per_step", "slowest_step_s", "tokens_per
 
 @dataclass
 class Work:
-    """What one rank did. ``tokens``: without padding, a number of the device that nobody has waited for yet; None for
-    rows that are no tokens. ``slowest_s``: of the steps; on a GPU as the host sees them."""
+    """What one rank did. ``tokens``: without padding, still on the device; None if rows are not tokens. ``slowest_s``:
+    time of the slowest step; on a GPU as the host sees it."""
 
     seconds: float = 0.0
     rows: int = 0
@@ -38,7 +38,7 @@ class Work:
     slowest_s: float = 0.0
 
     def add(self, more: Work) -> None:
-        if more.tokens is not None:  # first: it may run out of memory, and is then repeated
+        if more.tokens is not None:  # first, because it may run out of memory and is then repeated
             self.tokens = more.tokens if self.tokens is None else self.tokens + more.tokens
         self.seconds += more.seconds
         self.rows += more.rows
@@ -47,25 +47,25 @@ class Work:
 
 
 class Throughput(Loop):
-    """``peak_tflops``: None finds the device's own. ``counts_flops``: False leaves the operations, and the utilization,
-    out; then there is no section in scu_metrics.json.
+    """Measures throughput. ``peak_tflops``: None to find the device's peak. ``counts_flops``: False to leave out the
+    operations and utilization; then scu_metrics.json has no such section.
 
-    The first step of a ``train`` call is left out: in it kernels are chosen, and operations counted.
+    The first step of a ``train`` call is left out, because kernels are chosen and operations counted in it.
     """
 
     name = "throughput"
 
     def __init__(self, trainer: Trainer, peak_tflops: Optional[float] = None, counts_flops: bool = True) -> None:
-        self.trainer, self._stated = trainer, peak_tflops
+        self.trainer, self._stated_tflops = trainer, peak_tflops
         self.count: Optional[Count] = None
         self.peak: Optional[Peak] = None
         self.reasons: list[str] = []
-        self._asked, self._counts_flops = not counts_flops, counts_flops
+        self._has_counted_flops, self._counts_flops = not counts_flops, counts_flops
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._now, self._logged, self._total = Work(), Work(), Work()
+        self._current_step, self._since_last_log, self._whole_training = Work(), Work(), Work()
         self._is_first = True
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
@@ -73,44 +73,44 @@ class Throughput(Loop):
 
     def _count(self, inputs: Any, num_items: Any) -> None:
         model = self.trainer.model
-        if not self._asked:
-            self._ask(inputs, num_items)
-            self._asked = True
-        self._now.add(Work(rows=rows_of(model, inputs).rows, tokens=tokens_of(model, inputs, padding=False)))
+        if not self._has_counted_flops:
+            self._count_flops_once(inputs, num_items)
+            self._has_counted_flops = True
+        self._current_step.add(Work(rows=rows_of(model, inputs).rows, tokens=tokens_of(model, inputs, padding=False)))
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if control.should_log or control.should_evaluate or control.should_save or self._is_first:
-            wait_for(args.device)  # work that is still under way belongs to the steps, not to what comes next
+            wait_for(args.device)  # pending work belongs to the steps and not to what follows
         if not self._is_first:
-            self._now.seconds = self._now.slowest_s = time.perf_counter() - self._begun_s
-            self._now.steps = 1
-            for interval in (self._logged, self._total):
-                second_try(functools.partial(interval.add, self._now), "counting the tokens of a step")
+            self._current_step.seconds = self._current_step.slowest_s = time.perf_counter() - self._started_s
+            self._current_step.steps = 1
+            for interval in (self._since_last_log, self._whole_training):
+                second_try(functools.partial(interval.add, self._current_step), "counting the tokens of a step")
         self._is_first = False
-        self._begin()
+        self._start_timing()
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
-        self._begin()
+        self._start_timing()
 
     def on_save(self, args, state, control, **kwargs) -> None:
-        self._begin()
+        self._start_timing()
 
-    def _begin(self) -> None:
-        self._now, self._begun_s = Work(), time.perf_counter()
+    def _start_timing(self) -> None:
+        self._current_step, self._started_s = Work(), time.perf_counter()
 
-    def _ask(self, inputs: Any, num_items: Any) -> None:
+    def _count_flops_once(self, inputs: Any, num_items: Any) -> None:
         if is_sharded(self.trainer):
             self.reasons.append("the weights are sharded: operations are not counted")
             return
         self.count, no_count = count_flops(self.trainer, inputs, num_items)
-        self.peak, no_peak = find_peak(self.trainer, self._stated)
+        self.peak, no_peak = find_peak(self.trainer, self._stated_tflops)
         self.reasons += [reason for reason in (no_count, no_peak) if reason]
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """Since the last call, for the logs; empty where no step was timed."""
-        figures, self._logged = self._rates(self._logged), Work()
+        """Return the rates since the last call, for the logs; empty if no step was timed."""
+        figures, self._since_last_log = self._rates(self._since_last_log), Work()
         return {f"throughput/{name}": value for name, value in figures.items() if value is not None}
 
     def figures(self) -> dict[str, Any]:
@@ -128,10 +128,10 @@ class Throughput(Loop):
         return [("throughput", rates), ("model FLOPs utilization", _utilization(found))]
 
     def measured(self) -> dict[str, Any]:
-        """Of this ``train`` call, for scu_metrics.json. ``mfu``: a fraction; rates are those of all ranks together."""
+        """Return the rates of this ``train`` call, for scu_metrics.json, over all ranks. ``mfu``: a fraction."""
         peak, count = self.peak, self.count
         return {
-            **self._rates(self._total),
+            **self._rates(self._whole_training),
             "devices": self.trainer.accelerator.num_processes,
             "peak_tflops": None if peak is None else peak.tflops,
             "peak_source": None if peak is None else peak.source,
@@ -148,7 +148,7 @@ class Throughput(Loop):
         tokens = None if interval.tokens is None else float(interval.tokens)
         tflops = None if self.count is None else self.count.of(interval.rows, tokens) / seconds / 1e12
         return {
-            # 0: rows of no known number
+            # 0: rows of unknown number
             "samples_per_second": interval.rows * ranks / seconds if interval.rows else None,
             "seconds_per_step": seconds / interval.steps,
             "slowest_step_s": interval.slowest_s,
@@ -162,18 +162,18 @@ def _utilization(figures: dict[str, Any]) -> str:
     if figures["tflops"] is None:
         return "; ".join(figures["notices"])
     sample = "sample" if figures["flops_per_token"] else "sample of the first batch"
-    reached = f"{_rate(figures['tflops'])} ({figures['flops_per_sample']:.3g} operations per {sample})"
+    reached = f"{_in_flops(figures['tflops'])} ({figures['flops_per_sample']:.3g} operations per {sample})"
     if figures["mfu"] is None:
         return f"{reached}; {'; '.join(figures['notices'])}"
     devices = f"{figures['devices']} x " if figures["devices"] > 1 else ""
-    return f"{figures['mfu']:.1%}: {reached} of {devices}{_rate(figures['peak_tflops'])} ({figures['peak_source']})"
+    return f"{figures['mfu']:.1%}: {reached} of {devices}{_in_flops(figures['peak_tflops'])} ({figures['peak_source']})"
 
 
-def _rate(tflops: float) -> str:
+def _in_flops(tflops: float) -> str:
     return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:.3g} GFLOP/s"
 
 
 def measure_pace(trainer: Trainer) -> None:
-    """Rows and tokens per second in every row of the logs, also without ``throughput``, which adds utilization."""
+    """Log rows and tokens per second in every row, even without the ``throughput`` setting, which adds utilization."""
     if not any(isinstance(loop, Throughput) for loop in trainer.loops):
         trainer.add_callback(Throughput(trainer, counts_flops=False))

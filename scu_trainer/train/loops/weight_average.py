@@ -1,7 +1,7 @@
-"""An exponential moving average of the trained weights: what evaluations and the final model use.
+"""Keep an exponential moving average of the trained weights for evaluations and the final model.
 
-The average is taken after each optimizer step and after the regularization loop's decay that follows it. Training
-itself never sees it: the weights of every step are those of a training without it, bit for bit.
+The average is updated after each optimizer step, and after the regularization loop's decay that follows it. Training
+itself does not use it: the weights of every step are those of a training without it, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from scu_trainer.train.step.recovery.second_try import second_try
 
 EMA_FILE = "ema.safetensors"
 IN_TRAINING_FILE = "schedule_free.safetensors"
-"""In a checkpoint, whose own weights are the averaged ones: those of the training step."""
+"""File in a checkpoint with the weights of the training step; the checkpoint's own weights are the averaged ones."""
 
-LESS = (
+USE_LESS_MEMORY = (
     "Lower max_batch_size or per_device_train_batch_size, use tuning: lora, or leave ema_decay out; "
     "resume_from_checkpoint: true resumes from the newest checkpoint"
 )
-LESS_SCHEDULE_FREE = LESS.replace("leave ema_decay out", "take another optim")
+USE_LESS_MEMORY_SCHEDULE_FREE = USE_LESS_MEMORY.replace("leave ema_decay out", "take another optim")
 
 
 class WeightAverage(Loop):
@@ -46,7 +46,7 @@ class WeightAverage(Loop):
 
     Frozen weights have no second copy.
 
-    Raises ControlError where no process has whole weights (ZeRO-3, FSDP).
+    Raises ControlError if no process has whole weights (ZeRO-3, FSDP).
     """
 
     name = "weight_average"
@@ -64,39 +64,41 @@ class WeightAverage(Loop):
         self._checkpoint: Optional[Path] = None
 
     def opening_lines(self) -> list[str]:
-        said = f"evaluations and the final model use the moving average of the weights (ema_decay {self.decay:g})"
+        line = f"evaluations and the final model use the moving average of the weights (ema_decay {self.decay:g})"
         if self.trainer.loop("regularization") is None:
-            return [said]
-        return [f"{said}; S is measured on the weights in training, not on their average"]
+            return [line]
+        return [f"{line}; S is measured on the weights in training, not on their average"]
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        tensors = self._tensors()
+        tensors = self._averaged_tensors()
         self._names = list(tensors)
         self._averages = [tensor.to(torch.float32, copy=True) for tensor in tensors.values()]
         self._count = 0
         if self._checkpoint is not None:
-            self._read(self._checkpoint)
+            self._load_averages(self._checkpoint)
             self._checkpoint = None
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         if self.trainer.accelerator.optimizer_step_was_skipped:
             return
-        tensors = self._tensors()
+        tensors = self._averaged_tensors()
         if list(tensors) != self._names:
             raise ControlError(
                 "the set of trained weights changed during training, but ema_decay averages the set it started with; "
                 "drop ema_decay"
             )
-        # The first update is a copy, which may be repeated; later ones may where none has been written to.
+        # The first update is a copy and can be repeated; later ones can if no average has been written to yet.
         written = self._averages if self._count else []
-        second_try(partial(self._add, tensors.values()), "averaging the weights", LESS, written)
+        second_try(partial(self._add, tensors.values()), "averaging the weights", USE_LESS_MEMORY, written)
 
     def _add(self, weights: Iterable[torch.Tensor]) -> None:
-        """The decay grows from 2/11 to ``self.decay``, so that a short run's average forgets where it began: the rule
-        of TensorFlow's ``ExponentialMovingAverage`` (argument ``num_updates``). Not by torch's ``AveragedModel``, which
-        waits for a card in each step."""
+        """Update the averages. The decay grows from 2/11 to ``self.decay``, so that a short run forgets its start.
+
+        This is the rule of TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``. torch's ``AveragedModel`` is
+        not used, because it waits for the GPU in each step.
+        """
         weights, n = [weight.float() for weight in weights], self._count
         if n:
             torch._foreach_lerp_(self._averages, weights, 1 - min(self.decay, (1 + n) / (10 + n)))
@@ -105,38 +107,40 @@ class WeightAverage(Loop):
         self._count = n + 1
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        """The model that training leaves behind is the average: with load_best_model_at_end that of the best step."""
+        """Put the average into the model; with load_best_model_at_end, the average of the best step."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._read(Path(state.best_model_checkpoint))
-        self._put_in()
+            self._load_averages(Path(state.best_model_checkpoint))
+        self._put_averages_into_model()
 
     # -- use -----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Inside, the model has the averages. Outside of training, and before its first step, nothing changes."""
+        """Put the averages into the model; does nothing outside of training and before its first step."""
         if not self.trainer.is_in_train or not self._count:
             yield
             return
         doing = "a copy of the weights in training, beside which their average is evaluated,"
-        weights = second_try(lambda: {name: tensor.clone() for name, tensor in self._tensors().items()}, doing, LESS)
+        weights = second_try(
+            lambda: {name: tensor.clone() for name, tensor in self._averaged_tensors().items()}, doing, USE_LESS_MEMORY
+        )
         try:
-            self._put_in()
+            self._put_averages_into_model()
             yield
         finally:
-            for name, tensor in self._tensors().items():
+            for name, tensor in self._averaged_tensors().items():
                 tensor.copy_(weights[name])
 
-    def _put_in(self) -> None:
+    def _put_averages_into_model(self) -> None:
         if not self._count:
             return
         self._share_statistics()
         averages = dict(zip(self._names, self._averages, strict=True))
-        for name, tensor in self._tensors().items():
+        for name, tensor in self._averaged_tensors().items():
             tensor.copy_(averages[name])
 
     def _share_statistics(self) -> None:
-        """BatchNorm's statistics are each rank's own after a step; all ranks shall evaluate the model that is saved."""
+        """Use rank 0's BatchNorm statistics, so that all ranks, which differ in them, evaluate the saved model."""
         if self.trainer.accelerator.num_processes == 1:
             return
         buffers = {name for name, _ in self.trainer.model.named_buffers()}
@@ -144,8 +148,8 @@ class WeightAverage(Loop):
             if name in buffers:
                 dist.broadcast(average, src=0)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Of the model as it is: placing a model puts other tensors behind its weights."""
+    def _averaged_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the averaged tensors of the model; not cached, because placing a model replaces its tensors."""
         model = self.trainer.model
         trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         return trained | dict(batch_norm_statistics(model))
@@ -160,11 +164,11 @@ class WeightAverage(Loop):
         save_file({name: t.contiguous() for name, t in tensors.items()}, Path(folder) / EMA_FILE, metadata=count)
 
     def load_state(self, checkpoint: str) -> None:
-        """Go on with the averages of ``checkpoint`` once training begins. Raises CheckpointError if it has none."""
+        """Use the averages of ``checkpoint`` when training begins. Raises CheckpointError if it has none."""
         self._checkpoint = Path(checkpoint)
         _require_file(self._checkpoint)
 
-    def _read(self, checkpoint: Path) -> None:
+    def _load_averages(self, checkpoint: Path) -> None:
         _require_file(checkpoint)
         with reading(checkpoint / EMA_FILE), safe_open(checkpoint / EMA_FILE, framework="pt") as saved:
             if sorted(saved.keys()) != sorted(self._names):
@@ -186,12 +190,12 @@ def _require_file(checkpoint: Path) -> None:
 
 
 class ScheduleFreeWeights(Loop):
-    """Has schedule-free optimizers put their averaged weights into the model where it is saved.
+    """Makes schedule-free optimizers put their averaged weights into the model when it is saved.
 
-    The stock Trainer does so for an evaluation alone: what it saves in a step without one are the weights of the next
-    gradient. And the optimizer computes the weights of training again from the averaged ones, which rounds: here they
-    are kept meanwhile, so that an evaluation or a save changes no bit of the training, and in the checkpoint beside the
-    averaged ones, so that neither does a resume.
+    The stock Trainer does so for evaluations only; a step without one saves the weights at which the next gradient is
+    computed. Also, the optimizer computes the training weights from the averaged ones by arithmetic that rounds. Here
+    the training weights are kept in memory, and in the checkpoint next to the averaged ones, so neither an evaluation,
+    a save nor a resume changes a bit of the training.
     """
 
     name = "schedule_free"
@@ -199,7 +203,7 @@ class ScheduleFreeWeights(Loop):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._acts = False
-        self._in_training: Optional[dict[str, torch.Tensor]] = None
+        self._training_weights: Optional[dict[str, torch.Tensor]] = None
         self._checkpoint: Optional[Path] = None
 
     def opening_lines(self) -> list[str]:
@@ -208,7 +212,7 @@ class ScheduleFreeWeights(Loop):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         optimizer = inner_optimizer(self.trainer.optimizer)
         self._acts = is_of_schedule_free(type(optimizer))
-        if not self._acts:  # a create_optimizer of one's own has made another, or DeepSpeed has wrapped it
+        if not self._acts:  # the user's create_optimizer made another one, or DeepSpeed has wrapped it
             inner = type(getattr(optimizer, "optimizer", None))
             require(
                 not (self.trainer.is_deepspeed_enabled and is_of_schedule_free(inner)),
@@ -220,28 +224,28 @@ class ScheduleFreeWeights(Loop):
         check_own_schedule_free(
             type(optimizer).__name__, regularizer is not None and regularizer.steers, average is not None
         )
-        self._put_average_in, self._leave_average = type(optimizer).eval, type(optimizer).train
+        self._average_into_model, self._average_out_of_model = type(optimizer).eval, type(optimizer).train
         optimizer.eval, optimizer.train = self._to_average, self._to_training
         if self._checkpoint is not None and (self._checkpoint / IN_TRAINING_FILE).is_file():
             with reading(self._checkpoint / IN_TRAINING_FILE):
-                self._in_training = load_file(self._checkpoint / IN_TRAINING_FILE)
+                self._training_weights = load_file(self._checkpoint / IN_TRAINING_FILE)
         self._checkpoint = None
 
     def _to_average(self) -> None:
         optimizer = inner_optimizer(self.trainer.optimizer)
-        if any(where["train_mode"] for where in _modes(optimizer)):
+        if any(holder["train_mode"] for holder in _modes(optimizer)):
             doing = "a copy of the weights in training, beside which the averaged ones are used,"
-            self._in_training = second_try(self._copies, doing, LESS_SCHEDULE_FREE)
-        self._put_average_in(optimizer)
+            self._training_weights = second_try(self._copy_weights, doing, USE_LESS_MEMORY_SCHEDULE_FREE)
+        self._average_into_model(optimizer)
 
     def _to_training(self) -> None:
         optimizer = inner_optimizer(self.trainer.optimizer)
-        self._leave_average(optimizer)
-        for name, weight in (self._in_training or {}).items():
+        self._average_out_of_model(optimizer)
+        for name, weight in (self._training_weights or {}).items():
             self._weights()[name].copy_(weight)
-        self._in_training = None
+        self._training_weights = None
 
-    def _copies(self) -> dict[str, torch.Tensor]:
+    def _copy_weights(self) -> dict[str, torch.Tensor]:
         return {name: weight.to("cpu", copy=True) for name, weight in self._weights().items()}
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -252,8 +256,8 @@ class ScheduleFreeWeights(Loop):
             self.trainer.optimizer.eval()
 
     def save_state(self, folder: str) -> None:
-        if self.trainer.args.should_save and self._in_training is not None and not is_sharded(self.trainer):
-            save_file(self._in_training, Path(folder) / IN_TRAINING_FILE)
+        if self.trainer.args.should_save and self._training_weights is not None and not is_sharded(self.trainer):
+            save_file(self._training_weights, Path(folder) / IN_TRAINING_FILE)
 
     def load_state(self, checkpoint: str) -> None:
         self._checkpoint = Path(checkpoint)
@@ -262,22 +266,27 @@ class ScheduleFreeWeights(Loop):
         if not self._acts:
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            for where in _modes(inner_optimizer(optimizer)):  # the averaged weights of the best step are in already
-                where["train_mode"] = False
+            for holder in _modes(inner_optimizer(optimizer)):  # the model already has the best step's averaged weights
+                holder["train_mode"] = False
         optimizer.eval()
         inner = inner_optimizer(optimizer)
         del inner.eval, inner.train
-        self._in_training = None
+        self._training_weights = None
 
 
 def _modes(optimizer: Any) -> list[dict[str, Any]]:
-    """What says whether the weights are those of training: the groups, or the optimizer where it wraps another."""
-    return [where for where in (vars(optimizer), *optimizer.param_groups) if "train_mode" in where]
+    """Return the dicts with "train_mode", which tells whether weights are those of training.
+
+    These are the parameter groups, or the attributes of an optimizer that wraps another one.
+    """
+    return [holder for holder in (vars(optimizer), *optimizer.param_groups) if "train_mode" in holder]
 
 
 def own_schedule_free(trainer: Trainer) -> Optional[str]:
-    """The class of a schedule-free optimizer that the trainer was given; None where it was given none. Those that take
-    a closure never switch."""
+    """Return the class name of a schedule-free optimizer passed to the trainer; None if there is none.
+
+    Schedule-free optimizers that take a closure never switch, so they do not count.
+    """
     kind = (trainer.optimizer_cls_and_kwargs or (None,))[0] if trainer.optimizer is None else type(trainer.optimizer)
     return kind.__name__ if isinstance(kind, type) and is_of_schedule_free(kind) else None
 
@@ -287,7 +296,7 @@ def is_of_schedule_free(kind: type) -> bool:
 
 
 def may_be_schedule_free(trainer: Trainer) -> bool:
-    """What a ``create_optimizer`` of somebody's own makes is not known before training begins."""
+    """Return whether the optimizer may be schedule-free; a user's ``create_optimizer`` is only known in training."""
     is_own = type(trainer).create_optimizer is not Trainer.create_optimizer
     return is_own or own_schedule_free(trainer) is not None or is_schedule_free(trainer.args)
 
@@ -302,8 +311,11 @@ def check_schedule_free(
     efficiency: Optional[EfficiencySettings],
     own: Optional[str] = None,
 ) -> None:
-    """It trains at a point between two that it keeps, and what moves or averages the weights sees that point alone.
-    ``own``: of ``own_schedule_free``, whose schedule is its owner's."""
+    """Raise SettingsError for settings that contradict a schedule-free optimizer.
+
+    It trains at a point between two points that it keeps, and code that moves or averages the weights only sees that
+    point. ``own``: see ``own_schedule_free``; the schedule of such an optimizer is the user's responsibility.
+    """
     if own is None:
         if not is_schedule_free(training):
             return

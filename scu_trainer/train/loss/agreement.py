@@ -1,6 +1,6 @@
-"""Whether another way to a causal model's loss gives the stock one: asked on short rows before it is taken.
+"""Check on short rows, before it is used, whether another way to compute a causal model's loss gives the stock loss.
 
-The loss is computed as training computes it, so code of somebody's own between the model and the loss takes part.
+The loss is computed as in training, so user code between the model and the loss is included.
 """
 
 from __future__ import annotations
@@ -23,78 +23,86 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time, 
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
 Found = tuple[Optional[bool], Optional[str]]
-"""(whether it gives the stock loss; why it does not). None: that is not finite, or the model cannot be asked yet."""
+"""(whether it gives the stock loss, why it does not). None: the loss is not finite, or cannot be checked yet."""
 
 MOST_COLUMNS = 32
 
 LENGTHS = (8, 5)
-"""Tokens of the two rows that are asked about padding, which share a prefix where that is asked about. They are the
-same for all data, so a run that goes on, and every rank, finds the same."""
+"""Tokens of the two rows for the padding-free check, which share a prefix if shared prefixes are checked. They do not
+depend on the data, so a resumed run and every rank come to the same result."""
 
 MOST_VALUES, MOST_WEIGHTS = 2**20, 32
-"""Of a trained weight, and how many of them, by which the gradient is compared."""
+"""Maximum size of a trained weight, and maximum number of weights, for which gradients are compared."""
 
 HIDDEN_ROUNDING, GRADIENT_ROUNDING = 2.5, 20
-"""Times the tolerance of a loss, which is a mean over many."""
+"""Multiples of the tolerance of a loss, which is a mean over many values."""
 
-OWN_ATTENTION = "its attention is code of its own, which is not told where rows end"
+OWN_ATTENTION = "the model has its own attention code, which does not know where rows end"
 
 LEAK = 1e-4
-"""Relative change of a row by another row that is rounding: its numbers are computed the same way."""
+"""Relative change of a row caused by another row that still counts as rounding, because both are computed alike."""
 
 
 def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
-    """On the first columns of the first row, every one of them learned."""
+    """Check the loss without materialized logits on the first columns of the first row, with every token learned."""
     model, short = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
     if short is None:
         return False, "the batch has no input_ids of shape (rows, time) with labels to compare it on"
 
-    def compared() -> Found:
+    def compare() -> Found:
         stock, ours = (
-            float(_loss(trainer, short, way)) for way in (contextlib.nullcontext(), headless(model, None, _ignored))
+            float(_loss(trainer, short, way))
+            for way in (contextlib.nullcontext(), headless(model, None, _ignore_losses))
         )
-        return _same_loss(tolerance_of(trainer), stock, ours)
+        return _compare_losses(tolerance_of(trainer), stock, ours)
 
-    return _asked(model, compared, "a short row without its output head")
+    return _run_check(model, compare, "a short row without its output head")
 
 
 def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_prefixes: bool = False) -> Found:
-    """On two rows of different length: loss, states before the output head, gradient by some small weights; and the
-    first row must not change the second. ``shares_prefixes``: they begin alike, and that is computed once. Then the
-    model must not draw random numbers either, since each row should get its own."""
+    """Check rows without padding on two rows of different length.
+
+    Compares the loss, the states before the output head and the gradients of some small weights, and requires that the
+    first row does not change the second. ``shares_prefixes``: the rows begin with the same tokens, which are computed
+    once. Then the model must not draw random numbers either, because each row should get its own.
+    """
     model, alike = trainer.model, FEWEST_TOKENS if shares_prefixes else 0
 
-    def compared() -> Found:
-        two = type(inputs)(_two_rows(_words(model), inputs["input_ids"].device, alike))
-        if shares_prefixes and _draws(trainer, two):
+    def compare() -> Found:
+        two = type(inputs)(_two_rows(_shared_vocabulary(model), inputs["input_ids"].device, alike))
+        if shares_prefixes and _draws_random_numbers(trainer, two):
             return False, "the model draws random numbers (dropout)"
         rows = end_to_end(two, shares_prefixes=shares_prefixes)
-        stock, states, gradient = _answers(trainer, two, rows, contextlib.nullcontext())
-        ours, our_states, our_gradient = _answers(trainer, two, rows, opened(model, None, _ignored, rows))
+        stock, states, gradient = _loss_states_and_gradient(trainer, two, rows, contextlib.nullcontext())
+        ours, our_states, our_gradient = _loss_states_and_gradient(
+            trainer, two, rows, opened(model, None, _ignore_losses, rows)
+        )
         bound = tolerance_of(trainer)
-        same, reason = _same_loss(bound, stock, ours)
+        same, reason = _compare_losses(bound, stock, ours)
         if not same:
             return same, reason
-        if (apart := _apart(our_states, states)) > HIDDEN_ROUNDING * bound:
-            return False, f"the states before the output head differ from the model's own by {apart:.2g} of them"
-        if (apart := _apart(our_gradient, gradient)) > GRADIENT_ROUNDING * bound:
-            return False, f"the gradient differs from the model's own by {apart:.2g} of it"
+        if (distance := _relative_distance(our_states, states)) > HIDDEN_ROUNDING * bound:
+            return False, f"the states before the output head differ from the model's own by {distance:.2g} of them"
+        if (distance := _relative_distance(our_gradient, gradient)) > GRADIENT_ROUNDING * bound:
+            return False, f"the gradient differs from the model's own by {distance:.2g} of it"
         if _looks_past_borders(model, rows):
             return False, OWN_ATTENTION
-        changed = _with_another_first(two, alike)
-        _, other_states, _ = _answers(trainer, changed, rows, opened(model, None, _ignored, rows))
-        return _same_states(other_states[LENGTHS[0] :], our_states[LENGTHS[0] :])
+        changed = _with_changed_first_row(two, alike)
+        _, other_states, _ = _loss_states_and_gradient(
+            trainer, changed, rows, opened(model, None, _ignore_losses, rows)
+        )
+        return _compare_states(other_states[LENGTHS[0] :], our_states[LENGTHS[0] :])
 
-    return _asked(model, compared, "two short rows without padding")
+    return _run_check(model, compare, "two short rows without padding")
 
 
 def _looks_past_borders(model: torch.nn.Module, rows: EndToEnd) -> bool:
-    """Whether its attention does not go by ``rows``, which weights near zero would not show in half precision."""
+    """Return whether the attention ignores the borders of ``rows``; in half precision small weights would hide that."""
     return inner_model(model).config._attn_implementation not in FLASH and not rows.attended
 
 
-def _draws(trainer: Trainer, batch: Any) -> bool:
-    """Whether a training forward draws random numbers. Afterwards the model is in evaluation mode."""
+def _draws_random_numbers(trainer: Trainer, batch: Any) -> bool:
+    """Return whether a training forward draws random numbers. Leaves the model in evaluation mode."""
     model = trainer.model.train()
     before = rng_state(model)
     _loss(trainer, batch, contextlib.nullcontext())
@@ -103,23 +111,27 @@ def _draws(trainer: Trainer, batch: Any) -> bool:
 
 
 def follows_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
-    """Whether the training loss is made of the model's own: twice the weight of a row, twice the loss. Asked on the
-    first columns of the first row, every one of them learned."""
+    """Return whether the training loss scales with the model's own loss: twice the row weight gives twice the loss.
+
+    Checked on the first columns of the first row, with every token learned.
+    """
     model, short = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
     if short is None:
         return False
     items = short["labels"].ne(NOT_LEARNED).sum()
 
-    def compared() -> Found:
+    def compare() -> Found:
         weights = (short["labels"].new_full((1,), factor, dtype=torch.float32) for factor in (1, 2))
-        once, twice = (float(_loss(trainer, short, opened(model, one, _ignored), num_items=items)) for one in weights)
-        return _same_loss(tolerance_of(trainer), 2 * once, twice)
+        once, twice = (
+            float(_loss(trainer, short, opened(model, one, _ignore_losses), num_items=items)) for one in weights
+        )
+        return _compare_losses(tolerance_of(trainer), 2 * once, twice)
 
-    return bool(_asked(model, compared, "a short row")[0])
+    return bool(_run_check(model, compare, "a short row")[0])
 
 
 Way = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
-"""Inside, a forward takes the loss another way, of rows end to end if given, and lists the losses of its rows."""
+"""(rows end to end, or None; a list) -> a context in which a forward appends the losses of its rows to the list."""
 
 
 def agrees_on_rows(
@@ -130,70 +142,78 @@ def agrees_on_rows(
     padding_free: bool,
     shares_prefixes: bool = False,
 ) -> Found:
-    """On two rows of different length, in evaluation: the loss of the model, and of each row by its logits; end to end
-    the first row must not change the second. ``shares_prefixes``: they begin alike, and that is computed once."""
+    """Check, on two rows of different length in evaluation mode, the loss of the model and of each row by its logits.
+
+    With ``padding_free``, the first row must not change the second. ``shares_prefixes``: the rows begin with the same
+    tokens, which are computed once.
+    """
     alike = FEWEST_TOKENS if shares_prefixes else 0
 
-    def answered(batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]) -> tuple[list[float], list[torch.Tensor]]:
+    def losses_and_states(
+        batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]
+    ) -> tuple[list[float], list[torch.Tensor]]:
         seen: list[RowLosses] = []
-        with way(rows, seen), _kept_output(inner_model(model).base_model) as states:
+        with way(rows, seen), _record_output(inner_model(model).base_model) as states:
             loss = model(**batch, use_cache=False).loss
         return [float(loss), *seen[-1].sums.tolist()], states
 
-    def compared() -> Found:
-        two = _two_rows(_words(model), device, alike)
+    def compare() -> Found:
+        two = _two_rows(_shared_vocabulary(model), device, alike)
         rows = end_to_end(two, shares_prefixes=shares_prefixes) if padding_free else None
         stock = model(**two, use_cache=False)
         wanted = [float(stock.loss), *row_scores(stock.logits, two["labels"])[:, 0].tolist()]
-        losses, states = answered(two, rows)
+        losses, states = losses_and_states(two, rows)
         for one, other in zip(wanted, losses, strict=True):
-            same, reason = _same_loss(tolerance(model, low_precision), one, other)
+            same, reason = _compare_losses(tolerance(model, low_precision), one, other)
             if not same:
                 return same, reason
         if rows is None:
             return True, None
         if _looks_past_borders(model, rows):
             return False, OWN_ATTENTION
-        _, others = answered(_with_another_first(two, alike), rows)
-        return _same_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].cpu().double() for kept in (others, states)))
+        _, others = losses_and_states(_with_changed_first_row(two, alike), rows)
+        return _compare_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].cpu().double() for kept in (others, states)))
 
     with torch.no_grad():
-        return _asked(model, compared, "two short rows")
+        return _run_check(model, compare, "two short rows")
 
 
-def _asked(model: torch.nn.Module, compared: Callable[[], Found], what: str) -> Found:
+def _run_check(model: torch.nn.Module, compare: Callable[[], Found], what: str) -> Found:
     try:
         with untouched(model):
-            return compared()
-    except Exception as error:  # whatever a model says to so short a row: training shall go on
+            return compare()
+    except Exception as error:  # the model may fail on such short rows in any way, but training must continue
         if is_out_of_memory(error):
             raise
         forget_traceback(error)
-        # A hook may read what a loss of somebody's own sets on its trainer, which there is after the first step.
+        # A hook may read attributes that the user's loss only sets on the trainer in the first step.
         found = None if isinstance(error, AttributeError) else False
         return found, f"the model fails on {what}: {type(error).__name__}: {error}"
 
 
-def _ignored(losses: Any) -> None:
-    """Nobody asks for the losses of rows."""
+def _ignore_losses(losses: Any) -> None:
+    """Discard the losses of rows."""
 
 
-def _same_loss(bound: float, stock: float, ours: float) -> Found:
+def _compare_losses(bound: float, stock: float, ours: float) -> Found:
     if not math.isfinite(stock):
         return None, None
     same = abs(stock - ours) <= bound * max(abs(stock), 1e-6)
     return same, None if same else f"it gives {ours:.6g} where this model's own loss is {stock:.6g}"
 
 
-def _same_states(found: torch.Tensor, wanted: torch.Tensor) -> Found:
-    """Of the second row, where the first is another."""
-    apart = _apart(found, wanted)
-    return apart <= LEAK, None if apart <= LEAK else f"one row changes the states of the next by {apart:.2g} of them"
+def _compare_states(found: torch.Tensor, wanted: torch.Tensor) -> Found:
+    """Compare the states of the second row before and after the first row was changed."""
+    distance = _relative_distance(found, wanted)
+    return (
+        distance <= LEAK,
+        None if distance <= LEAK else f"one row changes the states of the next by {distance:.2g} of them",
+    )
 
 
-def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    apart = float(torch.dist(found, wanted) / wanted.norm().clamp(min=1e-12))
-    return apart if math.isfinite(apart) else math.inf
+def _relative_distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    distance = float(torch.dist(found, wanted) / wanted.norm().clamp(min=1e-12))
+    return distance if math.isfinite(distance) else math.inf
 
 
 def _loss(
@@ -207,13 +227,13 @@ def _loss(
         return trainer._stock_loss(trainer.model, type(batch)(batch), False, num_items)
 
 
-def _answers(
+def _loss_states_and_gradient(
     trainer: Trainer, batch: Any, rows: EndToEnd, way: contextlib.AbstractContextManager[None]
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """(loss, states (tokens, size) of the rows one after the other, gradient by some small weights)"""
+    """Return (loss, states (tokens, size) of the rows one after the other, gradient of some small weights)."""
     model = trainer.model
     few = [p for p in model.parameters() if p.requires_grad and p.numel() <= MOST_VALUES][:MOST_WEIGHTS]
-    with _kept_output(inner_model(model).base_model) as outputs:
+    with _record_output(inner_model(model).base_model) as outputs:
         loss = _loss(trainer, batch, way, with_gradient=bool(few))
     found = torch.autograd.grad(loss, few, allow_unused=True) if few else ()
     gradient = [torch.zeros(1, dtype=torch.float64), *(g.flatten().cpu().double() for g in found if g is not None)]
@@ -223,7 +243,7 @@ def _answers(
 
 
 @contextlib.contextmanager
-def _kept_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+def _record_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     kept: list[torch.Tensor] = []
     with module.register_forward_hook(lambda module, given, output: kept.append(output[0])):
         yield kept
@@ -241,13 +261,13 @@ def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
     return type(inputs)({**short, "labels": short["input_ids"].clamp(max=words - 1)})
 
 
-def _words(model: torch.nn.Module) -> int:
-    """That the model both reads and predicts."""
+def _shared_vocabulary(model: torch.nn.Module) -> int:
+    """Return how many tokens the model both reads and predicts."""
     return min(head_of(model).out_features, len(model.get_input_embeddings().weight))
 
 
 def _two_rows(words: int, device: torch.device, alike: int) -> dict[str, torch.Tensor]:
-    """Of invented tokens, the first of them ``alike``, the second padded to the length of the first."""
+    """Return two rows of made-up tokens: the first ``alike`` tokens are the same, and the second row is padded."""
     shape = len(LENGTHS), max(LENGTHS)
     ids = (torch.arange(shape[0] * shape[1]) * 7 + 1).reshape(shape) % words
     ids[1, :alike] = ids[0, :alike]
@@ -256,7 +276,7 @@ def _two_rows(words: int, device: torch.device, alike: int) -> dict[str, torch.T
     return placed({"input_ids": ids, "attention_mask": mask, "labels": labels}, device)
 
 
-def _with_another_first(two: Mapping[str, torch.Tensor], alike: int) -> Any:
+def _with_changed_first_row(two: Mapping[str, torch.Tensor], alike: int) -> Any:
     changed = type(two)({**two, "input_ids": two["input_ids"].clone()})
     changed["input_ids"][0, alike:] = changed["input_ids"][0, alike:].flip(0)
     return changed

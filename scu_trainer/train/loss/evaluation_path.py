@@ -1,5 +1,7 @@
-"""The losses of held-out rows of a causal language model: without logits and padding, as in training, where that gives
-what the logits give (asked on two short rows before the first batch, ``agreement.py``); else from the logits.
+"""Compute the losses of a causal language model's held-out rows without logits and without padding, as in training.
+
+``agreement.py`` checks on two short rows before the first batch that this gives the same losses; otherwise they are
+computed from the logits.
 """
 
 from __future__ import annotations
@@ -41,12 +43,15 @@ from scu_trainer.train.step.recovery.snapshot import replaced
 logger = logging.getLogger("scu_trainer")
 
 Predict = Callable[[Any], tuple]
-"""Inputs -> (loss, logits, labels), as the Trainer's ``prediction_step``."""
+"""Inputs -> (loss, logits, labels), like the Trainer's ``prediction_step``."""
 
 
 class EvaluationPath:
-    """Of one model. ``fewest_words``: of a vocabulary whose logits are left out; None: of none. ``low_precision``:
-    whether the model computes with fewer bits than its weights have."""
+    """Compute the losses of rows for one model.
+
+    ``fewest_words``: vocabulary size from which logits are not materialized; None: they always are. ``low_precision``:
+    whether the model computes with fewer bits than its weights have.
+    """
 
     def __init__(
         self,
@@ -60,30 +65,36 @@ class EvaluationPath:
         self._fewest_words, self._wants_padding_free = fewest_words, padding_free
 
     def scores(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
-        """(rows, 2) as ``row_scores`` has it, of ``inputs`` of the model and ``labels`` (rows, time) on its device."""
+        """Return the scores of rows, shape (rows, 2) as in ``row_scores``.
+
+        ``inputs``: of the model. ``labels``: shape (rows, time), on the model's device.
+        """
         batch = {**inputs, "labels": labels}
         with self.way(batch) as seen:
             if seen is None:
                 logits = self.model(**inputs, use_cache=False).logits
-                return row_scores(logits[:, -labels.shape[1] :], labels)  # prompt tuning puts learned tokens before
+                return row_scores(logits[:, -labels.shape[1] :], labels)  # prompt tuning prepends learned tokens
             self.model(**batch, use_cache=False)
         return seen[-1].scores
 
     @contextlib.contextmanager
     def way(self, batch: Mapping[str, Any]) -> Iterator[Optional[list[RowLosses]]]:
-        """Inside, a forward of the model on ``batch``, labels among it, adds the losses of its rows to the list, and
-        returns something else in the place of logits. None where the model goes its own way."""
+        """Let a forward of the model on ``batch``, which includes labels, append the losses of its rows to a list.
+
+        Inside the context, the model returns no usable logits. Yields None if the model must run as usual.
+        """
         rows = self._end_to_end(looked_at(batch)) if self._may_leave_padding else None
         if self.makes_logits and rows is None:
             yield None
             return
         seen: list[RowLosses] = []
-        with self._kind(self.model, None, seen.append, rows):
+        with self._context(self.model, None, seen.append, rows):
             yield seen
 
     def _end_to_end(self, batch: Mapping[str, Any]) -> Optional[EndToEnd]:
         most_tokens = sliding_window_of(self.model)
-        rows = end_to_end(batch, most_tokens, input_device(self.model).type == "cpu")  # shared prefixes as in training
+        # Prefixes are shared on the CPU only, as in training.
+        rows = end_to_end(batch, most_tokens, input_device(self.model).type == "cpu")
         if rows is None or not self._leaves_padding:
             return None
         if rows.prefixes is not None and not self._shares_prefixes:
@@ -91,7 +102,7 @@ class EvaluationPath:
         return None if rows is None else replace(rows, wants_few_sizes=self._wants_few_sizes)
 
     @property
-    def _kind(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
+    def _context(self) -> Callable[..., contextlib.AbstractContextManager[None]]:
         return opened if self.makes_logits else headless
 
     @functools.cached_property
@@ -99,7 +110,7 @@ class EvaluationPath:
         if self._fewest_words is None or not self._has_known_loss or obstacle_in_head(self.model):
             return True
         is_small = head_of(self.model).out_features < self._fewest_words
-        return is_small or not self._agrees(headless, "the logits are made")
+        return is_small or not self._check_agreement(headless, "the logits are made")
 
     @functools.cached_property
     def _may_leave_padding(self) -> bool:
@@ -108,12 +119,12 @@ class EvaluationPath:
 
     @functools.cached_property
     def _leaves_padding(self) -> bool:
-        return self._agrees(self._kind, "padding is kept", padding_free=True)
+        return self._check_agreement(self._context, "padding is kept", padding_free=True)
 
     @functools.cached_property
     def _shares_prefixes(self) -> bool:
         instead = "prefixes that rows share are computed once per row"
-        return self._agrees(self._kind, instead, padding_free=True, shares_prefixes=True)
+        return self._check_agreement(self._context, instead, padding_free=True, shares_prefixes=True)
 
     @functools.cached_property
     def _wants_few_sizes(self) -> bool:
@@ -125,8 +136,10 @@ class EvaluationPath:
         is_known = computes_causal_loss(self.model) and own_forward_of(self.model) is None
         return is_known and not has_sharded_weights(self.model)
 
-    def _agrees(self, kind: Callable, instead: str, padding_free: bool = False, shares_prefixes: bool = False) -> bool:
-        """``kind``: ``opened`` or ``headless``. ``instead``: what is done where the answers differ."""
+    def _check_agreement(
+        self, kind: Callable, instead: str, padding_free: bool = False, shares_prefixes: bool = False
+    ) -> bool:
+        """``kind``: ``opened`` or ``headless``. ``instead``: what the log says is done if the losses differ."""
 
         def way(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
             return kind(self.model, None, seen.append, rows)
@@ -139,23 +152,26 @@ class EvaluationPath:
 
 
 class LeanPrediction:
-    """A trainer's ``prediction_step`` on the path of an evaluation, where only the stock Trainer sees what the model
-    returns, and does not ask for logits. ``chunked`` and ``padding_free``: as of ``LossPath``."""
+    """Run a trainer's ``prediction_step`` without logits and padding.
+
+    Only where no code but the stock Trainer sees what the model returns, and it does not need the logits. ``chunked``
+    and ``padding_free``: as in ``LossPath``.
+    """
 
     def __init__(self, trainer: Trainer, chunked: str, padding_free: Optional[bool]) -> None:
         self.trainer = trainer
         fewest_words = {"never": None, "always": 0, "auto": LARGE_VOCABULARY}[chunked]
-        self._how = {"fewest_words": fewest_words, "padding_free": padding_free is not False}
+        self._path_options = {"fewest_words": fewest_words, "padding_free": padding_free is not False}
         self._path: Optional[EvaluationPath] = None
         self._is_predicting = False
         self._scores: Optional[torch.Tensor] = None
 
     def begin(self) -> None:
-        """With an evaluation: its model is asked again, which has learned since the last one."""
+        """Begin an evaluation: check its model again, because it has changed since the last one."""
         self._path = None
 
     def applied(self, predict: Predict, loss_only: bool) -> Predict:
-        """``predict`` without what nobody asks for: all but the loss, or the scores of rows (``preprocess_logits``)."""
+        """Return ``predict`` without unneeded outputs: only the loss, or also the scores of rows."""
         trainer = self.trainer
         scores_rows = not loss_only and trainer.preprocess_logits_for_metrics is preprocess_logits
         if not (loss_only or scores_rows) or not has_causal_loss(trainer) or not is_read_by_stock_alone(trainer):
@@ -165,7 +181,7 @@ class LeanPrediction:
             self._scores = None
             with replaced(self, "_is_predicting", True):
                 loss, logits, labels = predict(part)
-            if scores_rows and labels is not None:  # of every batch: ranks, and parts of a batch, are put together
+            if scores_rows and labels is not None:  # in every batch, because results of ranks and parts are joined
                 logits = preprocess_logits(logits, labels) if self._scores is None else self._scores
             return loss, logits, labels
 
@@ -173,7 +189,7 @@ class LeanPrediction:
 
     @contextlib.contextmanager
     def way(self, inputs: Any) -> Iterator[None]:
-        """Around the forward that such a ``predict`` makes of ``inputs``."""
+        """Wrap the forward that a ``predict`` returned by ``applied`` runs on ``inputs``."""
         if not self._is_predicting or not isinstance(inputs, Mapping):
             yield
             return
@@ -183,9 +199,9 @@ class LeanPrediction:
 
     @property
     def _path_of_model(self) -> EvaluationPath:
-        """The model may be another one than before (``model_init``)."""
+        """Return the path of the trainer's current model, which ``model_init`` may have replaced."""
         model = self.trainer.model
         if self._path is None or self._path.model is not model:
             low_precision = self.trainer.accelerator.mixed_precision != "no"
-            self._path = EvaluationPath(model, low_precision=low_precision, **self._how)
+            self._path = EvaluationPath(model, low_precision=low_precision, **self._path_options)
         return self._path

@@ -1,11 +1,11 @@
-"""Your own module in the trainer's loops: ``wrap(module, loss=...)``.
+"""Train your own module with the trainer's loops: ``wrap(module, loss=...)``.
 
     model = wrap(Net(), loss=nn.CrossEntropyLoss())
     trainer = SCUTrainer(model, args, train_dataset=pairs, ...)     # items are tuples (x, y) or dicts
     trainer.train()
 
-The loss of each row is known, so that batches can be cut and samples be chosen by their losses; saved files load into
-the bare module.
+The loss of each row is known, so batches can be split and a curriculum can choose rows by their losses. Saved files
+load into the bare module.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ def wrap(
     """Make a plain module trainable by ``SCUTrainer``.
 
     Args:
-        module: takes what the dataset gives beside the target; returns a tensor, a tuple or a mapping of tensors with
-            one entry per row along dimension 0.
+        module: takes what the dataset gives besides the target, and returns a tensor, a tuple or a mapping of tensors
+            with one entry per row along dimension 0.
         loss: ``loss(outputs, targets)``, a function or a module without weights. It may return the mean over rows,
-            their sum, or one entry per row; a target of -100 is not learned, as in torch's cross-entropy. A loss in
-            which rows act on each other works too: batches are then taken whole.
-        targets: position in a tuple, or key of a dict, of the target. None: the last of a tuple; ``labels`` or
-            ``label``.
-        inputs: positions or keys of what the module takes, in its order. None: the rest of a tuple; of a dict the keys
+            their sum, or one entry per row. A target of -100 is not learned, as in torch's cross-entropy. A loss in
+            which rows affect each other works too, but its batches are never split.
+        targets: where the target is: a position in a tuple, or a key of a dict. None: the last position of a tuple;
+            ``labels`` or ``label`` of a dict.
+        inputs: positions or keys of the module's inputs, in its order. None: the rest of a tuple; of a dict the keys
             that its forward names.
 
-    Raises ModelError where module or loss are none.
+    Raises ModelError if ``module`` is not a module, or ``loss`` cannot be used as a loss.
     """
     return WrappedModule(module, loss, targets, inputs)
 
 
 class WrappedModule(nn.Module):
-    """``module`` with a loss, as the stock Trainer calls a model. ``data_collator``: makes its batches.
+    """``module`` together with its loss, with the interface that the stock Trainer expects of a model.
 
-    Its state_dict is the module's own.
+    ``data_collator``: makes its batches. Its state_dict is the module's own.
     """
 
-    config = None  # the stock Trainer looks for one where labels are smoothed
+    config = None  # the stock Trainer reads it when labels are smoothed
 
     def __init__(
         self, module: nn.Module, loss: Any, targets: Optional[Place], inputs: Optional[Sequence[Place]]
@@ -80,8 +80,8 @@ class WrappedModule(nn.Module):
     def forward(
         self, labels: Optional[torch.Tensor] = None, num_items_in_batch: Any = None, **inputs: Any
     ) -> dict[str, Any]:
-        """``loss``, ``logits`` (what the module returns) and ``losses`` of the rows, where logits and labels alone
-        do not tell them; without ``labels`` only ``logits``."""
+        """Return ``loss``, ``logits`` (the module's outputs) and, unless logits and labels suffice to compute them,
+        the ``losses`` of the rows. Without ``labels``, return ``logits`` only."""
         outputs = self._outputs(inputs)
         logits = tuple(outputs) if isinstance(outputs, list) else outputs
         if isinstance(outputs, Mapping):
@@ -95,17 +95,17 @@ class WrappedModule(nn.Module):
             return {"logits": logits}
         loss, losses = self.row_loss(outputs, labels, num_items_in_batch)
         found = {"loss": loss, "logits": logits}
-        # Of plain cross-entropy no losses: logits and labels tell them, and tell of classes as well. It was asked in
-        # evaluation mode, and the module may have more outputs in training.
-        is_told = self.row_loss.is_plain and torch.is_tensor(logits)
-        return found if losses is None or is_told else {**found, "losses": losses}
+        # Plain cross-entropy needs no losses: logits and labels give them, and the classes as well. The kind was found
+        # in evaluation mode, and the module may return more outputs in training.
+        follows_from_logits = self.row_loss.is_plain and torch.is_tensor(logits)
+        return found if losses is None or follows_from_logits else {**found, "losses": losses}
 
     def _outputs(self, inputs: Mapping[str, Any]) -> Any:
         positional, named = self._arguments(inputs)
         return self.module(*positional, **named)
 
     def _arguments(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """(positional, named) of the module's forward."""
+        """Return the (positional, named) arguments of the module's forward."""
         names = self._parameters_of_forward
         if self._in_order or is_of_tuple(inputs):
             return list(inputs.values()), {}
@@ -119,7 +119,7 @@ class WrappedModule(nn.Module):
         )
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ModelError where the module does not take so many inputs, or needs others."""
+        """Raise ModelError if the module's forward does not accept ``inputs`` or needs more."""
         positional, named = self._arguments(inputs)
         try:
             inspect.signature(self.module.forward).bind(*positional, **named)
@@ -131,57 +131,63 @@ class WrappedModule(nn.Module):
 
     @torch.no_grad()
     def ask(self, batches: Sequence[Mapping[str, Any]], prepare: Callable[[Any], Any] = dict) -> None:
-        """Find out how the loss puts rows together, on a few rows of ``batches``; nothing is changed by it.
+        """Find out, on a few rows of ``batches``, how the loss combines rows; nothing changes in the module.
 
-        ``prepare``: brings rows to the module's device. No forward has more than ``ROWS_TO_ASK`` rows.
+        ``prepare``: moves rows to the module's device. No forward sees more than ``ROWS_TO_ASK`` rows.
         """
-        few = _few_rows(batches, self.row_loss.seen)
-        count = len(few[TARGET])
+        few_rows = _pick_rows(batches, self.row_loss.seen)
+        count = len(few_rows[TARGET])
         starts = range(0, count, ROWS_TO_ASK)
         with untouched(self):
-            parts = [self._answer(prepare(_rows_of(few, start, start + ROWS_TO_ASK))) for start in starts]
+            parts = [
+                self._outputs_and_targets(prepare(_slice_rows(few_rows, start, start + ROWS_TO_ASK)))
+                for start in starts
+            ]
             has_rows = all(has_one_entry_per_row(outputs, len(targets)) for outputs, targets in parts)
-            if has_rows and count % ROWS_TO_ASK == 0:  # all of one size, which the outputs may have by chance
-                has_rows = self._has_fewer_rows(prepare(_rows_of(few, 0, ROWS_TO_ASK - 1)))
+            if has_rows and count % ROWS_TO_ASK == 0:  # all parts have the same size, and the outputs by chance, too
+                has_rows = self._keeps_fewer_rows(prepare(_slice_rows(few_rows, 0, ROWS_TO_ASK - 1)))
             joined = join([outputs for outputs, _ in parts]) if has_rows else None
             self.row_loss.ask(joined, torch.cat([targets for _, targets in parts]))
 
-    def _answer(self, inputs: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
+    def _outputs_and_targets(self, inputs: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
         inputs = dict(inputs)
         targets = inputs.pop(TARGET)
         return self._outputs(inputs), targets
 
-    def _has_fewer_rows(self, inputs: Mapping[str, Any]) -> bool:
+    def _keeps_fewer_rows(self, inputs: Mapping[str, Any]) -> bool:
         try:
-            outputs, targets = self._answer(inputs)
-        except (RuntimeError, ValueError, IndexError) as error:  # a module that takes its rows in pairs
+            outputs, targets = self._outputs_and_targets(inputs)
+        except (RuntimeError, ValueError, IndexError) as error:  # for instance, the module needs an even number of rows
             if is_out_of_memory(error):
                 raise
             return False
         return has_one_entry_per_row(outputs, len(targets))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _fit_for_a_file(self.module.state_dict(*args, **kwargs))
+        return _with_own_storage(self.module.state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
 
-def _fit_for_a_file(weights: dict[str, Any]) -> dict[str, Any]:
-    """Files of safetensors take no tensor that shares memory, such as tied weights, which are in it twice then: it has
-    all names of the module. Nor one in another order than that of its axes (channels_last)."""
+def _with_own_storage(weights: dict[str, Any]) -> dict[str, Any]:
+    """Give every tensor memory of its own in the order of its axes, as safetensors requires.
+
+    Tied weights are therefore stored twice, under all names that the module has for them; tensors in another memory
+    format (channels_last) are copied.
+    """
     places: set[int] = set()
     for name, tensor in weights.items():
-        if type(tensor) is not torch.Tensor or not tensor.numel() or tensor.is_meta:  # shards have no place
+        if type(tensor) is not torch.Tensor or not tensor.numel() or tensor.is_meta:  # shards have no storage
             continue
         weights[name] = tensor.clone() if tensor.data_ptr() in places else tensor.contiguous()
         places.add(tensor.data_ptr())
     return weights
 
 
-def _few_rows(batches: Sequence[Mapping[str, Any]], seen: Collection[int]) -> dict[str, Any]:
-    """One row of each class that was not ``seen`` and some more, out of all batches whose rows can stand together."""
-    alike = [batch for batch in batches if _sizes(batch) == _sizes(batches[0])]
+def _pick_rows(batches: Sequence[Mapping[str, Any]], seen: Collection[int]) -> dict[str, Any]:
+    """Return a row of each class not in ``seen`` and a few more, from all batches that can be joined with the first."""
+    alike = [batch for batch in batches if _row_shapes(batch) == _row_shapes(batches[0])]
     rows = torch.tensor(rows_to_ask(torch.cat([batch[TARGET] for batch in alike]), seen))
     parts, begin = [], 0
     for batch in alike:
@@ -193,11 +199,11 @@ def _few_rows(batches: Sequence[Mapping[str, Any]], seen: Collection[int]) -> di
     return {name: join([part[name] for part in parts]) for name in parts[0]}
 
 
-def _sizes(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _row_shapes(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape[1:]) for name, value in batch.items() if torch.is_tensor(value)}
 
 
-def _rows_of(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+def _slice_rows(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     count = len(inputs[TARGET])
     return pick(inputs, torch.arange(start, min(stop, count)), count)
 
@@ -207,7 +213,7 @@ def _signature(module: nn.Module) -> str:
 
 
 def _named_parameters(module: nn.Module) -> Optional[list[str]]:
-    """Names that the module's forward takes; None: any."""
+    """Return the parameter names of the module's forward; None if it accepts any."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -218,9 +224,9 @@ def _named_parameters(module: nn.Module) -> Optional[list[str]]:
 
 
 def adopt(trainer: Trainer) -> None:
-    """Let a trainer of a wrapped module take its collator, and all columns; does nothing to other models.
+    """Prepare a trainer of a wrapped module: use its collator and keep all columns. Other models are left as they are.
 
-    Raises DataError for a first item that cannot be trained on, SettingsError for arguments that change the loss,
+    Raises DataError if the first item cannot be trained on, SettingsError for arguments that change the loss, and
     ControlError under FSDP.
     """
     model = trainer.model
@@ -233,8 +239,8 @@ def adopt(trainer: Trainer) -> None:
         )
     if is_fsdp(trainer):
         raise ControlError(
-            "a wrapped module names its weights as they are named without wrap, and FSDP looks for other names; "
-            "use DDP or DeepSpeed, or let the module's own forward return its loss and give it to the trainer as it is"
+            "wrap keeps the module's own weight names, but FSDP looks for the names of the wrapper; "
+            "use DDP or DeepSpeed, or let the module's own forward return its loss and pass it to the trainer directly"
         )
     trainer.args.remove_unused_columns = False  # the collator takes what the module needs
     if trainer.data_collator is not default_data_collator:
@@ -251,7 +257,7 @@ def adopt(trainer: Trainer) -> None:
 
 
 def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:
-    """``batches`` as the stock Trainer is to count them: for a wrapped module, what the mean of its loss runs over."""
+    """Return ``batches`` as the stock Trainer should count them: for a wrapped module, the terms of its loss's mean."""
     model = trainer.model
     if not isinstance(model, WrappedModule):
         return batches
@@ -263,27 +269,30 @@ def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:
         )
     if not batches or any(not torch.is_tensor(batch.get(TARGET)) for batch in batches):
         return batches
-    few = _rows_to_ask(trainer, batches)
-    if few is not None:
+    few_rows = _rows_to_ask(trainer, batches)
+    if few_rows is not None:
         with trainer.accelerator.autocast():
-            model.ask([few], trainer._prepare_inputs)
+            model.ask([few_rows], trainer._prepare_inputs)
     return [{TARGET: model.row_loss.counted(batch[TARGET])} for batch in batches]
 
 
 def _rows_to_ask(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
-    """A few that may tell something new of the loss, None where none do. Of several ranks all ask about those of the
-    first that has such: they must take the loss for the same, and a forward of sharded weights needs them all."""
-    row_loss, few = trainer.model.row_loss, None
+    """Return a few rows that may show something new about the loss, or None.
+
+    With several ranks, all get the rows of the first rank that has any: they must agree on the kind of the loss, and a
+    forward of sharded weights needs them all.
+    """
+    row_loss, few_rows = trainer.model.row_loss, None
     row_loss.asks_alone = trainer.accelerator.num_processes == 1
     if row_loss.must_ask(batch[TARGET] for batch in batches):
-        few = send_to_device(_few_rows([without_index(batch) for batch in batches], row_loss.seen), "cpu")
+        few_rows = send_to_device(_pick_rows([without_index(batch) for batch in batches], row_loss.seen), "cpu")
     if row_loss.asks_alone or row_loss.is_settled:
-        return few
-    return of_one_rank(few, int(few is not None), trainer.accelerator.device)
+        return few_rows
+    return of_one_rank(few_rows, int(few_rows is not None), trainer.accelerator.device)
 
 
 def weighed(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:
-    """``items`` as the stock Trainer counted them; what the labels of all ranks weigh where classes have weights."""
+    """Return ``items`` as counted by the stock Trainer; with class weights, the total weight of all ranks' labels."""
     model = trainer.model
     if items is None or not isinstance(model, WrappedModule) or model.row_loss.kind != "targets":
         return items

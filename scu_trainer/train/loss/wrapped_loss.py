@@ -1,14 +1,14 @@
-"""The loss of each row, taken out of any loss function, and how the function puts rows together.
+"""Take the loss of each row out of any loss function, and find out how the function combines rows.
 
-    rows     their mean                          any loss with reduction "mean" or "none"
-    labels   the mean over all labels but -100   the same where rows have several labels, or some are not learned
-    targets  the mean with weights of classes    torch's cross-entropy that was given such, wherever it is called
-    sum      their sum
-    whole    none of these: rows act on each other, so that a batch can only be taken as it is
+    rows     mean over rows                      any loss with reduction "mean" or "none"
+    labels   mean over all labels except -100    the same where rows have several labels, or some are not learned
+    targets  class-weighted mean                 torch's cross-entropy with class weights, wherever it is called
+    sum      sum over rows
+    whole    none of these: rows affect each other, so a batch can only be used as a whole
 
-Found out on a row of each class of the first step, as the losses of models are (``loss_analysis``): the loss of all of
-them, and its gradient by the outputs, are compared with those of each alone. A function of somebody's own may hold
-weights of classes that nobody sees: it is asked again about classes that come later.
+The kind is found on a row of each class of the first step, in the same way as for the losses of models
+(``loss/analysis``): the loss of all these rows, and its gradient with respect to the outputs, are compared with those
+of each single row. A user's own function may hide class weights, so it is checked again when new classes appear.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED
 logger = logging.getLogger("scu_trainer")
 
 MOST_QUESTIONS = 5
-"""Steps of one class that are passed over in the hope of another."""
+"""Steps with a single class that are skipped in the hope that another class follows."""
 
 MOST_CHECKS = 200
-"""Steps in which classes that were not seen before are asked about."""
+"""Maximum number of steps in which the loss is checked again because new classes appeared."""
 
 NO_ROWS = "the outputs do not have one entry per row along dimension 0"
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-"""(sums, counts) of shape (rows,) each: a row's loss, summed over its labels, and what it counts for."""
+"""(sums, counts), each of shape (rows,): a row's loss summed over its labels, and how much the row counts."""
 
 
 class RowLoss(nn.Module):
-    """``loss(outputs, targets)`` by rows. ``kind``: see above, None until it has been asked.
+    """``loss(outputs, targets)``, row by row. ``kind``: see the module docstring; None until it is known.
 
-    ``asks_alone``: whether a forward may ask, and note what it finds; several ranks ask together before it.
-    ``is_plain``: the loss of a row is its plain cross-entropy over the classes of (rows, classes) logits.
+    ``asks_alone``: whether ``forward`` may find out the kind; with several ranks, all find it out together beforehand.
+    ``is_plain``: whether a row's loss is its plain cross-entropy over the classes of (rows, classes) logits.
 
-    Raises ModelError for a loss with weights of its own, and for what is no loss.
+    Raises ModelError if the loss has weights of its own or does not return a loss.
     """
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
@@ -82,29 +82,29 @@ class RowLoss(nn.Module):
                 f"targets with {NOT_LEARNED} and drop ignore_index"
             )
         self.loss = loss
-        self._found = _Found()
+        self._findings = _LossFindings()
         self.seen: set[int] = set()
         self._asked = 0
         self.asks_alone = True
-        self._way: Callable[[Any, torch.Tensor], torch.Tensor] = self._looped
+        self._row_method: Callable[[Any, torch.Tensor], torch.Tensor] = self._looped
 
     @property
     def kind(self) -> Optional[str]:
-        return self._found.kind
+        return self._findings.kind
 
     @property
     def is_plain(self) -> bool:
-        return self._found.is_plain
+        return self._findings.is_plain
 
     def forward(
         self, outputs: Any, targets: torch.Tensor, num_items: Any
     ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """(loss, differentiable losses of the rows; None for "whole").
+        """Return (loss, differentiable losses of the rows, or None if the kind is "whole").
 
-        ``num_items``: rows (with kind "labels": labels that are learned) of the whole optimizer step, None for those of
-        this batch alone.
+        ``num_items``: number of rows (with kind "labels": of learned labels) in the whole optimizer step; None to count
+        only this batch.
         """
-        with _classes_told(outputs, targets):
+        with _explain_class_errors(outputs, targets):
             return self._loss(outputs, targets, num_items)
 
     def _loss(self, outputs: Any, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
@@ -112,11 +112,11 @@ class RowLoss(nn.Module):
         if self.kind is None and self.asks_alone:
             self.ask(outputs if has_rows else None, targets)
         elif not has_rows and self.asks_alone:
-            self._take_whole(NO_ROWS)
+            self._fall_back_to_whole(NO_ROWS)
         if self.kind == "whole" or not has_rows:
             share = 1.0 if num_items is None else len(targets) / num_items
-            return self._checked(outputs, targets).reshape(()) * share, None
-        sums, counts = self._rows(outputs, targets)
+            return self._call_loss(outputs, targets).reshape(()) * share, None
+        sums, counts = self._row_sums_and_counts(outputs, targets)
         total = sums.sum()
         if self.kind == "sum":
             return total, sums
@@ -126,90 +126,109 @@ class RowLoss(nn.Module):
         return total / num_items, sums
 
     def weights_of(self, targets: torch.Tensor) -> Optional[torch.Tensor]:
-        """What a mean with weights of classes over ``targets`` is divided by; None for other kinds."""
+        """Return the divisor of a class-weighted mean over ``targets``; None for other kinds."""
         return self._counts(targets).sum() if self.kind == "targets" else None
 
     def counted(self, targets: torch.Tensor) -> torch.Tensor:
-        """Something with as many entries other than -100 as the mean over ``targets`` runs over."""
+        """Return a tensor with as many entries other than -100 as the mean over ``targets`` has terms."""
         return targets if self.kind == "labels" else torch.zeros(len(targets), dtype=torch.int64, device=targets.device)
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- finding out the kind ------------------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
-        """Whether no step can tell anything new."""
-        if self.kind not in (None, "labels", "rows") or self._way == self._as_it_is:
+        """Whether no further step can show anything new."""
+        if self.kind not in (None, "labels", "rows") or self._row_method == self._as_it_is:
             return True
-        has_been_told = self._found.known or is_known(self.loss) or self._found.checks >= MOST_CHECKS
-        return self.kind is not None and has_been_told
+        is_conclusive = self._findings.known or is_known(self.loss) or self._findings.checks >= MOST_CHECKS
+        return self.kind is not None and is_conclusive
 
     def must_ask(self, targets: Iterable[torch.Tensor]) -> bool:
-        """Whether a step with these ``targets`` may tell something new of the loss."""
+        """Return whether a step with these ``targets`` may show something new about the loss."""
         if self.kind is None or self.is_settled:
             return self.kind is None
         return any(are_classes(some) and not self.seen.issuperset(some.unique().tolist()) for some in targets)
 
     @torch.no_grad()
     def ask(self, outputs: Any, targets: torch.Tensor) -> None:
-        """Find ``kind`` from a few rows; it stays None where they do not tell (one row, one class, no finite loss).
+        """Find ``kind`` from a few rows; it stays None if they do not show it (one row, one class, no finite loss).
 
-        ``outputs``: None where they have not one entry per row. Raises ModelError where classes that come later show
-        that the rows trained so far were taken for others than they are.
+        ``outputs``: None if they do not have one entry per row. Raises ModelError if new classes show that the loss
+        weights classes, so that the rows trained so far were weighted wrongly.
         """
         self._asked += 1
         if outputs is None:
-            self._take_whole(NO_ROWS)
+            self._fall_back_to_whole(NO_ROWS)
             return
         rows = rows_to_ask(targets, self.seen)
-        few, wanted = take(outputs, rows), targets[rows]
-        with LossCalls() as seen, _classes_told(few, wanted):
-            whole = self._checked(copied(few), wanted)
+        few_outputs, few_targets = take(outputs, rows), targets[rows]
+        with LossCalls() as seen, _explain_class_errors(few_outputs, few_targets):
+            whole = self._call_loss(copied(few_outputs), few_targets)
         if whole.numel() > 1:
-            self._found, self._way = _Found("rows"), self._as_it_is
+            self._findings, self._row_method = _LossFindings("rows"), self._as_it_is
             return
-        divisor = divisor_of(seen.calls, {TARGET: wanted}, len(wanted))
+        divisor = divisor_of(seen.calls, {TARGET: few_targets}, len(few_targets))
         stated = divisor and divisor.targets
         if self.kind is None and stated is not None and stated.kind == "targets":
-            self._found.targets = stated  # a class may weigh nothing: its rows alone have no mean
-        alone = torch.stack([self._of_one(copied(few), wanted, row) for row in range(len(rows))]).float()
-        is_finite = bool(torch.isfinite(alone).all() & torch.isfinite(whole).all())
-        if is_finite and (bool(alone.any()) or bool(whole.any())):
-            self._decide(few, wanted, whole, alone, stated)
+            self._findings.targets = stated  # a class may have weight 0: the mean over only its rows is undefined
+        row_losses = torch.stack(
+            [self._loss_of_row(copied(few_outputs), few_targets, row) for row in range(len(rows))]
+        ).float()
+        is_finite = bool(torch.isfinite(row_losses).all() & torch.isfinite(whole).all())
+        if is_finite and (bool(row_losses.any()) or bool(whole.any())):
+            self._decide(few_outputs, few_targets, whole, row_losses, stated)
 
     def _decide(
-        self, few: Any, wanted: torch.Tensor, whole: torch.Tensor, alone: torch.Tensor, stated: Optional[Targets]
+        self,
+        few_outputs: Any,
+        few_targets: torch.Tensor,
+        whole: torch.Tensor,
+        row_losses: torch.Tensor,
+        stated: Optional[Targets],
     ) -> None:
-        """``whole``: the loss of ``few`` rows; ``alone``: (rows,), of each. ``stated``: by a public loss function."""
-        rough = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
+        """Set ``kind`` and the method for the rows' losses.
+
+        ``whole``: the loss of all ``few`` rows. ``alone``: (rows,), the loss of each. ``stated``: what a public loss
+        function that was called says about its class weights.
+        """
+        tolerance = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
         if self.kind is not None:
-            self._compare(few, wanted)
+            self._check_new_classes(few_outputs, few_targets)
             return
         is_known_way = is_known(self.loss) or stated is not None
-        kind = self._likeliest(few, wanted, stated, rough) if len(wanted) > 1 else self._stated_for_one(stated)
-        if len(wanted) > 1 and kind is None:
-            self._take_whole("the loss of several rows is neither the mean nor the sum of their losses")
+        kind = (
+            self._match_kind(few_outputs, few_targets, stated, tolerance)
+            if len(few_targets) > 1
+            else self._kind_from_single_row(stated)
+        )
+        if len(few_targets) > 1 and kind is None:
+            self._fall_back_to_whole("the loss of several rows is neither the mean nor the sum of their losses")
             return
-        has_one_class = kind == "labels" and len(wanted.unique()) == 1 and not is_known_way
+        has_one_class = kind == "labels" and len(few_targets.unique()) == 1 and not is_known_way
         if kind is None or (has_one_class and self._asked < MOST_QUESTIONS):
-            return  # weights of classes show only between classes
-        self._found = _Found(kind, stated if kind == "targets" else None, stated is not None)
-        self._note(wanted)
-        ways = [self._mapped, self._looped]
+            return  # class weights only show between different classes
+        self._findings = _LossFindings(kind, stated if kind == "targets" else None, stated is not None)
+        self._remember_classes(few_targets)
+        methods = [self._mapped, self._looped]
         if self._without_reduction() is not None:
-            ways.insert(0, self._unreduced)
-        self._way = next(way for way in ways if self._agrees(way, few, wanted, alone, rough))
-        self._found.is_plain = kind != "targets" and _is_plain(few, wanted, alone, rough)
+            methods.insert(0, self._unreduced)
+        self._row_method = next(
+            method for method in methods if self._agrees(method, few_outputs, few_targets, row_losses, tolerance)
+        )
+        self._findings.is_plain = kind != "targets" and _is_plain(few_outputs, few_targets, row_losses, tolerance)
 
-    def _likeliest(self, few: Any, wanted: torch.Tensor, stated: Optional[Targets], rough: float) -> Optional[str]:
-        """The first kind of which the whole follows, value and gradient; None where it follows from none."""
-        observed = self._observed(few, wanted)
-        kinds = ["labels", "rows", "sum"] if wanted.dtype in LABELS else ["rows", "sum"]
+    def _match_kind(
+        self, few_outputs: Any, few_targets: torch.Tensor, stated: Optional[Targets], tolerance: float
+    ) -> Optional[str]:
+        """Return the first kind that explains the loss of all rows, in value and gradient; None if none does."""
+        observed = self._observe(few_outputs, few_targets)
+        kinds = ["labels", "rows", "sum"] if few_targets.dtype in LABELS else ["rows", "sum"]
         if stated is not None and stated.kind == "targets":
             kinds.insert(0, "targets")
-        return next((kind for kind in kinds if observed.error(kind, stated) <= rough), None)
+        return next((kind for kind in kinds if observed.error(kind, stated) <= tolerance), None)
 
-    def _observed(self, few: Any, wanted: torch.Tensor) -> Observation:
-        """The loss of the rows together and of each, with its gradient by the outputs."""
+    def _observe(self, few_outputs: Any, few_targets: torch.Tensor) -> Observation:
+        """Return the loss of all rows and of each row, with gradients with respect to the outputs."""
         leaves: list[torch.Tensor] = []
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,42 +238,45 @@ class RowLoss(nn.Module):
             return leaves[-1]
 
         with torch.enable_grad():
-            outputs = recursively_apply(leaf, few)
-            whole = with_gradient(self._checked(copied(outputs), wanted), leaves)
-            parts = [with_gradient(self._of_one(copied(outputs), wanted, row), leaves) for row in range(len(wanted))]
-        return Observation({TARGET: wanted}, len(wanted), whole, parts)
+            outputs = recursively_apply(leaf, few_outputs)
+            whole = with_gradient(self._call_loss(copied(outputs), few_targets), leaves)
+            parts = [
+                with_gradient(self._loss_of_row(copied(outputs), few_targets, row), leaves)
+                for row in range(len(few_targets))
+            ]
+        return Observation({TARGET: few_targets}, len(few_targets), whole, parts)
 
-    def _stated_for_one(self, stated: Optional[Targets]) -> Optional[str]:
-        """One row alone is its own mean and its own sum."""
+    def _kind_from_single_row(self, stated: Optional[Targets]) -> Optional[str]:
+        """Return the kind that a single row shows, because a single row is both its own mean and its own sum."""
         if stated is not None:
             return stated.kind
-        if _stated(self.loss, "reduction") == "sum":
+        if _declared_option(self.loss, "reduction") == "sum":
             return "sum"
         if self._asked == MOST_QUESTIONS and not is_known(self.loss):
             logger.warning("steps of a single row do not show how the loss combines rows: it is assumed to be a mean")
         return None
 
-    def _compare(self, few: Any, wanted: torch.Tensor) -> None:
-        self._found.checks += 1
-        new = ", ".join(str(label) for label in sorted(set(wanted.tolist()) - self.seen)[:3])
-        if len(wanted) > 1 and self._observed(few, wanted).error(self.kind) > ROUGH:
+    def _check_new_classes(self, few_outputs: Any, few_targets: torch.Tensor) -> None:
+        self._findings.checks += 1
+        new = ", ".join(str(label) for label in sorted(set(few_targets.tolist()) - self.seen)[:3])
+        if len(few_targets) > 1 and self._observe(few_outputs, few_targets).error(self.kind) > ROUGH:
             raise ModelError(
                 f"the loss weights classes, as class {new} shows, which no earlier step had; give the weights: "
                 "torch.nn.CrossEntropyLoss(weight=...), or return one loss per row (reduction='none')"
             )
-        self._note(wanted)
+        self._remember_classes(few_targets)
 
-    def _note(self, wanted: torch.Tensor) -> None:
-        """Classes that were compared with those before, of which there must be one among the rows."""
-        labels = set(wanted.tolist()) if are_classes(wanted) else set()
+    def _remember_classes(self, few_targets: torch.Tensor) -> None:
+        """Remember classes that were compared with known ones; that needs a known class among the rows."""
+        labels = set(few_targets.tolist()) if are_classes(few_targets) else set()
         if not self.seen or self.seen & labels:
             self.seen |= labels
 
-    def _take_whole(self, reason: str) -> None:
-        self._found = _Found("whole")
+    def _fall_back_to_whole(self, reason: str) -> None:
+        self._findings = _LossFindings("whole")
         logger.warning("batches run whole, and the losses of single rows are unknown: %s", reason)
 
-    def _checked(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def _call_loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         value = self.loss(outputs, targets)
         if not torch.is_tensor(value):
             raise ModelError(
@@ -267,35 +289,41 @@ class RowLoss(nn.Module):
             )
         return value
 
-    def _of_one(self, outputs: Any, targets: torch.Tensor, row: int) -> torch.Tensor:
-        """The loss of one row alone; 0 where it has nothing to learn."""
-        one = slice(row, row + 1)
+    def _loss_of_row(self, outputs: Any, targets: torch.Tensor, row: int) -> torch.Tensor:
+        """Return the loss of a single row; 0 if nothing in it is learned."""
+        only = slice(row, row + 1)
         return torch.where(
-            self._counts(targets[one]) > 0, self.loss(take(outputs, one), self._safe(targets[one])).mean(), 0.0
+            self._counts(targets[only]) > 0,
+            self.loss(take(outputs, only), self._with_counted_class(targets[only])).mean(),
+            0.0,
         )[0]
 
-    # -- ways to the losses of all rows, each the mean over what the row counts ----------------------------------------
+    # -- methods that give the losses of all rows, each the mean over what counts in the row ---------------------------
 
-    def _agrees(self, way: Callable, outputs: Any, targets: torch.Tensor, alone: torch.Tensor, rough: float) -> bool:
-        if way == self._looped:
+    def _agrees(
+        self, method: Callable, outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tolerance: float
+    ) -> bool:
+        if method == self._looped:
             return True
         try:
-            found = way(copied(outputs), targets)
-        except (RuntimeError, ValueError, TypeError, IndexError):  # functions that look at numbers cannot be mapped
+            found = method(copied(outputs), targets)
+        except (RuntimeError, ValueError, TypeError, IndexError):  # vmap cannot map functions that look at values
             return False
-        return found.shape == alone.shape and torch.allclose(found.float(), alone, rtol=rough, atol=rough * 1e-2)
+        return found.shape == row_losses.shape and torch.allclose(
+            found.float(), row_losses, rtol=tolerance, atol=tolerance * 1e-2
+        )
 
     def _without_reduction(self) -> Optional[Callable[[Any, Any], torch.Tensor]]:
         loss = self.loss
         if isinstance(loss, nn.Module):
             if getattr(loss, "reduction", None) not in ("mean", "sum"):
                 return None
-            loss = copy.copy(loss)  # shares its buffers with the one that moves between devices
+            loss = copy.copy(loss)  # shares its buffers with the original, which moves between devices
             loss.reduction = "none"
-            return loss.forward  # without the hooks of the one that was copied, as DeepSpeed puts into all modules
+            return loss.forward  # without the original's hooks, such as those that DeepSpeed adds to all modules
         try:
             takes = "reduction" in inspect.signature(loss).parameters
-        except (TypeError, ValueError):  # built-in functions tell nothing
+        except (TypeError, ValueError):  # built-in functions have no signature
             takes = False
         return functools.partial(loss, reduction="none") if takes else None
 
@@ -309,44 +337,46 @@ class RowLoss(nn.Module):
         return elements.sum(dim=1) / torch.where(counts > 0, counts, 1.0)
 
     def _as_it_is(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        return self._checked(outputs, targets).reshape(len(targets), -1).mean(dim=1)
+        return self._call_loss(outputs, targets).reshape(len(targets), -1).mean(dim=1)
 
     def _mapped(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        def of_one(output: Any, target: torch.Tensor) -> torch.Tensor:
+        def loss_of_row(output: Any, target: torch.Tensor) -> torch.Tensor:
             outputs = recursively_apply(lambda tensor: tensor.unsqueeze(0), output)
             return self.loss(outputs, target.unsqueeze(0)).reshape(())
 
-        return torch.vmap(of_one)(outputs, self._safe(targets))
+        return torch.vmap(loss_of_row)(outputs, self._with_counted_class(targets))
 
     def _looped(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self._of_one(outputs, targets, row) for row in range(len(targets))])
+        return torch.stack([self._loss_of_row(outputs, targets, row) for row in range(len(targets))])
 
-    def _rows(self, outputs: Any, targets: torch.Tensor) -> Rows:
-        means = self._way(outputs, targets)
+    def _row_sums_and_counts(self, outputs: Any, targets: torch.Tensor) -> Rows:
+        means = self._row_method(outputs, targets)
         if self.kind not in ("labels", "targets"):
             return means, torch.ones(len(targets), device=means.device)
         counts = self._counts(targets)
         return torch.where(counts > 0, means * counts, 0.0), counts
 
     def _counts(self, targets: torch.Tensor) -> torch.Tensor:
-        """(rows,): the labels that are learned, which are those other than -100, or what they weigh; 1 for targets that
-        are no labels."""
-        if self._found.targets is not None:
-            return self._found.targets.items({TARGET: targets})
+        """Return, of shape (rows,), how many labels are learned (those other than -100) or their total class weight.
+
+        It is 1 per row if the targets are not labels.
+        """
+        if self._findings.targets is not None:
+            return self._findings.targets.items({TARGET: targets})
         if targets.dtype not in LABELS:
             return torch.ones(len(targets), device=targets.device)
         return targets.ne(NOT_LEARNED).reshape(len(targets), -1).sum(dim=1).float()
 
-    def _safe(self, targets: torch.Tensor) -> torch.Tensor:
-        """With a class that counts in rows where nothing does, whose mean over no labels would not be finite."""
+    def _with_counted_class(self, targets: torch.Tensor) -> torch.Tensor:
+        """Put a class that counts into rows without any, because their mean over no labels would not be finite."""
         counted = (self._counts(targets) > 0).reshape(-1, *([1] * (targets.dim() - 1)))
-        weight = None if self._found.targets is None else self._found.targets.weight
+        weight = None if self._findings.targets is None else self._findings.targets.weight
         return torch.where(counted, targets, 0 if weight is None else weight.argmax().to(targets))
 
 
 @contextlib.contextmanager
-def _classes_told(outputs: Any, targets: torch.Tensor) -> Iterator[None]:
-    """Raise ModelError where torch refuses a class that has no output: it names the one it stumbled over."""
+def _explain_class_errors(outputs: Any, targets: torch.Tensor) -> Iterator[None]:
+    """Raise a ModelError that explains torch's IndexError for a class that has no output."""
     try:
         yield
     except IndexError as error:
@@ -361,9 +391,12 @@ def _classes_told(outputs: Any, targets: torch.Tensor) -> Iterator[None]:
 
 
 @dataclass
-class _Found:
-    """What is known of one loss, which asking does not take back as it does numbers of the module. ``targets``: of kind
-    "targets". ``known``: by the function that is called. ``checks``: steps in which new classes were asked about."""
+class _LossFindings:
+    """What is known about a loss; unlike the module's buffers, it is not restored after a trial.
+
+    ``targets``: with kind "targets" only. ``known``: whether the called function shows it. ``checks``: number of steps
+    in which new classes were checked.
+    """
 
     kind: Optional[str] = None
     targets: Optional[Targets] = None
@@ -373,18 +406,18 @@ class _Found:
 
 
 def is_known(loss: Any) -> bool:
-    """A loss of torch's own without weights of classes: rows of any class count the same in it."""
+    """Return whether the loss is one of torch's own without class weights, in which rows of all classes count alike."""
     function = loss.func if isinstance(loss, functools.partial) else loss
     module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(function, "__module__", None)
-    return module in ("torch.nn.modules.loss", "torch.nn.functional") and _stated(loss, "weight") is None
+    return module in ("torch.nn.modules.loss", "torch.nn.functional") and _declared_option(loss, "weight") is None
 
 
-def _stated(loss: Any, name: str) -> Any:
-    """What a module or a partial function says of itself."""
+def _declared_option(loss: Any, name: str) -> Any:
+    """Return an option that a module or a partial function was created with; None if it has no such option."""
     return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
 
 
-def _is_plain(outputs: Any, targets: torch.Tensor, alone: torch.Tensor, rough: float) -> bool:
+def _is_plain(outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tolerance: float) -> bool:
     is_classes = torch.is_tensor(outputs) and outputs.dim() == 2 and targets.dim() == 1 and targets.dtype is torch.int64
     if not is_classes:
         return False
@@ -392,4 +425,4 @@ def _is_plain(outputs: Any, targets: torch.Tensor, alone: torch.Tensor, rough: f
     if not bool((is_class | (targets == NOT_LEARNED)).all()):
         return False
     plain = functional.cross_entropy(outputs.float(), targets, reduction="none")
-    return torch.allclose(plain, alone, rtol=rough, atol=rough * 1e-2)
+    return torch.allclose(plain, row_losses, rtol=tolerance, atol=tolerance * 1e-2)

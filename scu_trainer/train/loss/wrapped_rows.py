@@ -1,4 +1,4 @@
-"""Rows of what a wrapped module takes and returns: which to ask about a loss, and how to cut and join them."""
+"""Rows of a wrapped module's inputs and outputs: choose those for checking a loss, and slice and join them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerate.utils import recursively_apply
 ROWS_TO_ASK = 4
 
 LABELS = (torch.int64, torch.int32, torch.int16)
-"""Types of targets in which -100 is none."""
+"""Types of targets in which -100 means "not learned"."""
 
 
 def are_classes(targets: torch.Tensor) -> bool:
@@ -19,7 +19,7 @@ def are_classes(targets: torch.Tensor) -> bool:
 
 
 def rows_to_ask(targets: torch.Tensor, seen: Collection[int] = ()) -> list[int]:
-    """One row of each class that is not ``seen``, and others, of seen classes first: ``ROWS_TO_ASK`` if there are."""
+    """Return one row of each class not in ``seen``, filled up with others to ``ROWS_TO_ASK``, seen classes first."""
     labels = targets.tolist() if are_classes(targets) else [None] * len(targets)
     first: dict[int, int] = {}
     for row, label in enumerate(labels):
@@ -35,12 +35,12 @@ def take(outputs: Any, rows: slice | list[int]) -> Any:
 
 
 def copied(outputs: Any) -> Any:
-    """For a loss that is asked several times, and may write to what it is given."""
+    """Return a copy for a loss that is called several times and may write to its arguments."""
     return recursively_apply(torch.clone, outputs)
 
 
 def join(values: Sequence[Any]) -> Any:
-    """The rows of all ``values``, which are alike; what has no rows is that of the first."""
+    """Join the rows of all ``values``, which have the same structure; parts without rows are taken from the first."""
     tensors = [_tensors(value) for value in values]
     together = iter([torch.cat(parts) if parts[0].dim() else parts[0] for parts in zip(*tensors, strict=True)])
     return recursively_apply(lambda tensor: next(together), values[0])

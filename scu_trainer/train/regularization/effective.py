@@ -1,7 +1,7 @@
-"""How far the weights that a model computes with have moved, for adapters whose update is not scale * B A alone.
+"""Measure how far effective weights have moved, for adapters with an update that is not just scale * B A.
 
-DoRA computes with m * (W + scale B A) / ||W + scale B A||, a length for each row of the weight (Liu et al. 2024); VeRA
-with diag(b) B diag(d) A, of which b and d are trained (Kopiczko et al. 2024).
+DoRA computes with m * (W + scale B A) / ||W + scale B A||, with a length for each row of the weight (Liu et al. 2024);
+VeRA with diag(b) B diag(d) A, where b and d are trained (Kopiczko et al. 2024).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from scu_trainer.errors import ControlError
 Values = Sequence[torch.Tensor]
 
 VARIANTS_OF_ONE_UPDATE = ("ALoraLinearVariant", "VeloraLinearVariant")
-"""Of peft: they change for which tokens, or how, scale * B A is computed."""
+"""Variants in peft that change how, or for which tokens, scale * B A is computed, but not the update itself."""
 
 
 class DoraUpdate:
-    """Parameters in the order of ``indices``: A (r, inputs), B (outputs, r), m (outputs,)."""
+    """Update of a DoRA layer. Parameters in the order of ``indices``: A (r, inputs), B (outputs, r), m (outputs,)."""
 
     def __init__(self, layer: nn.Module, scale: float, indices: Sequence[int]) -> None:
         self._layer, self._scale, self.indices = layer, scale, tuple(indices)
 
     def squared_distance(self, values: Values, starts: Optional[Values]) -> torch.Tensor:
-        """||W' - W'0||^2 in float32, of the weight that is computed with; ``starts`` None: of the base itself."""
-        weight = self._weight()
-        now = self._effective(weight, *values)
-        return (now - (weight if starts is None else self._effective(weight, *starts))).square().sum()
+        """Return ||W' - W'0||^2 of the effective weight in float32; with ``starts`` None, W'0 is the base weight."""
+        weight = self._base_weight()
+        now = self._effective_weight(weight, *values)
+        return (now - (weight if starts is None else self._effective_weight(weight, *starts))).square().sum()
 
-    def _weight(self) -> torch.Tensor:
-        """Of the base, (outputs, inputs) in float32."""
+    def _base_weight(self) -> torch.Tensor:
+        """Return the base weight, (outputs, inputs) in float32."""
         from peft.utils.integrations import dequantize_module_weight
 
         base = self._layer.get_base_layer()
@@ -45,7 +45,7 @@ class DoraUpdate:
         weight = dequantize_module_weight(base).float()
         return weight.T if getattr(self._layer, "fan_in_fan_out", False) else weight
 
-    def _effective(
+    def _effective_weight(
         self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor
     ) -> torch.Tensor:
         moved = weight + self._scale * (b.float() @ a.float())
@@ -53,17 +53,17 @@ class DoraUpdate:
 
 
 class VeraUpdate:
-    """Parameters in the order of ``indices``: b (outputs,), d (r,)."""
+    """Update of a VeRA layer. Parameters in the order of ``indices``: b (outputs,), d (r,)."""
 
     def __init__(self, layer: nn.Module, adapter: str, indices: Sequence[int]) -> None:
         self._layer, self._adapter, self.indices = layer, adapter, tuple(indices)
 
     def squared_distance(self, values: Values, starts: Optional[Values]) -> torch.Tensor:
-        """||diag(b) B diag(d) A - diag(b0) B diag(d0) A0||^2 in float32; needs r x r products only."""
+        """Return ||diag(b) B diag(d) A - diag(b0) B diag(d0) A0||^2 in float32; needs r x r products only."""
         left, right = self._factors(*values)
         if starts is not None and bool(starts[0].any()):
             left_start, right_start = self._factors(*starts)
-            # as for LoRA: no difference of large, nearly equal norms
+            # as for LoRA: avoids the difference of large, nearly equal norms
             left, right = torch.cat([left - left_start, left_start], 1), torch.cat([right, right - right_start], 0)
         return ((left.T @ left) * (right @ right.T)).sum()
 
@@ -75,13 +75,15 @@ class VeraUpdate:
 
 
 def low_rank_pairs(model: nn.Module, position: Mapping[int, int]) -> Iterator[tuple[int, int, float]]:
-    """(index of A, index of B, scale) of every trainable LoRA pair, for linear, convolutional and embedding layers; of
-    DoRA's in ``other_updates``. Raises ControlError for kinds of LoRA whose update is another one."""
-    for module, adapter, scale, a, b in _lora(model):
+    """Yield (index of A, index of B, scale) of every trainable LoRA pair in linear, convolutional and embedding layers.
+
+    DoRA's are in ``other_updates``. Raises ControlError for kinds of LoRA with another update.
+    """
+    for module, adapter, scale, a, b in _lora_layers(model):
         trained = [weight for weight in (a, b) if id(weight) in position]
         if not trained or _magnitude(module, adapter) is not None:
             continue
-        other = "LoRA of which A or B is frozen" if len(trained) == 1 else _other_kind(module, adapter)
+        other = "LoRA of which A or B is frozen" if len(trained) == 1 else _unsupported_kind(module, adapter)
         if other is not None:
             raise ControlError(
                 f"the effective update is measured for LoRA, DoRA and VeRA, and not for {other}; set scu_measure: "
@@ -91,8 +93,8 @@ def low_rank_pairs(model: nn.Module, position: Mapping[int, int]) -> Iterator[tu
 
 
 def other_updates(model: nn.Module, position: Mapping[int, int]) -> Iterator[DoraUpdate | VeraUpdate]:
-    """DoRA on linear layers, and VeRA. Raises ControlError for DoRA elsewhere."""
-    for module, adapter, scale, a, b in _lora(model):
+    """Yield the updates of DoRA on linear layers and of VeRA. Raises ControlError for DoRA on other layers."""
+    for module, adapter, scale, a, b in _lora_layers(model):
         magnitude = _magnitude(module, adapter)
         if magnitude is None or id(a) not in position:
             continue
@@ -109,7 +111,7 @@ def other_updates(model: nn.Module, position: Mapping[int, int]) -> Iterator[Dor
                 yield VeraUpdate(module, adapter, [position[id(b)], position[id(d)]])
 
 
-def _lora(model: nn.Module) -> Iterator[tuple[nn.Module, str, float, nn.Parameter, nn.Parameter]]:
+def _lora_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, float, nn.Parameter, nn.Parameter]]:
     for module in model.modules():
         scaling = getattr(module, "scaling", None)
         if not isinstance(scaling, dict):
@@ -129,8 +131,8 @@ def _pair(module: nn.Module, adapter: str) -> tuple[Optional[nn.Parameter], Opti
     return None, None
 
 
-def _other_kind(module: nn.Module, adapter: str) -> Optional[str]:
-    """What peft calls a layer of LoRA's that computes something else from A and B than scale * B A."""
+def _unsupported_kind(module: nn.Module, adapter: str) -> Optional[str]:
+    """Return peft's name for a LoRA layer that computes something else than scale * B A; None if it does not."""
     variant = getattr(module, "lora_variant", {}).get(adapter)
     if variant is not None and type(variant).__name__ not in VARIANTS_OF_ONE_UPDATE:
         return type(variant).__name__

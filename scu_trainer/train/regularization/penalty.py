@@ -1,13 +1,13 @@
 """The description length of trained weights, and the two ways in which lambda acts on them.
 
-With a Gaussian prior of standard deviation sigma around w0, describing weights w costs ||w - w0||^2 / (2 sigma^2) nats
-up to a constant that training cannot change. Spread over N tokens and in bits:
+With a Gaussian prior of standard deviation sigma around w0, describing weights w costs ||w - w0||^2 / (2 sigma^2) nats,
+up to a constant that training cannot change. Per token of N and in bits:
 
     ParamBPT = ||w - w0||^2 / (2 sigma^2 N ln 2)
 
-For low-rank adapters the weights that count are the ones the model computes with, so by default the distance is that of
-the effective update, ||scale (B A - B0 A0)||^2. It needs r x r products only, and does not depend on how A and B share
-the scale between them.
+For low-rank adapters, the weights that count are the effective ones, so by default the distance is that of the
+effective update, ||scale (B A - B0 A0)||^2. It needs r x r products only, and does not depend on how A and B share the
+scale between them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MORE_ROOM_FOR_S = more_room("tuning: lora, or set scu: false")
 class LowRankGroup:
     """Adapters of equal shape, handled as one batch of small products.
 
-    a: (r, inputs) each; b: (outputs, r) each; scales: (adapters,). ``b_starts_at_zero``: every prior of b is 0, so B0
-    A0 vanishes and the distance needs one pair of products.
+    a: (r, inputs) each; b: (outputs, r) each; scales: (adapters,). ``b_starts_at_zero``: whether every prior of b is 0,
+    so that B0 A0 vanishes and the distance needs one pair of products.
     """
 
     a_prior: Tensors
@@ -48,12 +48,12 @@ class LowRankGroup:
     b_starts_at_zero: bool
 
     def squared_distance(self, a: Tensors, b: Tensors) -> torch.Tensor:
-        """Sum over the group of ||scale (B A - B0 A0)||^2, a scalar in float32."""
+        """Return the sum over the group of ||scale (B A - B0 A0)||^2, a scalar in float32."""
         # Convolutional adapters are matrices over flattened patches.
         right = torch.stack([w.flatten(1) for w in a]).float()
         left = torch.stack([w.flatten(1) for w in b]).float()
         if not self.b_starts_at_zero:
-            # B A - B0 A0 = [B - B0, B0] [A; A - A0]: no difference of large, nearly equal norms.
+            # B A - B0 A0 = [B - B0, B0] [A; A - A0]: avoids the difference of large, nearly equal norms.
             right_prior = torch.stack([w.flatten(1) for w in self.a_prior]).float()
             left_prior = torch.stack([w.flatten(1) for w in self.b_prior]).float()
             left, right = (
@@ -67,13 +67,13 @@ class LowRankGroup:
 class Prior:
     """The trainable weights of a model together with the point w0 toward which lambda decays them.
 
-    ``prior``: "init" keeps a copy of the trainable weights as they are now (memory: one copy of them), "zero" keeps
-    none. ``measure``: "effective" or "factors", see the module's text. Raises ControlError when nothing is trainable
-    or when a trainable weight is in float16, in which a decay of realistic size rounds to nothing.
+    ``prior``: "init" copies the current trainable weights (memory: one copy of them), "zero" copies none.
+    ``measure``: "effective" or "factors", see the module docstring. Raises ControlError if nothing is trainable, or if
+    a trainable weight is in float16, where a decay of realistic size rounds to nothing.
     """
 
     def __init__(self, model: nn.Module, prior: str = "init", measure: str = "effective") -> None:
-        # Not those made empty, as by models with a part of zero layers (YOLOS); what sharding leaves has shape (0,).
+        # Skip empty weights of parts with zero layers (YOLOS); what sharding leaves behind has shape (0,).
         named = {
             name: p for name, p in model.named_parameters() if p.requires_grad and not (p.dim() > 1 and p.numel() == 0)
         }
@@ -91,21 +91,21 @@ class Prior:
         self._squared = SquaredDistances()
         if prior == "init":
             self.starts = [p.detach().clone() for p in named.values()]
-        self._group(model)
+        self._group_weights(model)
 
-    def _group(self, model: nn.Module) -> None:
+    def _group_weights(self, model: nn.Module) -> None:
         position = {id(p): i for i, p in enumerate(self.weights)}
         is_effective = self.measure == "effective"
         pairs = list(low_rank_pairs(model, position)) if is_effective else []
-        self._others = list(other_updates(model, position)) if is_effective else []
-        if self.kind == "zero" and any(isinstance(update, DoraUpdate) for update in self._others):
+        self._other_updates = list(other_updates(model, position)) if is_effective else []
+        if self.kind == "zero" and any(isinstance(update, DoraUpdate) for update in self._other_updates):
             raise ControlError(
                 "scu_prior: zero would shrink the lengths that DoRA trains to 0, and with them the base weights; use "
                 "scu_prior: init"
             )
         paired = {index for a, b, _ in pairs for index in (a, b)}
-        paired |= {index for update in self._others for index in update.indices}
-        self._plain = [i for i in range(len(self.weights)) if i not in paired]
+        paired |= {index for update in self._other_updates for index in update.indices}
+        self._plain_indices = [i for i in range(len(self.weights)) if i not in paired]
         by_shape = defaultdict(list)
         for a, b, scale in pairs:
             left, right = self.weights[b], self.weights[a]
@@ -114,32 +114,32 @@ class Prior:
         self._groups = [self._low_rank_group(members) for members in self._members]
 
     def _low_rank_group(self, members: list[tuple[int, int, float]]) -> LowRankGroup:
-        b_prior = [self._start(b) for _, b, _ in members]
+        b_prior = [self._start_of_weight(b) for _, b, _ in members]
         return LowRankGroup(
-            a_prior=[self._start(a) for a, _, _ in members],
+            a_prior=[self._start_of_weight(a) for a, _, _ in members],
             b_prior=b_prior,
             scales=torch.tensor([scale for _, _, scale in members], device=self.weights[members[0][0]].device),
             b_starts_at_zero=self.kind == "zero" or not any(bool(w.any()) for w in b_prior),
         )
 
-    def _follow_weights(self) -> None:
-        """Bring w0 to where the weights are: DeepSpeed moves a model after this was made."""
+    def _move_starts_to_weights(self) -> None:
+        """Move w0 to the device of the weights, because DeepSpeed moves a model after this object was created."""
         if not self.starts or self.starts[0].device == self.weights[0].device:
             return
         self.starts = [start.to(weight.device) for start, weight in zip(self.starts, self.weights, strict=True)]
         self._groups = [self._low_rank_group(members) for members in self._members]
 
-    def _start(self, index: int) -> torch.Tensor:
+    def _start_of_weight(self, index: int) -> torch.Tensor:
         return self.starts[index] if self.starts else torch.zeros((), device=self.weights[index].device)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """w0 by parameter name; empty for the zero prior."""
+        """Return w0 by parameter name; empty for the zero prior."""
         return dict(zip(self.names, self.starts, strict=False))
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Replace w0. Raises ControlError when names or shapes differ from the model's trainable weights."""
+        """Replace w0. Raises ControlError if names or shapes differ from the model's trainable weights."""
         if set(state) != set(self.state_dict()):
             missing, extra = set(self.state_dict()) - set(state), set(state) - set(self.state_dict())
             raise ControlError(
@@ -153,70 +153,70 @@ class Prior:
         self._groups = [self._low_rank_group(members) for members in self._members]
 
     def fingerprint(self) -> float:
-        """Sum of squares of w0: cheap evidence that two runs decay toward the same point."""
+        """Return the sum of squares of w0, a cheap check that two runs decay toward the same point."""
         return math.fsum(float(square) for w in self.starts for square in exact_squares(w))
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def squared_distance(self) -> torch.Tensor:
-        """||w - w0||^2 over all trainable weights, float64 scalar on the CPU (one device synchronization)."""
+        """Return ||w - w0||^2 over all trainable weights, a float64 scalar on the CPU (one device synchronization)."""
         return self.squared_distance_beside(())[0]
 
     @torch.no_grad()
     def squared_distance_beside(self, others: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
-        """``squared_distance`` and ``others``, all on the CPU at the price of one device synchronization."""
-        self._follow_weights()
+        """Return ``squared_distance`` and ``others`` on the CPU, with a single device synchronization."""
+        self._move_starts_to_weights()
 
         def read() -> tuple[torch.Tensor, Tensors]:
             parts = list(self._distances(self._value))
             found = read_together([*parts, *others])
             return torch.stack(found[: len(parts)]).double().sum(), found[len(parts) :]
 
-        return self._again(read, "measuring S")
+        return self._with_retry(read, "measuring S")
 
-    def _again(self, function: Callable[[], Result], doing: str) -> Result:
-        """``function``, which only reads what training needs, a second time where it runs out of memory."""
+    def _with_retry(self, function: Callable[[], Result], doing: str) -> Result:
+        """Call ``function``, which only reads what training needs, and call it again if it runs out of memory."""
         return second_try(function, doing, MORE_ROOM_FOR_S)
 
     def _value(self, index: int) -> torch.Tensor:
-        """The weight as training keeps it; where that is not the model's own tensor, a copy."""
+        """Return the weight as training keeps it; a copy if that is not the model's own tensor."""
         return self.weights[index]
 
     def _distances(self, value: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """``value``: of a weight, by its index."""
+        """Yield squared distances that add up to the total. ``value``: returns a weight by its index."""
         for group, members in zip(self._groups, self._members, strict=True):
             yield group.squared_distance([value(a) for a, _, _ in members], [value(b) for _, b, _ in members])
-        for update in self._others:
+        for update in self._other_updates:
             starts = [self.starts[i] for i in update.indices] if self.starts else None
             yield update.squared_distance([value(i) for i in update.indices], starts)
-        yield from self._squared((value(i), self._start_or_none(i)) for i in self._plain)
+        yield from self._squared((value(i), self._start_or_none(i)) for i in self._plain_indices)
 
     def _start_or_none(self, index: int) -> Optional[torch.Tensor]:
         return self.starts[index] if self.starts else None
 
     @torch.no_grad()
     def measured_gain(self, shrink: float = 0.01) -> Optional[float]:
-        """-d ln||w - w0||^2 / d(-ln(1 - u)), found by decaying copies of the weights in their own precision.
+        """Return -d ln||w - w0||^2 / d(-ln(1 - u)), measured by decaying copies of the weights in their own precision.
 
-        2 when the weights can follow; near 0 when rounding swallows the decay. None while w still equals w0.
+        2 if the weights can follow; near 0 if rounding swallows the decay. None while w still equals w0.
         """
         before = float(self.squared_distance())
         if before == 0.0:
             return None
 
         def decayed(index: int) -> torch.Tensor:
-            return _decayed_copy(self._value(index), self._start(index), shrink)
+            return _decayed_copy(self._value(index), self._start_of_weight(index), shrink)
 
-        after = self._again(lambda: _total(self._distances(decayed)), "checking whether lambda can act")
+        after = self._with_retry(lambda: _total(self._distances(decayed)), "checking whether lambda can act")
         return -math.log(max(after, 1e-300) / before) / -math.log1p(-shrink)
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def decay(self, shrink: float, seed: int = 0) -> None:
-        """w <- w + shrink * (w0 - w), in place. ``seed`` drives the rounding of bfloat16 weights; all ranks pass the
-        same."""
+        """Set w <- w + shrink * (w0 - w), in place. ``seed``: for the rounding of bfloat16 weights, the same on all
+        ranks."""
         exact = [i for i, w in enumerate(self.weights) if w.dtype != torch.bfloat16]
         rounded = [i for i, w in enumerate(self.weights) if w.dtype == torch.bfloat16]
         if exact and self.starts:
@@ -228,30 +228,32 @@ class Prior:
             weight = self.weights[i]
             if weight.device not in generators:
                 generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
-            self._decay_rounded(weight, self._start(i), shrink, generators[weight.device])
+            self._decay_rounded(weight, self._start_of_weight(i), shrink, generators[weight.device])
 
     def _decay_rounded(
         self, weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator
     ) -> None:
-        """``decay_stochastically``; what has been drawn stays drawn where the rest has to be repeated."""
-        noise = self._again(functools.partial(_rounding_noise, weight, generator), "decaying the weights")
-        self._again(functools.partial(_decay_by_noise, weight, start, shrink, noise), "decaying the weights")
+        """Like ``decay_stochastically``, but a repetition after running out of memory uses the same random numbers."""
+        noise = self._with_retry(functools.partial(_rounding_noise, weight, generator), "decaying the weights")
+        self._with_retry(functools.partial(_decay_by_noise, weight, start, shrink, noise), "decaying the weights")
 
     @torch.no_grad()
     def add_penalty_gradient(self, coefficient: float) -> None:
-        """grad <- grad + coefficient * (w - w0), the gradient of coefficient/2 * ||w - w0||^2, for weights that have
-        one."""
+        """Set grad <- grad + coefficient * (w - w0), the gradient of coefficient/2 * ||w - w0||^2, for weights that
+        have a gradient."""
         for i, parameter in enumerate(self.weights):
             if parameter.grad is not None:
-                distance = self._again(functools.partial(self._from_start, i), "adding the penalty's gradient")
-                parameter.grad.add_(distance, alpha=coefficient)  # in place, and so never half done
+                distance = self._with_retry(
+                    functools.partial(self._distance_from_start, i), "adding the penalty's gradient"
+                )
+                parameter.grad.add_(distance, alpha=coefficient)  # in place, so it never remains half done
 
-    def _from_start(self, index: int) -> torch.Tensor:
+    def _distance_from_start(self, index: int) -> torch.Tensor:
         return self.weights[index] - self.starts[index] if self.starts else self.weights[index]
 
     @torch.no_grad()
     def gradient_norms(self) -> tuple[float, float]:
-        """(norm of the gradients, norm of w - w0) over the weights that have a gradient."""
+        """Return (norm of the gradients, norm of w - w0) over the weights that have a gradient."""
         moved = [i for i, weight in enumerate(self.weights) if weight.grad is not None]
         if not moved:
             return 0.0, 0.0
@@ -260,7 +262,9 @@ class Prior:
         return self._norm(gradients), self._norm(distances)
 
     def _norm(self, pairs: Sequence[Pair]) -> float:
-        return math.sqrt(self._again(lambda: _total(self._squared(pairs)), "comparing the penalty with the gradient"))
+        return math.sqrt(
+            self._with_retry(lambda: _total(self._squared(pairs)), "comparing the penalty with the gradient")
+        )
 
 
 def _total(parts: Iterator[torch.Tensor]) -> float:
@@ -268,21 +272,21 @@ def _total(parts: Iterator[torch.Tensor]) -> float:
 
 
 def param_bpt(squared_distance: float, sigma: float, tokens: float) -> float:
-    """||w - w0||^2 / (2 sigma^2 N ln 2), bits per token."""
+    """Return ||w - w0||^2 / (2 sigma^2 N ln 2), in bits per token."""
     return squared_distance / (2.0 * sigma**2 * tokens * NATS_PER_BIT)
 
 
 def penalty_coefficient(lam: float, sigma: float, tokens: float) -> float:
-    """lambda / (sigma^2 N): the penalty lambda * ||w - w0||^2 / (2 sigma^2 N) in nats per token has this times (w - w0)
-    as its gradient."""
+    """Return lambda / (sigma^2 N): this times (w - w0) is the gradient of the penalty lambda * ||w - w0||^2 /
+    (2 sigma^2 N), in nats per token."""
     return lam / (sigma**2 * tokens)
 
 
 def decay_stochastically(weight: torch.Tensor, start: torch.Tensor, shrink: float, generator: torch.Generator) -> None:
-    """``weight`` (bfloat16) moves toward ``start`` in expectation by exactly ``shrink``.
+    """Move ``weight`` (bfloat16) toward ``start``, in expectation by exactly ``shrink``.
 
-    bfloat16 keeps 8 bits of mantissa: w * (1 - u) rounds back to w for u below about 2e-3, and nothing would ever move.
-    Rounding up with the probability of the cut-off fraction keeps the mean right (Gupta et al., ICML 2015).
+    bfloat16 keeps 8 bits of mantissa: w * (1 - u) rounds back to w for u below about 2e-3, so no weight would ever
+    move. Rounding up with the probability of the cut-off fraction keeps the mean right (Gupta et al., ICML 2015).
     """
     _decay_by_noise(weight, start, shrink, _rounding_noise(weight, generator))
 
@@ -293,7 +297,7 @@ def _rounding_noise(weight: torch.Tensor, generator: torch.Generator) -> torch.T
 
 def _decay_by_noise(weight: torch.Tensor, start: torch.Tensor, shrink: float, noise: torch.Tensor) -> None:
     exact = torch.lerp(weight.float(), start.float().expand_as(weight), shrink)
-    # bfloat16 is the upper half of float32: adding noise below it and cutting rounds the magnitude up by chance.
+    # bfloat16 is the upper half of float32, so adding noise to the lower half and cutting it off rounds at random.
     weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
 
 

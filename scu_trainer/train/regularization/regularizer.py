@@ -1,5 +1,5 @@
-"""Between the law and the model: measure S after an optimizer step, ask ``control/regularization.py``, act with
-lambda."""
+"""Connect the control law to the model: measure S after an optimizer step, ask ``control/regularization.py`` what to
+do, and act with lambda."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from scu_trainer.train.regularization.zero import ZeroPrior, refuse_stage
 from scu_trainer.train.step.recovery.second_try import second_try
 
 PROBE_DECISION = 2
-"""Decision at which the loop first checks that it can act: by then the weights have left w0."""
+"""Decision at which the loop first checks that it can act; by then the weights have left w0."""
 
 OUTLOOK_STEPS = 16
-"""Step of the first look at where S is going; the next ones come each time the run has doubled."""
+"""Step of the first prediction where S will end; the next ones follow each time the number of steps has doubled."""
 
 STUCK_DECISIONS = 20
-"""Decisions in a row at the upper bound with S above target after which the loop says that it has lost control."""
+"""Decisions in a row with lambda at its upper bound and S above target after which the loop reports lost control."""
 
 
 @dataclass
 class Progress:
-    """What the regularizer carries from step to step beside the law's own state; JSON-safe, kept in checkpoints."""
+    """What the regularizer keeps between steps besides the law's own state; JSON-safe, saved in checkpoints."""
 
     tokens_n: Optional[float] = None
     tokens_seen: float = 0.0
@@ -47,8 +47,8 @@ class Progress:
 class Regularizer:
     """Holds w0, the law's state and the running measurement of one training run.
 
-    ``tokens``: N of ParamBPT; None: estimated as tokens of the first optimizer step x steps of one epoch.
-    ``prior_class``: how the trained weights are reached, see ``prior_class_for``.
+    ``tokens``: N of ParamBPT; None to estimate it as tokens of the first optimizer step x steps of one epoch.
+    ``prior_class``: how to access the trained weights, see ``prior_class_for``.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Regularizer:
         self.reset()
 
     def follow(self, model: nn.Module) -> None:
-        """Its trained weights as they are now are w0: a ``model_init`` gives every training a model of its own."""
+        """Use the current trained weights of ``model`` as w0; with ``model_init``, every training has a new model."""
         self.prior = self._prior_class(model, self.settings.prior, self.settings.measure)
 
     # -- life of a run -------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget what an earlier training has measured, but not w0."""
+        """Forget what an earlier training has measured, but keep w0."""
         self.progress = Progress(tokens_n=self._tokens)
         self.state = control.ControllerState()
         self._loaded: Optional[dict[str, Any]] = None
@@ -79,14 +79,14 @@ class Regularizer:
         self._interval: list[tuple[torch.Tensor, Any]] = []
 
     def start(self, max_steps: int, steps_per_epoch: float, seed: int, logging_steps: int = 1) -> None:
-        """Resolve the law for a run of ``max_steps`` optimizer steps; picks up state loaded from a checkpoint.
+        """Resolve the law for a run of ``max_steps`` optimizer steps, and use state loaded from a checkpoint.
 
-        ``logging_steps``: optimizer steps between two measurements where nothing is steered.
+        ``logging_steps``: optimizer steps between two measurements if nothing is steered.
         """
         self.law = resolve(self.settings, max_steps)
         self.state = control.initial_state(self.law)
         self._steps_per_epoch, self._seed = steps_per_epoch, seed
-        self._every = self.settings.control_frequency if self.steers else max(1, logging_steps)
+        self._decision_interval = self.settings.control_frequency if self.steers else max(1, logging_steps)
         if self._loaded is not None:
             self.state = control.ControllerState(**self._loaded["state"])
             self.progress = Progress(**self._loaded["progress"])
@@ -98,12 +98,12 @@ class Regularizer:
             self._loaded = None
 
     def _apply_changed_goals(self, saved: dict[str, Any]) -> None:
-        """Target and fixed lambda may be others after a resume; the checkpoint's state still holds the old ones."""
+        """Apply a target or fixed lambda that was changed for a resume; the checkpoint's state has the old ones."""
         if saved.get("target_s") != self.settings.target_s:
             self.state = replace(self.state, target_s=self.law.target_s, reached_step=None)
             self.progress.outlook_done, self.progress.milestone = False, None
         if (saved.get("target_s") is None) != (self.settings.target_s is None):
-            at_start = control.initial_state(self.law)  # else lambda of before would act on, or never leave 0
+            at_start = control.initial_state(self.law)  # otherwise the old lambda would act on, or never leave 0
             self.state = replace(self.state, lam=at_start.lam, integral=0.0, saturated="")
         if self.law.name == "fixed":
             self.state = replace(self.state, lam=self.law.lambda_init)
@@ -113,17 +113,17 @@ class Regularizer:
             "settings": asdict(self.settings),
             "state": asdict(self.state),
             "progress": asdict(self.progress),
-            # Steps since the last decision: with control_frequency above 1 a checkpoint falls between two decisions.
+            # Steps since the last decision: with control_frequency above 1 a checkpoint may be between two decisions.
             "interval": [[float(loss), float(items)] for loss, items in self._interval],
             "prior_fingerprint": self.prior.fingerprint(),
         }
 
     def load_state_dict(self, saved: dict[str, Any], prior: Optional[dict[str, torch.Tensor]]) -> None:
-        """Continue from a checkpoint. ``prior``: its saved w0, or None where w0 is the model as loaded.
+        """Continue from a checkpoint. ``prior``: its saved w0; None if w0 is the model as loaded.
 
-        Raises CheckpointError when this run would decay toward another point or measure with another ruler.
+        Raises CheckpointError if this run would decay toward another point or measure in another way.
         """
-        self._check_same_ruler(saved["settings"])
+        self._check_same_measure(saved["settings"])
         if prior is not None:
             self.prior.load_state_dict(prior)
         found = self.prior.fingerprint()
@@ -135,7 +135,7 @@ class Regularizer:
             )
         self._loaded = saved
 
-    def _check_same_ruler(self, saved: dict[str, Any]) -> None:
+    def _check_same_measure(self, saved: dict[str, Any]) -> None:
         for name in ("law", "measure", "prior", "sigma", "tokens"):
             if saved.get(name) != getattr(self.settings, name):
                 raise CheckpointError(
@@ -151,15 +151,15 @@ class Regularizer:
         self._losses.append(loss)
 
     def add_penalty(self, loss_scale: float = 1.0) -> None:
-        """Penalty actuator: lambda's gradient, before clipping. ``loss_scale``: what a GradScaler multiplied gradients
-        by."""
+        """Add the gradient of lambda's penalty, before clipping. ``loss_scale``: the factor that a GradScaler applied
+        to gradients."""
         if self.law.actuator == "penalty" and self.state.lam > 0 and self.progress.tokens_n:
             coefficient = penalty_coefficient(self.state.lam, self.settings.sigma, self.progress.tokens_n)
             self.prior.add_penalty_gradient(coefficient * loss_scale)
             self._check_penalty_acts(loss_scale)
 
     def discard_step(self) -> None:
-        """The optimizer skipped this step (overflow under fp16): its loss is no measurement."""
+        """Drop the loss of a step that the optimizer skipped (overflow under fp16)."""
         self._losses.clear()
 
     def after_optimizer_step(
@@ -170,35 +170,36 @@ class Regularizer:
         reduce: Callable[[torch.Tensor], torch.Tensor],
         processes: int = 1,
     ) -> Optional[dict[str, Any]]:
-        """Decay the weights with the lambda decided before; every ``control_frequency`` steps measure and decide again.
+        """Decay the weights with the current lambda; every ``control_frequency`` steps, measure and decide again.
 
         ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over
-        ranks must be the tokens of all ranks.
-        ``reduce``: sums a tensor over ranks. Returns the history row of a decision, or None between decisions. Where
-        nothing is steered a decision is a measurement, and lambda stays 0.
+        ranks must be the tokens of all ranks. ``reduce``: sums a tensor over ranks.
+
+        Returns the history row of a decision, or None between decisions. If nothing is steered, a decision is only a
+        measurement, and lambda stays 0.
         """
         self._close_window(items)
         shrink = control.shrink_of(self.law, self.state, learning_rate)
         if shrink > 0:
             self.prior.decay(shrink, seed=(self._seed << 32) + step)
             self.state = control.with_shrink(self.state, shrink)
-        if step % self._every and step != self.law.max_steps:
+        if step % self._decision_interval and step != self.law.max_steps:
             return None
-        seen = self._measure(step, learning_rate, reduce, processes)
-        if seen is None:
+        measurement = self._measure(step, learning_rate, reduce, processes)
+        if measurement is None:
             return None
-        self.state = control.decide(self.law, self.state, seen)
-        if seen.data_bpt <= 0:
-            self._notice(
+        self.state = control.decide(self.law, self.state, measurement)
+        if measurement.data_bpt <= 0:
+            self._add_notice(
                 "S is not measured where the trained loss is not above 0: it was "
-                f"{seen.data_bpt * NATS_PER_BIT:.3g} at step {step}. Such a loss, as of policy gradients, is not a "
-                "description length. "
+                f"{measurement.data_bpt * NATS_PER_BIT:.3g} at step {step}. Such a loss, for instance of policy "
+                "gradients, is not a description length. "
                 f"{'Lambda stays as it was in such steps. ' if self.steers else ''}"
                 "Leave the regularization loop out (regularization=None)"
             )
         if self.steers:
-            self._watch(seen)
-        return self._row(seen, shrink)
+            self._check_progress(measurement)
+        return self._row(measurement, shrink)
 
     def _close_window(self, items: Optional[torch.Tensor]) -> None:
         if items is None and self.progress.tokens_n is None:
@@ -216,14 +217,17 @@ class Regularizer:
     def _measure(
         self, step: int, learning_rate: float, reduce: Callable, processes: int
     ) -> Optional[control.Measurement]:
-        """None while no token was learned of which N could be estimated; these steps count in the next measurement."""
+        """Return the measurement; None while no token was learned, so that N cannot be estimated yet.
+
+        The steps up to then count in the next measurement.
+        """
         steps, (losses, counts) = len(self._interval), zip(*self._interval, strict=True)
         counts = [count if torch.is_tensor(count) else torch.tensor(count, dtype=torch.float64) for count in counts]
         distance, read = self.prior.squared_distance_beside([*losses, *counts])
         add = partial(_own_share, read[:steps], read[steps:], distance)
         own = second_try(add, "adding up the losses since the last decision")
-        # Under DDP every rank holds its own share of the loss and the same weights. One sum makes loss and tokens
-        # global, and the mean distance everybody's: ranks that round differently must not decay differently.
+        # Under DDP, every rank holds its own share of the loss and the same weights. The sum makes loss and tokens
+        # global, and the mean makes the distance equal: ranks that round differently must not decay differently.
         shared = reduce(own)
         nats, tokens, squared_distance = (value / processes for value in shared.tolist())
         if self.progress.tokens_n is None and not tokens:
@@ -242,7 +246,7 @@ class Regularizer:
         )
 
     def share_interval(self, reduce: Callable[[torch.Tensor], torch.Tensor], processes: int) -> None:
-        """Put the mean over ranks in place of this rank's windows since the last decision: one rank saves for all.
+        """Replace this rank's windows since the last decision by their mean over ranks, because one rank saves for all.
 
         All ranks must call this before a checkpoint.
         """
@@ -255,14 +259,14 @@ class Regularizer:
 
     # -- can it act, can it arrive -------------------------------------------------------------------------------------
 
-    def _watch(self, seen: control.Measurement) -> None:
+    def _check_progress(self, measurement: control.Measurement) -> None:
         count = self.state.decisions
-        # Powers of two: adapters that have moved far from their start have another gain, and a probe costs a
+        # At powers of two: the gain changes when adapters have moved far from their start, and a probe costs a
         # measurement.
         if self.law.actuator == "decoupled" and count >= PROBE_DECISION and count & (count - 1) == 0:
             self._probe_gain()
         if self.settings.law in ("model", "original") and self.state.target_s is not None:
-            self._look_ahead(seen)
+            self._predict_end(measurement)
             self._check_response()
 
     def _probe_gain(self) -> None:
@@ -270,14 +274,14 @@ class Regularizer:
         if gain is None:
             return
         if gain < SMALLEST_GAIN:
-            self._notice(
+            self._add_notice(
                 f"SCU cannot act: decaying the weights by 1 % moves their description length by {gain:.3g} times "
                 f"that instead of {control.DECOUPLED_GAIN:g} times; keep trainable weights in float32"
             )
         else:
             self.progress.gain = gain
 
-    def _look_ahead(self, seen: control.Measurement) -> None:
+    def _predict_end(self, measurement: control.Measurement) -> None:
         y, last = self.state.log_ratio, self.law.max_steps
         if self.progress.outlook_done or y is None:
             return
@@ -285,36 +289,38 @@ class Regularizer:
             self.progress.outlook_done = True
             return
         if self.state.lam > 0 and self.law.name == "model":
-            # Braked: growth no longer tells where S would go by itself.
-            if seen.step >= last and self.state.s_ema < (1 - BAND) * self.state.target_s:
-                self._notice(
+            # Lambda slows S down, so its growth does not show where S would go without lambda.
+            if measurement.step >= last and self.state.s_ema < (1 - BAND) * self.state.target_s:
+                self._add_notice(
                     f"SCU slowed S before its target: S is {self.state.s_ema:.3g} after {last} steps, below the target "
                     f"{self.state.target_s:.3g}, because S is let up to it over a few times scu_time_constant "
                     f"({self.law.time_constant:g} steps); lower scu_time_constant, or train longer"
                 )
             return
         if self.progress.milestone is None:
-            if seen.step >= OUTLOOK_STEPS:
-                self.progress.milestone = [seen.step, y]
+            if measurement.step >= OUTLOOK_STEPS:
+                self.progress.milestone = [measurement.step, y]
             return
         early_step, early_y = self.progress.milestone
-        if seen.step < 2 * early_step:
+        if measurement.step < 2 * early_step:
             return
-        # Judged again whenever the run has doubled: early growth flatters the end.
-        self.progress.milestone = [seen.step, y]
-        predicted_s, is_reachable = foresee((int(early_step), early_y), (seen.step, y), last, self.state.target_s)
+        # Predict again whenever the number of steps has doubled, because early growth suggests too high an end.
+        self.progress.milestone = [measurement.step, y]
+        predicted_s, is_reachable = foresee(
+            (int(early_step), early_y), (measurement.step, y), last, self.state.target_s
+        )
         if not is_reachable:
             self.progress.outlook_done = True
-            self._notice(
-                f"SCU target out of reach: S is {self.state.s_ema:.3g} after {seen.step} of {last} steps and will "
-                f"grow to about {predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
+            self._add_notice(
+                f"SCU target out of reach: S is {self.state.s_ema:.3g} after {measurement.step} of {last} steps and "
+                f"will grow to about {predicted_s:.3g} by the end, below the target {self.state.target_s:.3g}; "
                 "lower scu_target_s, raise the learning rate or train longer"
             )
 
     def _check_response(self) -> None:
         self.progress.stuck_decisions = self.progress.stuck_decisions + 1 if self.state.saturated == "high" else 0
         if self.progress.stuck_decisions >= STUCK_DECISIONS and self.state.s_ema > (1 + BAND) * self.state.target_s:
-            self._notice(
+            self._add_notice(
                 f"SCU has lost control: lambda has been at its upper bound {self.state.lam:.3g} for "
                 f"{self.progress.stuck_decisions} decisions and S is still {self.state.s_ema:.3g}, above the target "
                 f"{self.state.target_s:.3g}; raise scu_max_shrink (model law) or scu_lambda_max, or lower the "
@@ -327,14 +333,14 @@ class Regularizer:
         gradient, distance = self.prior.gradient_norms()
         ceiling = penalty_coefficient(self.law.lambda_max, self.settings.sigma, self.progress.tokens_n) * loss_scale
         if gradient > 0 and ceiling * distance < 1e-4 * gradient:
-            self._notice(
+            self._add_notice(
                 f"SCU cannot act: even at lambda {self.law.lambda_max:g} the penalty's gradient is "
                 f"{ceiling * distance / gradient:.2g} of the loss's gradient; raise scu_lambda_max, lower scu_sigma or "
                 "use scu_law: model"
             )
 
-    def _notice(self, text: str) -> None:
-        """Each finding is said once: what stands before the colon names it, the figures behind it change."""
+    def _add_notice(self, text: str) -> None:
+        """Report each finding once: the text before the colon identifies it, the figures after it change."""
         finding = text.partition(":")[0]
         if not any(said.startswith(f"{finding}:") for said in self.progress.notices):
             self.progress.notices.append(text)
@@ -342,7 +348,7 @@ class Regularizer:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def description(self) -> dict[str, Any]:
-        """The controller as used: settings, what their defaults became, N and the target that was found or given."""
+        """Return the controller as used: settings, resolved defaults, N, and the target that was found or given."""
         return {
             "settings": asdict(self.settings),
             "resolved": asdict(self.law),
@@ -355,15 +361,17 @@ class Regularizer:
         if self.settings.target_s == "auto":
             self.state = control.observe_held_out(self.law, self.state, held_out_bpt)
 
-    def _row(self, seen: control.Measurement, shrink: float) -> dict[str, Any]:
+    def _row(self, measurement: control.Measurement, shrink: float) -> dict[str, Any]:
         state = self.state
         return {
-            "step": seen.step,
+            "step": measurement.step,
             "tokens": self.progress.tokens_seen,
-            "loss": seen.data_bpt * NATS_PER_BIT,
-            "data_bpt": seen.data_bpt,
-            "param_bpt": seen.param_bpt,
-            "s": None if seen.data_bpt <= 0 else control.information_ratio(seen.param_bpt, seen.data_bpt),
+            "loss": measurement.data_bpt * NATS_PER_BIT,
+            "data_bpt": measurement.data_bpt,
+            "param_bpt": measurement.param_bpt,
+            "s": None
+            if measurement.data_bpt <= 0
+            else control.information_ratio(measurement.param_bpt, measurement.data_bpt),
             "s_ema": state.s_ema,
             "s_target": state.target_s,
             "error": None if state.target_s is None or state.s_ema is None else state.s_ema - state.target_s,
@@ -372,21 +380,21 @@ class Regularizer:
             "saturated": state.saturated,
             "shrink": shrink,
             "growth": state.growth,
-            "learning_rate": seen.learning_rate,
+            "learning_rate": measurement.learning_rate,
         }
 
 
 def _own_share(
     losses: Sequence[torch.Tensor], counts: Sequence[torch.Tensor], squared_distance: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's nats, tokens and squared distance, shape (3,) in float64 on the CPU, where all that is given lies."""
+    """Return this rank's nats, tokens and squared distance, (3,) in float64 on the CPU, like all arguments."""
     means = torch.stack([loss.double() for loss in losses])
     items = torch.stack([count.double() for count in counts])
     return torch.stack([(means * items).sum(), items.sum(), squared_distance])
 
 
 def resolve(settings: RegularizationSettings, max_steps: int) -> control.ControllerConfig:
-    """The law's arithmetic form of the settings, every default filled in."""
+    """Return the settings in the form that the law's arithmetic uses, with every default filled in."""
     low, high = settings.lambda_bounds
     resolved = {
         "name": settings.law,
@@ -399,14 +407,14 @@ def resolve(settings: RegularizationSettings, max_steps: int) -> control.Control
         "wait_for_target": settings.stop_at_target,
         "max_steps": max_steps,
     }
-    as_given = {one.name for one in fields(control.ControllerConfig)} - resolved.keys()
+    as_given = {item.name for item in fields(control.ControllerConfig)} - resolved.keys()
     return control.ControllerConfig(**resolved, **{name: getattr(settings, name) for name in as_given})
 
 
 def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
-    """The access to the trained weights that fits the launcher.
+    """Return the class that accesses the trained weights under this launcher.
 
-    Raises ControlError for launchers under which trained weights are not the ones that this process can see.
+    Raises ControlError for launchers under which this process does not have the trained weights.
     """
     if trainer.is_fsdp_enabled:
         raise ControlError(

@@ -1,10 +1,10 @@
-"""Retention as a loop: what must not be forgotten is measured while something else is learned, and kept to a budget.
+"""Retention as a loop: measure how much the model forgets while it learns something else, and keep that to a budget.
 
-on_train_begin   the base is scored on the anchor, once for a run
-batches          replayed rows go beside those of the data
-on_step_begin    or lambda of the regularization loop is set
-on_step_end      every so many steps a sample is scored, and the law decides on the effort
-on_train_end     the update is scaled to the budget, and rows that decided nothing give the verdict
+on_train_begin   scores the base on the anchor, once per run
+batches          adds replayed rows to those of the data
+on_step_begin    or sets lambda of the regularization loop
+on_step_end      from time to time scores a sample, and the law decides on the effort
+on_train_end     scales the update to the budget, and gives the verdict on rows that decided nothing
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ from scu_trainer.train.step.distributed.sharded import is_sharded
 logger = logging.getLogger("scu_trainer")
 
 BASE_FILE = "retain_base.json"
-"""In the run directory and in each checkpoint: what the base costs on the anchor, by row."""
+"""File in the run directory and in each checkpoint: the loss of the base on each row of the anchor."""
 
 EARLY = (1, 2, 5)
-"""Steps of the first measurements, while nobody knows how fast is forgotten."""
+"""Steps of the first measurements, while it is unknown how fast the model forgets."""
 
 TIMED = (3, 5)
-"""Steps of a start from and to whose time says how often may be measured: the first ones are slower than the rest."""
+"""First and last step, counted from the start, that are timed to decide how often to measure; earlier ones are slow."""
 
 LARGEST_SHRINK = 0.05
-"""Of the way back to the start that full effort takes in a step at the learning rate of the settings."""
+"""Share of the way back to the start that full effort covers in a step at the learning rate of the settings."""
 
 LEVEL_ERRORS = 1.96
-"""Standard errors on either side of the level that is logged: a 95 % band."""
+"""Standard errors on either side of the logged level: a 95 % band."""
 
 
 class Retention(Loop):
-    """Keeps what ``anchor`` says within ``settings.retain_budget_bits`` of the model that training begins with:
-    ``SCUTrainer(..., callbacks=[Retention(anchor, settings, collate)])``.
+    """Keeps the loss on ``anchor`` within ``settings.retain_budget_bits`` of that of the model before training.
 
-    collate: rows of ``anchor`` to a batch of what the model takes. base: loads the model that full tuning began with,
-    or continuing an adapter, for the scale at the end; new adapters need none. own_rows: held-out rows of what is
-    learned, for what the scale costs.
+    Use as ``SCUTrainer(..., callbacks=[Retention(anchor, settings, collate)])``.
 
-    Raises ControlError where weights are sharded, or where lambda is the actuator and there is no loop to act through.
+    collate: turns rows of ``anchor`` into a batch for the model. base: loads the model that full tuning began with, or
+    the adapter that is continued, for scaling the update at the end; new adapters need none. own_rows: held-out rows of
+    the training task, to measure what scaling costs.
+
+    Raises ControlError if weights are sharded, or if lambda is the actuator and there is no loop to act through.
     """
 
     name = "retention"
@@ -110,7 +111,7 @@ class Retention(Loop):
         self._measured = self._parts["measured"]
         self._base: dict[str, numpy.ndarray] = {}
         self._resumed_from: Optional[Path] = None
-        self._next_step, self._every, self._at = 1, self.settings.retain_frequency or 0, 0
+        self._next_step, self._every, self._sample_start = 1, self.settings.retain_frequency or 0, 0
         usual_rows = control.MOST_ROWS // 2 if self._every else control.FEWEST_ROWS
         self._sample_rows = min(usual_rows, len(self._measured))
         self._timed_from = self._row_s = math.nan
@@ -124,16 +125,16 @@ class Retention(Loop):
         return position
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        begun_s, self._began_at = time.perf_counter(), state.global_step
+        started_s, self._first_step = time.perf_counter(), state.global_step
         if self._resumed_from is not None:
-            self._read_base(self._resumed_from)
+            self._load_base_scores(self._resumed_from)
         else:
             self._base = {part: found.scored(found.all()) for part, found in self._parts.items()}
             self._require_finite()
         if args.should_save:
-            write_json(run_folder(self.trainer) / BASE_FILE, self._base_as_json())
-        self.seconds_at_the_ends = time.perf_counter() - begun_s
-        self._begun_s = time.perf_counter()
+            write_json(run_folder(self.trainer) / BASE_FILE, self._base_to_json())
+        self.seconds_at_the_ends = time.perf_counter() - started_s
+        self._started_s = time.perf_counter()
 
     def _require_finite(self) -> None:
         for part, scores in self._base.items():
@@ -144,12 +145,12 @@ class Retention(Loop):
                     f"{self.anchor.name}; use mixed_precision: bf16 or no, or take those rows out"
                 )
 
-    def _base_as_json(self) -> dict[str, Any]:
+    def _base_to_json(self) -> dict[str, Any]:
         scores = {part: scores.tolist() for part, scores in self._base.items()}
         return {"anchor": self.anchor.name, "fingerprint": self.anchor.fingerprint, "nats_and_tokens": scores}
 
-    def _read_base(self, checkpoint: Path) -> None:
-        """The weights are those of the middle of a training: what the base costs cannot be measured any more."""
+    def _load_base_scores(self, checkpoint: Path) -> None:
+        """Read the base's scores. They cannot be measured again, because training has already changed the weights."""
         path = next((p for p in (checkpoint / BASE_FILE, checkpoint.parent / BASE_FILE) if p.is_file()), None)
         if path is None:
             raise CheckpointError(
@@ -175,12 +176,12 @@ class Retention(Loop):
 
     @property
     def share(self) -> float:
-        """Of the rows of a batch that are replayed ones."""
+        """Share of replayed rows in a batch."""
         return self.state.effort * self.settings.retain_max_share if self.replays else 0.0
 
     @property
     def lam(self) -> float:
-        """Of the regularization loop, where that acts."""
+        """Lambda for the regularization loop; 0 if replay acts."""
         rate = self.trainer.args.learning_rate
         return 0.0 if self.replays or not rate else self.state.effort * LARGEST_SHRINK / rate
 
@@ -194,15 +195,15 @@ class Retention(Loop):
         if not self.replays:
             regularizer = self.trainer.regularizer
             regularizer.state = replace(regularizer.state, lam=self.lam)
-        if state.global_step + 1 == self._began_at + TIMED[0] and not self._every:
+        if state.global_step + 1 == self._first_step + TIMED[0] and not self._every:
             wait_for(args.device)
             self._timed_from, self._measuring_before = time.perf_counter(), self.seconds
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step == self._began_at + TIMED[1]:
-            self._choose_cadence(state.max_steps)
+        if state.global_step == self._first_step + TIMED[1]:
+            self._choose_frequency(state.max_steps)
         if state.global_step >= self._next_step or state.global_step == state.max_steps:
             with self._timed():
                 self._measure(state, control)
@@ -210,12 +211,12 @@ class Retention(Loop):
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         wait_for(self.trainer.args.device)
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - begun_s
+        self.seconds += time.perf_counter() - started_s
 
-    def _choose_cadence(self, max_steps: int) -> None:
-        """By the clock of the main process: every rank must measure at the same steps."""
+    def _choose_frequency(self, max_steps: int) -> None:
+        """Decide how often to measure, by the clock of the main process: all ranks must measure at the same steps."""
         if self._every or math.isnan(self._timed_from):
             return
         wait_for(self.trainer.args.device)
@@ -226,38 +227,38 @@ class Retention(Loop):
         if self.trainer.accelerator.num_processes > 1:
             broadcast_object_list(chosen)
         self._every, self._sample_rows = chosen[0]
-        self._say(f"retain: {self._sample_rows} rows are measured every {self._every} optimizer steps")
+        self._log(f"retain: {self._sample_rows} rows are measured every {self._every} optimizer steps")
 
     def _measure(self, state: Any, flow: Any) -> None:
         step = state.global_step
         if step <= self.state.step:
             return
-        begun_s = time.perf_counter()
-        numbers = self._measured.sample(self._at, self._sample_rows)
+        started_s = time.perf_counter()
+        numbers = self._measured.sample(self._sample_start, self._sample_rows)
         found = self._measured.scored(numbers)
-        self._row_s = (time.perf_counter() - begun_s) / len(numbers)
-        self._at = (self._at + len(numbers)) % len(self._measured)
+        self._row_s = (time.perf_counter() - started_s) / len(numbers)
+        self._sample_start = (self._sample_start + len(numbers)) % len(self._measured)
         before, after = (self._measured.by_document(numbers, s) for s in (self._base["measured"][numbers], found))
         excess, error = control.mean_excess(*extra_bits(before, after))
-        self._next_step = self._after(step)
+        self._next_step = self._step_of_next_measurement(step)
         was = self.state
         self.state = control.decide(
             self.law, was, control.ExcessMeasurement(step, excess, error, self._next_step - step)
         )
-        self._publish(step, excess, error, was)
-        self._tell_lost(was, step, flow)
+        self._record_measurement(step, excess, error, was)
+        self._report_lost_budget(was, step, flow)
 
-    def _after(self, step: int) -> int:
+    def _step_of_next_measurement(self, step: int) -> int:
         early = next((number for number in EARLY if number > step), math.inf)
         usual = step + self._every if self._every else math.inf
         return int(min(early, usual)) if min(early, usual) < math.inf else step + 1
 
     @property
     def _replayed_rows(self) -> int:
-        """Of all ranks."""
+        """Number of rows replayed on all ranks."""
         return self.replay.used * self.replay.world if self.replays else 0
 
-    def _publish(self, step: int, excess: float, error: float, was: control.RetentionState) -> None:
+    def _record_measurement(self, step: int, excess: float, error: float, was: control.RetentionState) -> None:
         state = self.state
         band = LEVEL_ERRORS * state.error_bits
         self.newest = {
@@ -275,9 +276,9 @@ class Retention(Loop):
         }
         self.record(self.newest)
         if state.skipped > was.skipped:
-            self._say(f"retain: step {step}: the anchor has no finite loss; the effort stays as it is")
+            self._log(f"retain: step {step}: the anchor has no finite loss; the effort stays as it is")
 
-    def _tell_lost(self, was: control.RetentionState, step: int, flow: Any) -> None:
+    def _report_lost_budget(self, was: control.RetentionState, step: int, flow: Any) -> None:
         if not self.state.is_lost or was.is_lost:
             return
         most = f"{self.share:.0%} of each batch replayed" if self.replays else f"lambda {self.lam:.3g}"
@@ -292,25 +293,25 @@ class Retention(Loop):
         else:
             text += "; retain_stop: true would end the run here"
         self.notices.append(text)
-        self._say(text)
+        self._log(text)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self.trainer.is_world_process_zero():
             logger.warning(text) if text in self.notices else logger.info(text)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        self._train_s = time.perf_counter() - self._begun_s
+        self._train_s = time.perf_counter() - self._started_s
         if self._is_interrupted:
             return
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         self.judged = verdict(self)
         said = [*self._noise_notices(), *self.judged.notices]
         self.notices += said
         for text in said:
-            self._say(text)
-        self.seconds_at_the_ends += time.perf_counter() - begun_s
+            self._log(text)
+        self.seconds_at_the_ends += time.perf_counter() - started_s
 
     def _noise_notices(self) -> list[str]:
         error, budget = self.state.error_bits, self.law.budget_bits
@@ -324,7 +325,7 @@ class Retention(Loop):
 
     @property
     def _is_interrupted(self) -> bool:
-        """By a signal, after a checkpoint: the run goes on another time, and now time is short."""
+        """Whether a signal stopped the run after a checkpoint; it will resume later, and time is short now."""
         callbacks = self.trainer.callback_handler.callbacks
         return any(getattr(callback, "stopped_at", None) is not None for callback in callbacks)
 
@@ -336,7 +337,7 @@ class Retention(Loop):
             "next_step": self._next_step,
             "every": self._every,
             "sample_rows": self._sample_rows,
-            "measured": self._at,
+            "measured": self._sample_start,
             "replayed": self._replayed_rows,
             "owed": self.replay.owed if self.replays else 0.0,
             "fingerprint": self.anchor.fingerprint,
@@ -347,7 +348,7 @@ class Retention(Loop):
     def save_state(self, folder: str) -> None:
         super().save_state(folder)
         if self.trainer.args.should_save:
-            write_json(Path(folder) / BASE_FILE, self._base_as_json())
+            write_json(Path(folder) / BASE_FILE, self._base_to_json())
 
     def load_state(self, checkpoint: str) -> None:
         if not (Path(checkpoint) / self.state_file).is_file():
@@ -360,12 +361,12 @@ class Retention(Loop):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_same_anchor(Path(self.state_file), state["fingerprint"])
         self.state = control.RetentionState.from_dict(state["law"])
-        self._next_step, self._at = state["next_step"], state["measured"]
+        self._next_step, self._sample_start = state["next_step"], state["measured"]
         self._every = self.settings.retain_frequency or state["every"]
         self._sample_rows = state["sample_rows"]
         self.notices, self.newest = list(state["notices"]), state.get("newest")  # older checkpoints do not hold it
         if self.replays:
-            # Of all ranks, which may be others now: rounded up, so that no row comes twice before all were used.
+            # The number of ranks may have changed: rounded up, so that no row repeats before all were used.
             self.replay.used, self.replay.owed = -(-state["replayed"] // self.replay.world), state["owed"]
 
     # -- reports -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Losses on anchor rows: by row for the base, by sample while training, by document for what is judged."""
+"""Score anchor rows: row by row for the base, by samples during training, and by document for the verdict."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.step.distributed.sharded import training_precision
 
 BATCH_TOKENS = 8192
-"""Padded tokens of a forward pass; fewer where that does not fit."""
+"""Padded tokens of a forward pass; fewer if that does not fit in memory."""
 
 FEW_ROWS = 32
-"""Scored without asking the model again whether it can do without logits and padding, which would take a fifth of the
-time; with more rows it is asked each time."""
+"""Up to this many rows are scored without checking again whether the model can run without logits and padding, because
+that check would take a fifth of the time."""
 
 MOST_JUDGED = 256
-"""Rows of what is held out, that say what a scale costs: more would take time and change little."""
+"""Maximum number of held-out rows that show what scaling costs; more would take time and change little."""
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """What ``score_documents`` reads, of some rows: each counts as a document."""
+class _RowSubset:
+    """Some rows in the form that ``score_documents`` reads; each counts as a document."""
 
     rows: Any
     numbers: numpy.ndarray
@@ -41,9 +41,9 @@ class _Chosen:
 
 
 class Passages:
-    """``rows``: as held-out rows, numbered; each is scored by one rank, and all ranks know all scores.
+    """Scores rows of text. ``rows``: numbered, like held-out rows; each is scored by one rank, and all get all scores.
 
-    ``documents``: of each row, shape (rows,). Running out of memory halves what is scored at once.
+    ``documents``: the document of each row, shape (rows,). Running out of memory halves the batch size.
     """
 
     def __init__(self, rows: Any, trainer: Trainer, collate: Any) -> None:
@@ -59,19 +59,21 @@ class Passages:
         return numpy.arange(len(self))
 
     def some(self) -> numpy.ndarray:
-        """What is judged of rows that may be many: MOST_JUDGED at most, of as many documents as there are."""
+        """Return at most MOST_JUDGED row numbers, from as many documents as possible."""
         return self.order[:MOST_JUDGED]
 
     def sample(self, start: int, count: int) -> numpy.ndarray:
-        """``count`` row numbers from ``start`` on, around and around, next to each other of different documents."""
+        """Return ``count`` row numbers from ``start`` on, cyclically, with neighbors from different documents."""
         return self.order[(start + numpy.arange(min(count, len(self)))) % len(self)]
 
     def scored(self, numbers: numpy.ndarray) -> numpy.ndarray:
-        """Summed loss in nats and predicted tokens of each of ``numbers``, shape (numbers, 2). Of the model as it is,
-        without dropout."""
+        """Return the summed loss in nats and the predicted tokens of each row in ``numbers``, shape (numbers, 2).
+
+        Uses the model as it is, without dropout.
+        """
         accelerator = self._trainer.accelerator
         own = numbers[accelerator.process_index :: accelerator.num_processes]
-        found = self._scored_here(own) if len(own) else numpy.zeros((0, 2))
+        found = self._score_on_this_rank(own) if len(own) else numpy.zeros((0, 2))
         if accelerator.num_processes == 1:
             return found
         parts = gather_object([found])
@@ -80,21 +82,21 @@ class Passages:
             whole[rank :: len(parts)] = part
         return whole
 
-    def _scored_here(self, numbers: numpy.ndarray) -> numpy.ndarray:
+    def _score_on_this_rank(self, numbers: numpy.ndarray) -> numpy.ndarray:
         model = self._trainer.model
         with training_precision(self._trainer):
             if self._path is None or self._path.model is not model or len(numbers) > FEW_ROWS:
                 self._path = evaluation_path_of(model)
-            scores = score_documents(model, _Chosen(self.rows, numbers), self._collate, BATCH_TOKENS, self._path)
+            scores = score_documents(model, _RowSubset(self.rows, numbers), self._collate, BATCH_TOKENS, self._path)
         return numpy.stack([scores.nats, scores.tokens], axis=1)
 
     def by_document(self, numbers: numpy.ndarray, scores: numpy.ndarray) -> DocumentScores:
-        """``scores`` of ``numbers``, added up."""
-        _, place = numpy.unique(self.documents[numbers], return_inverse=True)
-        nats, tokens = (numpy.bincount(place, weights=scores[:, column]) for column in (0, 1))
+        """Return the ``scores`` of the rows ``numbers``, summed by document."""
+        _, document_index = numpy.unique(self.documents[numbers], return_inverse=True)
+        nats, tokens = (numpy.bincount(document_index, weights=scores[:, column]) for column in (0, 1))
         return DocumentScores(nats, tokens.astype(numpy.int64))
 
 
 def extra_bits(before: DocumentScores, after: DocumentScores) -> tuple[Sequence[float], Sequence[float]]:
-    """Of each document: what it costs more than before, in bits, and its tokens."""
+    """Return, for each document, how many more bits it costs than before, and its number of tokens."""
     return ((after.nats - before.nats) / NATS_PER_BIT).tolist(), before.tokens.tolist()

@@ -1,7 +1,7 @@
-"""``retain: sampled``: where nobody has text of what must not be forgotten, the model writes it before it is trained.
+"""``retain: sampled``: without a text that must not be forgotten, the model writes one before it is trained.
 
-Of text that a model has drawn itself, the mean excess is the Kullback-Leibler divergence of the tuned model from it, in
-bits per token: what is kept is what the model would say, and only as much of a subject as it says of its own accord.
+On text that the model has sampled itself, the mean excess is the Kullback-Leibler divergence of the tuned model from
+it, in bits per token. So what is preserved is what the model would say, and each subject only as often as it says it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from scu_trainer.train.evaluation.answers import ONE_ANSWER
 logger = logging.getLogger("scu_trainer")
 
 MOST_DOCUMENTS, MOST_TOKENS = 400, 256
-"""As many documents, each as long, at most: writing takes a forward pass for each token."""
+"""Maximum number of documents and of tokens in each, because writing takes a forward pass for each token."""
 
 AT_ONCE = 32
 FILE = "text.jsonl"
 
 
 def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents: int, tokens: int, seed: int) -> Path:
-    """A file of ``documents`` texts of up to ``tokens`` tokens each, drawn at temperature 1 by ``seed``.
+    """Return a file of ``documents`` texts of up to ``tokens`` tokens each, sampled at temperature 1 with ``seed``.
 
-    It is written once for these and the weights of ``model``, by one process: others wait for it, and a run that goes
-    on finds what it began with. The state of the random numbers is left as it was.
-    Raises DataError for a tokenizer that has no token to begin with, ModelError for a model that cannot write.
+    It is written once for these arguments and the weights of ``model``, by one process: others wait for it, and a
+    resumed run finds it again. The random state is left unchanged.
+    Raises DataError if the tokenizer has no token to begin with, and ModelError if the model cannot write.
     """
     if obstacle := cannot_write(model):
         raise ModelError(f"retain: {SAMPLED} lets the model write, but {obstacle}, or give a file of text instead")
     documents, tokens = min(documents, MOST_DOCUMENTS), min(tokens, MOST_TOKENS)
-    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if begin is None:
+    start_token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start_token is None:
         raise DataError(
             f"retain: {SAMPLED} needs a token to start writing from, but the tokenizer has neither bos nor eos; give "
             "a file of text instead"
@@ -53,35 +53,39 @@ def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents
 
     def write(folder: Path) -> None:
         logger.info("retain: the model writes %d texts of up to %d tokens to use as the anchor", documents, tokens)
-        texts = _texts(model, tokenizer, begin, documents, tokens, seed)
+        texts = _sample_texts(model, tokenizer, start_token, documents, tokens, seed)
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / FILE).write_text(lines, encoding="utf-8")
 
-    key = digest_of(_weights(model), documents, tokens, seed, begin)
+    key = digest_of(_weight_sums(model), documents, tokens, seed, start_token)
     return built_once(cache_dir / "sampled" / key, write) / FILE
 
 
-def _weights(model: nn.Module) -> list[list[Any]]:
-    """What tells these weights from others, also where a device_map has put them elsewhere."""
+def _weight_sums(model: nn.Module) -> list[list[Any]]:
+    """Return values that tell these weights from others, even if a device_map has placed them elsewhere."""
     read = []
     for path, module in model.named_modules():
         with align_module_device(module):
-            read += [[f"{path}.{name}", _sum(weight)] for name, weight in module.named_parameters(recurse=False)]
+            read += [
+                [f"{path}.{name}", _absolute_sum(weight)] for name, weight in module.named_parameters(recurse=False)
+            ]
     return read
 
 
-def _sum(weight: nn.Parameter) -> float:
+def _absolute_sum(weight: nn.Parameter) -> float:
     return float(without_torchao(weight.detach()).cpu().double().abs().sum())
 
 
-def _texts(model: nn.Module, tokenizer: Any, begin: int, documents: int, tokens: int, seed: int) -> Iterator[str]:
+def _sample_texts(
+    model: nn.Module, tokenizer: Any, start_token: int, documents: int, tokens: int, seed: int
+) -> Iterator[str]:
     device = input_device(model)
-    pad = begin if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    drawn |= {**ONE_ANSWER, "max_new_tokens": tokens, "tokenizer": tokenizer}
+    pad = start_token if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    options |= {**ONE_ANSWER, "max_new_tokens": tokens, "tokenizer": tokenizer}
     with evaluating(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for done in range(0, documents, AT_ONCE):
-            start = torch.full((min(AT_ONCE, documents - done), 1), begin, device=device)
-            given = {"input_ids": start, "attention_mask": torch.ones_like(start), "pad_token_id": pad}
-            yield from tokenizer.batch_decode(model.generate(**given, **drawn), skip_special_tokens=True)
+            start_tokens = torch.full((min(AT_ONCE, documents - done), 1), start_token, device=device)
+            given = {"input_ids": start_tokens, "attention_mask": torch.ones_like(start_tokens), "pad_token_id": pad}
+            yield from tokenizer.batch_decode(model.generate(**given, **options), skip_special_tokens=True)

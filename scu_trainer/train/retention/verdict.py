@@ -1,4 +1,4 @@
-"""After training: the share of the update that keeps the budget, and what rows that decided nothing say of it."""
+"""After training: find the share of the update that keeps the budget, and judge it on rows that decided nothing."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from scu_trainer.train.retention.passages import Passages
 from scu_trainer.train.step.recovery.second_try import second_try
 
 LEVEL = 0.95
-"""Confidence of the verdict's interval, as ``scu-trainer retain`` has it."""
+"""Confidence level of the verdict's interval, as in ``scu-trainer retain``."""
 
 
 @dataclass
 class Judged:
-    """``figures``: for scu_metrics.json."""
+    """The verdict. ``figures``: for scu_metrics.json."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
 
 def verdict(loop: Any) -> Judged:
-    """Scales the update of the model of ``loop`` to its budget, and judges it. Every rank does the same."""
+    """Scale the update of the model of ``loop`` to its budget, and judge the result. Every rank does the same."""
     judged = Judged()
-    whole = _lost(loop, "unseen", LEVEL)
-    share = _scaled(loop, judged)
-    lost = whole if share == 1.0 else _lost(loop, "unseen", LEVEL)
+    whole = _measure_loss_increase(loop, "unseen", LEVEL)
+    share = _scale_to_budget(loop, judged)
+    lost = whole if share == 1.0 else _measure_loss_increase(loop, "unseen", LEVEL)
     budget = loop.law.budget_bits
     judged.figures |= {
         "scale": share,
@@ -47,7 +47,7 @@ def verdict(loop: Any) -> Judged:
     return judged
 
 
-def _lost(loop: Any, part: str, confidence: float) -> BootstrapInterval:
+def _measure_loss_increase(loop: Any, part: str, confidence: float) -> BootstrapInterval:
     rows: Passages = loop._parts[part]
     numbers = rows.all()
     after = rows.by_document(numbers, rows.scored(numbers))
@@ -55,35 +55,35 @@ def _lost(loop: Any, part: str, confidence: float) -> BootstrapInterval:
     return bootstrap_difference(before, after, confidence=confidence, seed=loop.trainer.args.seed)
 
 
-def _scaled(loop: Any, judged: Judged) -> float:
-    """The share of the update that the model has now; 1 where all of it fits, or where it cannot be scaled."""
-    budget, whole = loop.law.budget_bits, _lost(loop, "measured", SOLVED_AT)
+def _scale_to_budget(loop: Any, judged: Judged) -> float:
+    """Scale the update, and return its share in the model; 1 if all of it fits the budget, or it cannot be scaled."""
+    budget, whole = loop.law.budget_bits, _measure_loss_increase(loop, "measured", SOLVED_AT)
     tried = judged.figures.setdefault("tried", [])
     tried.append({"share": 1.0, "bits": whole.value, "high": whole.high})
     if whole.high <= budget:
         return 1.0
-    update = _update(loop, judged)
+    update = _load_scalable_update(loop, judged)
     if update is None:
         return 1.0
-    own_before = _own_scores(loop)
+    own_before = _score_own_rows(loop)
 
     def cost(share: float) -> float:
         if share == 1.0:
             return whole.high
         update.set(share)
-        found = _lost(loop, "measured", SOLVED_AT)
+        found = _measure_loss_increase(loop, "measured", SOLVED_AT)
         tried.append({"share": share, "bits": found.value, "high": found.high})
         return found.high
 
     share = largest_share(cost, budget)
-    if share == 0.0 and cost(0.0) > budget:  # an adapter that went on, and whose beginning was not given
+    if share == 0.0 and cost(0.0) > budget:  # a continued adapter without its beginning given as the base
         update.set(1.0)
         judged.notices.append(
             f"more than the budget is lost, and the update is left whole: without it {tried[-1]['bits']:.4f} bits per "
             "token would be lost, since training did not begin with the base of its adapter"
         )
         return 1.0
-    judged.figures |= _own_figures(loop, update, share, own_before)
+    judged.figures |= _own_text_figures(loop, update, share, own_before)
     update.set(share)
     judged.notices.append(
         f"{share:.1%} of what was learned is kept, by scaling the update: all of it would lose {whole.value:.4f} "
@@ -92,13 +92,15 @@ def _scaled(loop: Any, judged: Judged) -> float:
     return share
 
 
-def _update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
+def _load_scalable_update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
     model = loop.trainer.model
     is_adapter = hasattr(model, "peft_config")
     try:
         if not is_adapter and loop.base is None:
             raise ModelError("the model that full tuning started from was not given")
-        return second_try(lambda: ScaledUpdate(model, _start(loop)), "the base, beside which the update is scaled,")
+        return second_try(
+            lambda: ScaledUpdate(model, _load_start_of_update(loop)), "the base, beside which the update is scaled,"
+        )
     except (ModelError, OutOfMemory) as error:
         judged.notices.append(
             f"more than the budget is lost, and the update cannot be scaled here: {error}; scu-trainer retain scales a "
@@ -107,31 +109,31 @@ def _update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
         return None
 
 
-def _start(loop: Any) -> Any:
-    """What the update is an update of; None where the model is a new adapter, and brings that."""
+def _load_start_of_update(loop: Any) -> Any:
+    """Return the model that the update started from; None for a new adapter, which contains it."""
     start = None if loop.base is None else loop.base()
     return start if hasattr(start, "peft_config") or not hasattr(loop.trainer.model, "peft_config") else None
 
 
-def _own_scores(loop: Any) -> Optional[DocumentScores]:
-    """Of what is learned, on held-out rows, by the model as it is."""
+def _score_own_rows(loop: Any) -> Optional[DocumentScores]:
+    """Return the scores of held-out rows of the training task by the model as it is."""
     if loop.own_rows is None:
         return None
     rows = Passages(loop.own_rows, loop.trainer, loop._collate)
     return rows.by_document(rows.some(), rows.scored(rows.some()))
 
 
-def _own_figures(loop: Any, update: ScaledUpdate, share: float, whole: Optional[DocumentScores]) -> dict[str, Any]:
-    """What of the gain on held-out rows is left, where it was scaled."""
+def _own_text_figures(loop: Any, update: ScaledUpdate, share: float, whole: Optional[DocumentScores]) -> dict[str, Any]:
+    """Return how much of the gain on held-out rows is left after scaling."""
     if whole is None:
         return {}
     update.set(0.0)
-    before = _own_scores(loop)
+    before = _score_own_rows(loop)
     update.set(share)
-    kept = _own_scores(loop)
+    kept = _score_own_rows(loop)
     gains = {name: bootstrap_difference(before, after, seed=loop.trainer.args.seed)
              for name, after in (("whole", whole), ("kept", kept))}  # fmt: skip
-    # 0 is added so that nothing is not "-0%".
+    # 0.0 is added to turn -0.0 into 0.0, which is not printed as "-0%".
     left = gains["kept"].value / gains["whole"].value + 0.0 if gains["whole"].value < 0 else None
     return {"own_text": {name: gain.over(before) for name, gain in gains.items()}, "share_of_gain_kept": left}
 

@@ -1,1 +1,1 @@
-"""What the guard of steps works with: where bad numbers began, spikes and their rows, divergence."""
+"""Parts of the step guard: where non-finite numbers began, spikes and their rows, divergence."""

@@ -1,6 +1,6 @@
-"""Watches the logged training loss for divergence: ``control/guard/divergence.py`` decides, this reads and tells.
+"""Watch the logged training loss for divergence: ``control/guard/divergence.py`` decides, this reads and reports.
 
-Nothing waits for the device: a loss is read when it is logged.
+Never waits for the device, because a loss is read when it is logged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger("scu_trainer")
 
 
 class DivergenceWatch:
-    """Of one training. ``epochs_differ``: each has a choice of samples. ``notices``: what was reported.
+    """Watches one training. ``epochs_differ``: whether epochs choose different samples. ``notices``: what was reported.
 
-    Raises Diverged on all ranks where the settings say stop.
+    Raises Diverged on all ranks if the settings say stop.
     """
 
     def __init__(self, trainer: Trainer, settings: SafetySettings, epochs_differ: bool) -> None:
@@ -31,39 +31,39 @@ class DivergenceWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Before a training."""
+        """Reset for a new training."""
         self.notices: list[str] = []
         self._state = control.DivergenceState()
         self._counted = self._epoch = 0
 
     def start(self) -> None:
-        """With its first step."""
+        """Start counting with the first step of a training."""
         self._counted = 0
 
     def begin_epoch(self, epoch: int) -> None:
-        """``epoch``: its number; a run that resumes within it begins it once more."""
+        """Begin an epoch; a run that resumes within an epoch begins it again. ``epoch``: its number."""
         if self._epochs_differ and epoch != self._epoch:
-            # This epoch's samples may be harder ones, and their loss is another loss.
+            # The samples of this epoch may be harder, so their losses cannot be compared.
             self._state = control.DivergenceState()
         self._epoch = epoch
 
     def count(self) -> None:
-        """An optimizer step whose loss goes into the next log."""
+        """Count an optimizer step with a loss that goes into the next log."""
         self._counted += 1
 
     def see(self, step: int, loss: float) -> None:
-        """``loss``: logged after ``step``, the mean of the steps counted since the last one."""
+        """Check ``loss``, which was logged after ``step``, the mean over the steps counted since the last log."""
         steps, self._counted = self._counted, 0
         self._state = control.observe(self.settings.divergence_factor, self._state, step=step, steps=steps, loss=loss)
         if self.notices or not control.diverges(self._state):
             return
-        self.notices.append(self._text())
+        self.notices.append(self._message())
         if self.settings.divergence == "stop":
-            raise Diverged(f"{self._text()}. {self._way_back()}")
+            raise Diverged(f"{self._message()}. {self._checkpoint_hint()}")
         if self.trainer.is_world_process_zero():
-            logger.warning(self._text())
+            logger.warning(self._message())
 
-    def _text(self) -> str:
+    def _message(self) -> str:
         seen = self._state
         return (
             f"training diverges: the loss as it is logged was {seen.best:.4g} on average at step {seen.best_step} and "
@@ -72,7 +72,7 @@ class DivergenceWatch:
             "divergence_factor"
         )
 
-    def _way_back(self) -> str:
+    def _checkpoint_hint(self) -> str:
         run, before = run_folder(self.trainer), self._state.above_since
         found = next((path for path in checkpoints(run) if step_of(path) < before), None)
         if found is None:

@@ -1,14 +1,14 @@
-"""Where a loss or a gradient stopped being a number: the weight, the input, the module and the rows.
+"""Find where a loss or a gradient stopped being finite: the weight, the input, the module and the rows.
 
-Asked only after a failure. The failed step's rows run once more, in at most ``MOST_RUNS`` parts, without anything that
-other ranks would have to join in; random state, statistics and gradients are as before. In this order:
+Used only after a failure. The failed step's rows run once more, in at most ``MOST_RUNS`` parts, without anything that
+other ranks would have to join; random state, statistics and gradients are restored. In this order:
 
-    weights     a weight, or a BatchNorm statistic, is not finite itself
+    weights     a weight or a BatchNorm statistic is not finite itself
     inputs      a number in the batch is not finite
-    forward     the first module, by order of execution, whose output is not finite; where what it was given was not
-                finite already, the code of the module around it
+    forward     the first module, by order of execution, with a non-finite output; if its input was already not
+                finite, the code of the module around it
     loss        every module's output is finite, the loss is not
-    backward    of the weights whose gradient is not finite the one that was used last: backward begins at the end
+    backward    of the weights with a non-finite gradient, the one that was used last, because backward starts there
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.optimizer_parts import alike
 
 MOST_NAMED = 8
-"""Rows that a message names."""
+"""Maximum number of rows that a message names."""
 
 
 @dataclass(frozen=True)
 class NonFinitePlace:
-    """``place``: a phrase, None where it was not found; then ``reason`` says why. ``rows``: how messages name them.
+    """Where a value is not finite. ``place``: a phrase, or None if it was not found; then ``reason`` says why.
 
-    ``is_weight``: a weight or statistic itself is not finite, so no later step can be better.
+    ``rows``: as messages name them. ``is_weight``: whether a weight or statistic itself is not finite, so that no later
+    step can be better.
     """
 
     place: Optional[str] = None
@@ -60,16 +61,17 @@ class NonFinitePlace:
 
 
 def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
-    """``batches``: this rank's accumulation batches of the failed step. ``num_items``: what its losses were divided by.
+    """Return where the failed step stopped being finite.
 
-    Raises nothing of its own: what goes wrong while looking is in ``reason``.
+    ``batches``: this rank's accumulation batches of the failed step. ``num_items``: the divisor of its losses. Raises
+    no errors; what goes wrong during the search is in ``reason``.
     """
     weight = nonfinite_weight(trainer.model)
     if weight is not None:
         return NonFinitePlace(f"{weight} is not finite itself", is_weight=True)
-    if num_items is not None and not torch.as_tensor(num_items).any():  # weights of classes may add up to 0.5
+    if num_items is not None and not torch.as_tensor(num_items).any():  # not int(): class weights may add up to 0.5
         return NonFinitePlace("no label of the step is learned (all are -100), which makes it 0 / 0")
-    bad_input = _bad_input(trainer, batches)
+    bad_input = _find_bad_input(trainer, batches)
     if bad_input is not None:
         return bad_input
     if is_sharded(trainer):
@@ -80,8 +82,8 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
     with unchanged(trainer):
         try:
             parts = list(step_parts(trainer, batches))
-            found = _forward(trainer, parts, num_items) or _backward(trainer, parts, num_items)
-        except Exception as error:  # whatever a model says to some of its rows: the failed step is what is reported
+            found = _search_forward(trainer, parts, num_items) or _search_backward(trainer, parts, num_items)
+        except Exception as error:  # the model may fail in any way on some rows, but only the failed step matters
             found = NonFinitePlace(reason=why_it_failed(error))
     free_memory(trainer.args.device)
     return found or NonFinitePlace(reason="every value is finite when its rows run again")
@@ -91,43 +93,45 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
 
 
 def nonfinite_weight(model: nn.Module) -> Optional[str]:
-    """The first weight or BatchNorm statistic that is not finite, as a phrase; of sharded ones this rank's part."""
-    for name, tensor in _numbers(model):
+    """Name the first weight or BatchNorm statistic that is not finite; of sharded ones, only this rank's part."""
+    for name, tensor in _named_tensors(model):
         if not bool(torch.isfinite(tensor).all()):
             return name
     return None
 
 
 def weights_are_finite(model: nn.Module) -> bool:
-    """Whether every weight and BatchNorm statistic is a finite number; of sharded ones this rank's part.
+    """Return whether every weight and BatchNorm statistic is finite; of sharded ones, only this rank's part.
 
-    One pass over them and one wait for the device.
+    Takes one pass over them and waits for the device once.
     """
-    kinds = alike(tensor.detach() for _, tensor in _numbers(model) if tensor.numel())
-    # The largest magnitude, unlike a sum of squares, is infinite only where a number is.
+    kinds = alike(tensor.detach() for _, tensor in _named_tensors(model) if tensor.numel())
+    # The largest magnitude, unlike a sum of squares, is only infinite if a number is.
     largest = [torch.stack(torch._foreach_norm(tensors, float("inf"))).float().max() for tensors in kinds]
     return all(bool(torch.isfinite(norm)) for norm in largest)
 
 
 def has_nonfinite(value: Any) -> bool:
-    """Whether a number in ``value``, a tensor, a float or a container of them, is not finite."""
-    return next(_nonfinite(value), None) is not None
+    """Return whether ``value`` (a tensor, a float or a container of them) contains a number that is not finite."""
+    return next(_iterate_nonfinite(value), None) is not None
 
 
-def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
-        own = _part_of_zero_3(parameter) if hasattr(parameter, "ds_tensor") else parameter
+        own = _local_zero3_part(parameter) if hasattr(parameter, "ds_tensor") else parameter
         own = own.to_local() if hasattr(own, "to_local") else own
-        # Of 8 bits torch computes no norm; such weights (a model stored in FP8 or by torchao) are frozen.
+        # torch has no norm for 8-bit types; such weights (of a model stored in FP8 or by torchao) are frozen.
         if own.is_floating_point() and own.dtype.itemsize > 1 and not own.is_meta and not is_of_torchao(own):
             yield f"the weight {name}", own
     for name, statistic in batch_norm_statistics(model):
         yield f"the statistic {name}", statistic
 
 
-def _part_of_zero_3(parameter: nn.Parameter) -> torch.Tensor:
-    """The numbers of this rank; the parameter itself is empty. Parts are of equal size, and what is behind the last
-    number is left as it was in memory."""
+def _local_zero3_part(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's numbers; the parameter itself is empty.
+
+    Parts have equal sizes, and the memory after the last number is not initialized.
+    """
     own = parameter.ds_tensor
     before = own.numel() * dist.get_rank(parameter.ds_process_group)
     return own.flatten()[: max(0, parameter.ds_numel - before)]
@@ -136,7 +140,7 @@ def _part_of_zero_3(parameter: nn.Parameter) -> torch.Tensor:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[NonFinitePlace]:
+def _find_bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[NonFinitePlace]:
     for number, inputs in enumerate(batches):
         count = rows_of(trainer.model, inputs).rows
         for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
@@ -149,13 +153,13 @@ def _bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[NonFinitePl
 
 
 def _bad_rows(tensor: torch.Tensor, count: int) -> list[int]:
-    """Rows of ``tensor`` with a number that is not finite; [] where its first axis is none of ``count`` rows."""
+    """Return the rows of ``tensor`` with a non-finite number; [] if its first axis does not have ``count`` rows."""
     if not count or tensor.dim() == 0 or tensor.shape[0] != count:
         return []
     return (~torch.isfinite(tensor.detach())).reshape(count, -1).any(dim=1).nonzero().flatten().tolist()
 
 
-def _or_every(names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
+def _summarize_rows(names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
     total = sum(len(part.rows) for part in parts)
     return ("every row",) if len(names) == total > 1 else tuple(names)
 
@@ -164,7 +168,7 @@ def _or_every(names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def _forward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
+def _search_forward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
     place, rows = None, []
     for part in parts:
         watch = _Watch(trainer.model, len(part.rows))
@@ -175,10 +179,10 @@ def _forward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optiona
         place = place or watch.place or "the loss itself (the output of every module is finite)"
         bad = [part.rows[i] for i in watch.rows] or part.rows
         rows += row_names(trainer, part.whole, part.batch, bad)
-    return None if place is None else NonFinitePlace(place, _or_every(rows, parts))
+    return None if place is None else NonFinitePlace(place, _summarize_rows(rows, parts))
 
 
-def _backward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
+def _search_backward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
     named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     weights, place, rows = [p for _, p in named], None, []
     for part in parts:
@@ -186,7 +190,7 @@ def _backward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Option
         with torch.enable_grad():
             with watch.attached():
                 loss = loss_of(trainer, part, num_items)
-            # Not into .grad: that would wake up whatever reduces gradients over ranks.
+            # Not into .grad, which would trigger the reduction of gradients over ranks.
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
         bad = [
             name
@@ -196,54 +200,54 @@ def _backward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Option
         if bad:
             place = place or f"the first non-finite gradient is that of {max(bad, key=watch.order_of)}"
             rows += row_names(trainer, part.whole, part.batch, part.rows)
-    return None if place is None else NonFinitePlace(place, _or_every(rows, parts))
+    return None if place is None else NonFinitePlace(place, _summarize_rows(rows, parts))
 
 
 class _Watch:
-    """Sees every module's output of one forward. ``place``: the first that is not finite. ``rows``: in which rows."""
+    """Checks every module's output in one forward. ``place``: the first non-finite one. ``rows``: in which rows."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self.place: Optional[str] = None
         self.rows: list[int] = []
         self._count = count
         self._order: dict[str, int] = {}
-        # The outermost output holds the loss, which has a phrase of its own.
+        # Without the outermost module: its output contains the loss, which has its own phrase.
         self._names = {module: name for name, module in model.named_modules() if name}
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         with contextlib.ExitStack() as hooks:
             for module in self._names:
-                hooks.enter_context(module.register_forward_hook(self._see, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._check_output, with_kwargs=True))
             yield
 
     def order_of(self, weight: str) -> int:
-        """When the module of this weight was through: 0 the first, -1 not at all."""
+        """Return the position in the forward of the module with this weight, from 0; -1 if it did not run."""
         return self._order.get(weight.rpartition(".")[0], -1)
 
-    def _see(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def _check_output(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         self._order[self._names[module]] = len(self._order)
         if self.place is not None:
             return
-        bad = next(filter(torch.is_tensor, _nonfinite(output)), None)
+        bad = next(filter(torch.is_tensor, _iterate_nonfinite(output)), None)
         if bad is None:
             return
         name, self.rows = self._names[module], _bad_rows(bad, self._count)
         given = (args, {key: value for key, value in kwargs.items() if "mask" not in key})
-        if not any(map(torch.is_tensor, _nonfinite(given))):
+        if not any(map(torch.is_tensor, _iterate_nonfinite(given))):
             self.place = f"the first non-finite output is that of {name} ({type(module).__name__})"
         else:
             around = name.rpartition(".")[0] or "the model itself"
             self.place = f"the first non-finite value comes from {around}, before it calls {name}"
 
 
-def _nonfinite(value: Any) -> Iterator[torch.Tensor | float]:
-    """The tensors and floats in ``value`` that are not finite, in their order. A container may hold itself."""
+def _iterate_nonfinite(value: Any) -> Iterator[torch.Tensor | float]:
+    """Yield the tensors and floats in ``value`` that are not finite, in order. A container may contain itself."""
     waiting, seen = [value], {}
     while waiting:
         one = waiting.pop()
         if isinstance(one, (Mapping, list, tuple, deque)) and id(one) not in seen:
-            seen[id(one)] = one  # kept, so that no other object gets its number
+            seen[id(one)] = one  # kept alive, so that no other object gets its id
             waiting += reversed([*(one.values() if isinstance(one, Mapping) else one)])
         elif isinstance(one, float) and not math.isfinite(one):
             yield one

@@ -1,4 +1,4 @@
-"""The rows of a step once more, in parts: what is asked after a failure. Random state and buffers stay as they were."""
+"""Run the rows of a failed step once more, in parts. Random state and buffers stay as they were."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
 
 SHARDED = "the weights are sharded, and the search would need all ranks at once"
-"""Why rows cannot run again."""
+"""Reason why rows cannot run again."""
 
 MOST_RUNS = 32
-"""Parts into which the rows of a step are cut for looking: each runs forward once, and backward once at most."""
+"""Maximum number of parts into which the rows of a step are cut; each runs forward once and backward at most once."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of an accumulation batch. ``rows``: their numbers in it."""
+    """Some rows of an accumulation batch with number ``batch`` and inputs ``whole``. ``rows``: their numbers in it."""
 
     batch: int
     rows: tuple[int, ...]
@@ -37,11 +37,11 @@ class Part:
 
 
 def step_parts(trainer: Trainer, batches: Sequence[Any], most: int = MOST_RUNS) -> Iterator[Part]:
-    """About ``most`` parts of this rank's accumulation ``batches``; one of each batch whose rows act on each other."""
+    """Yield about ``most`` parts of this rank's ``batches``; a batch with rows that affect each other stays whole."""
     counts = [rows_of(trainer.model, inputs).rows for inputs in batches]
     per_part = max(1, -(-sum(counts) // max(1, most - len(batches))))
     if mixing_modules(trainer.model):
-        per_part = max(1, *counts)  # a row alone is another computation
+        per_part = max(1, *counts)  # a single row would be another computation
     for number, (inputs, count) in enumerate(zip(batches, counts, strict=True)):
         if not count:
             yield Part(number, (), inputs, inputs)
@@ -51,16 +51,16 @@ def step_parts(trainer: Trainer, batches: Sequence[Any], most: int = MOST_RUNS) 
 
 
 def row_names(trainer: Trainer, inputs: Any, number: int, rows: Sequence[int]) -> tuple[str, ...]:
-    """How messages name them: by the number of the sample; rows that a loop has added have none."""
+    """Return how messages name these rows: by sample number; rows that a loop has added have none."""
     samples = inputs.get(SAMPLE_INDEX)
     numbers = [-1 if samples is None else int(samples[row]) for row in rows]
     return tuple(
-        f"row {row} of accumulation batch {number}" if sample < 0 else _sample(trainer.train_dataset, sample)
+        f"row {row} of accumulation batch {number}" if sample < 0 else _sample_name(trainer.train_dataset, sample)
         for row, sample in zip(rows, numbers, strict=True)
     )
 
 
-def _sample(dataset: Any, index: int) -> str:
+def _sample_name(dataset: Any, index: int) -> str:
     row = dataset[index]
     documents = row.get("documents") if isinstance(row, Mapping) else None
     if documents is None:
@@ -70,7 +70,7 @@ def _sample(dataset: Any, index: int) -> str:
 
 
 def why_it_failed(error: Exception) -> str:
-    """For messages: a model raised ``error`` when some of its rows ran again. Lets go of what the error keeps alive."""
+    """Return a phrase for messages: the model raised ``error`` when rows ran again. Frees what its traceback holds."""
     first_line = str(error).partition("\n")[0]
     forget_traceback(error)
     return f"running its rows again failed ({type(error).__name__}: {first_line})"
@@ -78,7 +78,7 @@ def why_it_failed(error: Exception) -> str:
 
 @contextlib.contextmanager
 def unchanged(trainer: Trainer) -> Iterator[None]:
-    """Random state, changing buffers, what a loss counts and the log afterwards are those of before."""
+    """Restore random state, changing buffers and counters of the loss on exit, and log nothing inside."""
     model = trainer.model
     devices = list({trainer.args.device, *(p.device for p in model.parameters())})
     snapshot = WindowSnapshot(devices, ChangingBuffers(model), (), counting(trainer)())
@@ -90,7 +90,7 @@ def unchanged(trainer: Trainer) -> Iterator[None]:
 
 
 def loss_of(trainer: Trainer, part: Part, num_items: Any) -> torch.Tensor:
-    """As training computes it, but the rows' losses are passed to nobody."""
+    """Return the loss as training computes it, but without reporting the losses of rows."""
     inputs = trainer._prepare_inputs(without_index(part.inputs))
     with trainer.compute_loss_context_manager():
         if trainer.loss_path is not None:

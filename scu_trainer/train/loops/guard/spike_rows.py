@@ -1,7 +1,7 @@
-"""Which rows a spike comes from: those whose own gradient is far larger than that of the others in the step.
+"""Find the rows that cause a spike: those with a gradient far larger than that of the other rows in the step.
 
-Every row of the undone step runs once more by itself, forward and backward, on its own rank; the norms are compared
-over all ranks.
+Every row of the undone step runs once more, forward and backward, on its own rank; the norms are compared over all
+ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.memory import free_memory
 
 FAR = 3.0
-"""Times the median of the step's rows from which on a gradient stands out."""
+"""Multiple of the median of the step's rows from which a gradient stands out."""
 
 MOST_RUNS = 256
-"""Parts of a step that run alone; of larger steps a part is several rows, and the whole part is named."""
+"""Maximum number of parts of a step that run separately; in larger steps a part has several rows, all named."""
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """``norm``: of the gradient of this part alone. ``samples``: the number of its row; () where it has none, or the
-    part is several rows."""
+class _PartGradient:
+    """``norm``: of the gradient of this part. ``samples``: the number of its row; () if it has none, or the part has
+    several rows."""
 
     norm: float
     names: tuple[str, ...]
@@ -39,45 +39,47 @@ class _Measured:
 
 
 def far_rows(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple[NonFinitePlace, tuple[int, ...]]:
-    """(the rows as messages name them, their sample numbers where they are known), the same on all ranks.
+    """Return (the rows as messages name them, their sample numbers if known), the same on all ranks.
 
-    ``batches``: this rank's accumulation batches. ``num_items``: what their losses were divided by. Raises nothing of
-    its own: what goes wrong while looking is in ``reason``.
+    ``batches``: this rank's accumulation batches. ``num_items``: the divisor of their losses. Raises no errors; what
+    goes wrong during the search is in ``reason``.
     """
     if is_sharded(trainer):
         return NonFinitePlace(reason=SHARDED), ()
-    measured, reason = _measured(trainer, batches, num_items)
+    measured, reason = _measure_parts(trainer, batches, num_items)
     if trainer.accelerator.num_processes > 1:
         found = gather_object([(trainer.accelerator.process_index, measured, reason)])
         measured = [
-            _Measured(one.norm, tuple(f"{name} of rank {rank}" for name in one.names), one.samples)
+            _PartGradient(part.norm, tuple(f"{name} of rank {rank}" for name in part.names), part.samples)
             for rank, parts, _ in found
-            for one in parts
+            for part in parts
         ]
         reason = next((said for _, _, said in found if said), None)
     if reason is not None or not measured:
         return NonFinitePlace(reason=reason or "the step had no rows"), ()
-    return _far(measured)
+    return _pick_far_parts(measured)
 
 
-def _measured(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple[list[_Measured], Optional[str]]:
+def _measure_parts(
+    trainer: Trainer, batches: Sequence[Any], num_items: Any
+) -> tuple[list[_PartGradient], Optional[str]]:
     weights = [p for p in trainer.model.parameters() if p.requires_grad]
     measured, reason = [], None
     with unchanged(trainer):
         try:
             for part in step_parts(trainer, batches, MOST_RUNS):
                 names = row_names(trainer, part.whole, part.batch, part.rows)
-                measured.append(_Measured(_norm(trainer, part, num_items, weights), names, _samples(part)))
-        except Exception as error:  # whatever a model says to a row alone: the undone step is what is reported
+                measured.append(_PartGradient(_gradient_norm(trainer, part, num_items, weights), names, _samples(part)))
+        except Exception as error:  # the model may fail in any way on a single row, but only the undone step matters
             reason = why_it_failed(error)
     free_memory(trainer.args.device)
     return measured, reason
 
 
-def _norm(trainer: Trainer, part: Part, num_items: Any, weights: Sequence[torch.Tensor]) -> float:
+def _gradient_norm(trainer: Trainer, part: Part, num_items: Any, weights: Sequence[torch.Tensor]) -> float:
     with torch.enable_grad():
         loss = loss_of(trainer, part, num_items)
-        # Not into .grad: that would wake up whatever reduces gradients over ranks.
+        # Not into .grad, which would trigger the reduction of gradients over ranks.
         gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     return float(torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None]))
 
@@ -87,16 +89,16 @@ def _samples(part: Part) -> tuple[int, ...]:
     return tuple(int(numbers[row]) for row in part.rows) if numbers is not None and len(part.rows) == 1 else ()
 
 
-def _far(measured: Sequence[_Measured]) -> tuple[NonFinitePlace, tuple[int, ...]]:
+def _pick_far_parts(measured: Sequence[_PartGradient]) -> tuple[NonFinitePlace, tuple[int, ...]]:
     if len(measured) == 1:
-        (one,) = measured
-        if len(one.names) == 1:
-            return NonFinitePlace("it has no other row", one.names), one.samples
-        return NonFinitePlace("its rows affect each other, so none can be checked alone", one.names), ()
-    usual = median_low(one.norm for one in measured)
-    far = sorted((one for one in measured if one.norm > FAR * usual), key=lambda one: -one.norm)
+        (part,) = measured
+        if len(part.names) == 1:
+            return NonFinitePlace("it has no other row", part.names), part.samples
+        return NonFinitePlace("its rows affect each other, so none can be checked alone", part.names), ()
+    usual = median_low(part.norm for part in measured)
+    far = sorted((part for part in measured if part.norm > FAR * usual), key=lambda part: -part.norm)
     if not far:
         return NonFinitePlace(reason="no row has a gradient that stands out from the others"), ()
     place = f"the gradient of a single row is up to {far[0].norm / max(usual, 1e-30):.3g} times the usual one"
-    names = tuple(name for one in far for name in one.names)
-    return NonFinitePlace(place, names), tuple(sample for one in far for sample in one.samples if sample >= 0)
+    names = tuple(name for part in far for name in part.names)
+    return NonFinitePlace(place, names), tuple(sample for part in far for sample in part.samples if sample >= 0)

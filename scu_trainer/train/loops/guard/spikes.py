@@ -1,7 +1,7 @@
-"""Watches loss and gradient norm of every step: ``control/guard/spikes.py`` decides, this finds the rows and tells.
+"""Watch loss and gradient norm of every step for spikes: ``control/guard/spikes.py`` decides, this finds the rows.
 
-A row that stands out in an undone step comes again in the next epoch, under the band of then. One that stands out twice
-is set aside for the rest of the training, where a curriculum knows rows by number.
+A row that stands out in an undone step is used again in the next epoch, and checked against the band at that time. A
+row that stands out twice is set aside for the rest of the training, if a curriculum numbers the rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scu_trainer.train.loops.guard.spike_rows import far_rows
 
 logger = logging.getLogger("scu_trainer")
 
-SAID = {"loss": "the loss", "gradient": "the gradient's norm"}
+NAMES = {"loss": "the loss", "gradient": "the gradient's norm"}
 
 
 def check_spike_guard(is_deepspeed: bool) -> None:
@@ -32,9 +32,9 @@ def check_spike_guard(is_deepspeed: bool) -> None:
 
 
 class SpikeWatch:
-    """Of one training. Raises SettingsError where a step could not be taken back.
+    """Watches one training for spikes. Raises SettingsError if a step could not be undone.
 
-    ``fault``: of the last spike, as a message says it. ``skipped_steps``: those that spikes have cost.
+    ``fault``: description of the last spike for messages. ``skipped_steps``: number of steps undone as spikes.
     """
 
     def __init__(self, trainer: Trainer, settings: SafetySettings) -> None:
@@ -43,7 +43,7 @@ class SpikeWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Before a training."""
+        """Reset for a new training."""
         self._state = control.SpikeState()
         self.skipped_steps = 0
         self.fault = ""
@@ -51,17 +51,17 @@ class SpikeWatch:
         self._set_aside: set[int] = set()
 
     def is_spike(self, loss: float, norm: float) -> bool:
-        """Of the step that is going on; both finite and the same on all ranks."""
+        """Return whether the current step is a spike. Both values are finite and the same on all ranks."""
         self._state, verdict = control.observe(self._threshold, self._state, loss=loss, norm=norm)
         if verdict.excess is None:
             return False
         found = verdict.excess
         self.fault = (
-            f"{SAID[found.name]} is {found.value:.4g}, usually about {found.usual:.4g}: {found.deviations:.3g} "
+            f"{NAMES[found.name]} is {found.value:.4g}, usually about {found.usual:.4g}: {found.deviations:.3g} "
             f"robust standard deviations above that, spike_threshold is {self._threshold:g}"
         )
         if verdict.is_shift:
-            self._tell(
+            self._warn(
                 f"step {self.trainer.state.global_step + 1}: {self.fault}. That is {control.MOST_IN_A_ROW + 1} steps "
                 "in a row, so this counts as a new level and not as a spike. The step is kept, and the next "
                 f"{control.FEWEST} are not checked"
@@ -69,7 +69,7 @@ class SpikeWatch:
         return verdict.is_spike
 
     def find(self, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
-        """The rows that stand out, the same on all ranks. Every rank calls it, with ``batches`` of its own."""
+        """Return the rows that stand out, the same on all ranks. Every rank calls it with its own ``batches``."""
         place, samples = far_rows(self.trainer, batches, num_items)
         self.skipped_steps += 1
         twice = sorted((self._seen_once & set(samples)) - self._set_aside)
@@ -77,14 +77,14 @@ class SpikeWatch:
         if twice and self.trainer.curriculum is not None:
             self.trainer.curriculum.set_aside(twice)
             self._set_aside |= set(twice)
-            self._tell(f"sample {', '.join(map(str, twice))} stood out a second time: set aside from the next epoch on")
+            self._warn(f"sample {', '.join(map(str, twice))} stood out a second time: set aside from the next epoch on")
         return place
 
     @property
     def in_a_row(self) -> str:
         return f"{self._state.in_a_row} of at most {control.MOST_IN_A_ROW} in a row"
 
-    def _tell(self, line: str) -> None:
+    def _warn(self, line: str) -> None:
         if self.trainer.is_world_process_zero():
             logger.warning(line)
 

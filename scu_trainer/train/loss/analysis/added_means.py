@@ -1,4 +1,4 @@
-"""Mean losses that the stock loop adds up: of a model that does not read the ``num_items_in_batch`` it is given."""
+"""Mean losses that the stock loop adds up because the model ignores the ``num_items_in_batch`` it is given."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from transformers import Trainer
 
 
 def batches_added(trainer: Trainer, num_items: Any) -> int:
-    """How many losses of a window's batches the stock loop adds up, as parts of one mean; 1 where it averages them."""
+    """Return how many losses of a window the stock loop adds up as parts of one mean; 1 if it averages them."""
     is_told = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and num_items is not None)
     scaled = trainer.loss_is_scaled_for_ga
     return trainer.current_gradient_accumulation_steps if (is_told if scaled is None else scaled) else 1
 
 
 def in_words(trainer: Trainer, num_items: Any, ranks: int) -> str:
-    """``ranks``: whose losses are added up, too."""
+    """Return a warning about added means. ``ranks``: number of ranks with losses that are added up, too."""
     batches = batches_added(trainer, num_items)
     larger = "gradient_accumulation_steps: 1 with a larger batch, whose memory micro-batches keep low,"
     instead = [larger] * (batches > 1) + ["average_tokens_across_devices: false"] * (ranks > 1)

@@ -1,4 +1,4 @@
-"""What one trainer knows of its training loss: when it asks, when it audits, and what it says."""
+"""What one trainer knows about its training loss: when to run trials, when to audit, and what to report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from scu_trainer.train.step.recovery.snapshot import replaced
 logger = logging.getLogger("scu_trainer")
 
 MEAN_OF_KL = "the estimate of the KL divergence is a mean over the batch (calculate_KL of TRL's KTOTrainer)"
-"""In its first step that is 0, so no question tells."""
+"""In the first step that estimate is 0, so no trial shows it."""
 
 SHARDED = (
     "Under FSDP or ZeRO-3 the other ranks wait inside the same forward, so it cannot run again: shorten the rows "
@@ -45,8 +45,8 @@ SHARDED = (
 )
 
 MOST_QUESTIONS = 5
-"""Windows in which the model is asked about padding, or that do not tell, before it is left alone; where none told at
-all it is asked again in the windows 8, 16, 32, ..."""
+"""Maximum number of windows with trials about padding, or with trials that show nothing. If no trial showed anything at
+all, trials are repeated in the windows 8, 16, 32, ..."""
 
 
 def _keys(batches: Sequence[Batch]) -> frozenset:
@@ -58,11 +58,12 @@ def _are_padded(batches: Sequence[Batch]) -> bool:
 
 
 class LossAnalysis:
-    """``reduction``: how the loss adds up over rows, None before it is known; then nothing may be cut.
+    """Find out how the training loss combines rows, and check while training that this still holds.
 
-    ``own_step``: what is known of a ``training_step`` of somebody's own. ``is_multiplied``: by the ranks, which the
-    stock compute_loss does where items are counted over all of them: each has a part of these, and DDP averages.
-    ``notices``: what was said of a loss that turned out to be another one. ``audits``: those that passed. ``seconds``:
+    ``reduction``: how the loss adds up over rows; None until it is known, and then no batch may be split.
+    ``own_step``: what is known about a user's own ``training_step``. ``is_multiplied``: whether the loss is multiplied
+    by the number of ranks, as the stock compute_loss does if items are counted over all ranks, because DDP averages.
+    ``notices``: warnings that the loss is not what it seemed to be. ``audits``: number of passed audits. ``seconds``:
     host time spent on trials and audits.
     """
 
@@ -70,13 +71,13 @@ class LossAnalysis:
         self.trainer = trainer
         self.own_step = OwnStep(trainer)
         self._found: Optional[Reduction] = None
-        self._mixes_in_some: Optional[str] = None
+        self._mixes_in_some_batches: Optional[str] = None
         self.notices: list[str] = []
         self.is_multiplied = False
         self.audits = 0
         self.last_good_step: Optional[int] = None
         self.largest_difference = self.seconds = 0.0
-        self._reads = self._windows = self._cut_windows = self._asked = 0
+        self._reads = self._windows = self._cut_windows = self._trials = 0
         self._has_looked_for_exchange = False
         self._auditor: Optional[Auditor] = None
         self._by_keys: dict[frozenset, Reduction] = {}
@@ -84,12 +85,12 @@ class LossAnalysis:
 
     @property
     def ranks_added(self) -> int:
-        """How many ranks' losses are added up, as parts of one mean."""
+        """How many ranks' losses are added up as parts of one mean."""
         return self.trainer.accelerator.num_processes if self.is_multiplied else 1
 
     @property
     def reduction(self) -> Optional[Reduction]:
-        """What questions have found, and what none can tell."""
+        """What trials have found, corrected by what no trial can show."""
         found, trainer = self._found, self.trainer
         if found is None:
             return None
@@ -103,7 +104,7 @@ class LossAnalysis:
 
     @contextlib.contextmanager
     def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """Around the training step of one micro-batch."""
+        """Watch the training step of one micro-batch, if the user has overridden it."""
         if self.own_step.owner is None:
             yield
             return
@@ -116,25 +117,25 @@ class LossAnalysis:
                 f"from step {step + 1} on, batches run whole, because {reason}; step {step} may have been split"
             )
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- trials --------------------------------------------------------------------------------------------------------
 
     def read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int, ranks: Ranks) -> bool:
-        """Ask where these batches may tell something new. Returns whether they did."""
+        """Run trials if these batches may show something new. Returns whether they did."""
         is_new, found = self._read(batches, num_items, pad_token_id, ranks), self._found
         if found is None or not found.is_exact:
             return is_new
         mixes = next(filter(None, map(found.leaves_out, batches)), None)
         if mixes is None:
             return is_new
-        # For these batches alone: what is known of such inputs stays as it is.
-        self._found, self._mixes_in_some = replace(found, mixes=mixes), mixes
+        # Only for these batches: what is known about such inputs does not change.
+        self._found, self._mixes_in_some_batches = replace(found, mixes=mixes), mixes
         return True
 
     def _read(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int, ranks: Ranks) -> bool:
         self._reads += 1
         if not self._has_looked_for_exchange:
             self._look_for_exchange(batches[0], num_items, pad_token_id)
-        if self.own_step.exchange is not None:  # to ask would be an exchange, too
+        if self.own_step.exchange is not None:  # a trial would exchange something, too
             if self._found is None:
                 self._found = Reduction("num_items", mixes=self.own_step.exchange, may_be_cut=False)
                 self._notice(
@@ -145,29 +146,29 @@ class LossAnalysis:
             is_new = self._found is None
             self._found = Reduction("num_items", mixes=self.own_step.per_batch, may_be_cut=False)
             return is_new
-        asked = batches if self._must_ask(batches) else None
+        asked = batches if self._needs_trial(batches) else None
         if ranks.even_micro_batches and ranks.world_size > 1:
-            # Which forward passes a question takes depends on its rows, and sharded weights need all ranks for each.
+            # The forward passes of a trial depend on its rows, and sharded weights need all ranks in each of them.
             can_tell = asked is not None and rows_to_ask(asked, self._seen) is not None
             few = [replace(one, inputs=send_to_device(one.inputs, CPU)) for one in asked] if can_tell else None
             urgency = 1 + _are_padded(asked) if can_tell else 0
             asked = of_one_rank(few, urgency, self.trainer.accelerator.device) or asked
-        is_new = asked is not None and self._ask(asked, num_items, pad_token_id)
+        is_new = asked is not None and self._run_trial(asked, num_items, pad_token_id)
         if self._found is not None:
             self._found = self._by_keys.get(_keys(batches)) or replace(self._found, trims=False)
         return is_new
 
-    def _ask(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
+    def _run_trial(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
         keys, classes = _keys(batches), self._new_classes(batches)
         known, to_ask = self._by_keys.get(keys), rows_to_ask(batches, self._seen)
-        can_tell = to_ask is not None  # else, as with single rows, not a word to the model
+        can_tell = to_ask is not None  # otherwise, as with single rows, the model is not called
         found = self._try_rows(batches, num_items, pad_token_id) if can_tell else None
         rows = to_ask if found is not None and classes else []
         seen = {int(batches[number].inputs["labels"][row]) for number, row in rows}
-        # From here on nothing runs out of memory: what did until here is asked again.
-        self._asked += can_tell or known is not None
+        # Nothing below runs out of memory. If a trial above did, it will be repeated.
+        self._trials += can_tell or known is not None
         self._seen |= seen
-        self._found = self._without_endless_questions(found or known)
+        self._found = self._limit_padding_trials(found or known)
         if self._found is not None:
             was_exact = any(one.is_exact for one in self._by_keys.values())
             self._by_keys[keys] = self._found
@@ -176,7 +177,7 @@ class LossAnalysis:
         return found is not None or known is None
 
     def _look_for_exchange(self, batch: Batch, num_items: Any, pad_token_id: int) -> None:
-        """All ranks do this at the same place, and agree: how often they ask later depends on their rows."""
+        """Detect exchanges between ranks. All ranks call it at the same place, because later trials depend on rows."""
         self._has_looked_for_exchange = True
         trainer, own_step = self.trainer, self.own_step
         if own_step.exchange or trainer.accelerator.num_processes == 1 or has_sharded_weights(trainer.model):
@@ -185,23 +186,23 @@ class LossAnalysis:
         def loss_of(inputs: Any) -> torch.Tensor:
             return training_loss(trainer, type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs, num_items)
 
-        # With gradients, as in training: an exchange may depend on that.
-        with self._unrecorded(), untouched(trainer.model, trainer, training=True), torch.enable_grad():
+        # With gradients, as in training, because an exchange may depend on that.
+        with self._trial_mode(), untouched(trainer.model, trainer, training=True), torch.enable_grad():
             seen = seen_exchange(loss_of, first_rows(batch, pad_token_id))
         own_step.exchange = next(filter(None, gather_object([seen])), None)
 
     def _end_splitting(self, mixes: str, reason: str) -> None:
-        """For batches with any inputs: what was found for one is not to be trusted for the others."""
+        """Stop splitting batches with any inputs, because trials with other inputs are not reliable either."""
         self._by_keys = {keys: replace(one, mixes=mixes) for keys, one in self._by_keys.items()}
         self._found = replace(self._found, mixes=mixes)
-        self._say_changed(reason)
+        self._warn_about_change(reason)
 
-    def _must_ask(self, batches: Sequence[Batch]) -> bool:
-        """Where inputs, padding or classes are new, or rows tell kinds apart."""
+    def _needs_trial(self, batches: Sequence[Batch]) -> bool:
+        """Return whether inputs, padding or classes are new, or rows differ in a way that tells kinds apart."""
         known = self._by_keys.get(_keys(batches))
-        if known is None and not self._by_keys:  # a question takes some ten short forwards: not in every step for good
-            return self._asked < MOST_QUESTIONS or self._reads.bit_count() == 1  # a power of two
-        if known is None:  # where batches are whole for good, others are not asked about any more
+        if known is None and not self._by_keys:  # trials take about ten short forwards: not in every step
+            return self._trials < MOST_QUESTIONS or self._reads.bit_count() == 1  # a power of two
+        if known is None:  # if batches are never split any more, other inputs need no trial
             return any(one.is_exact for one in self._by_keys.values())
         if not known.is_exact:
             return False
@@ -214,14 +215,14 @@ class LossAnalysis:
         )
 
     def _new_classes(self, batches: Sequence[Batch]) -> bool:
-        """Whether a row has a class that no trial was about."""
+        """Return whether a row has a class that was in no trial."""
         labels = [batch.inputs["labels"] for batch in batches if not batch.obstacle and "labels" in batch.inputs]
         if not labels or not all(map(are_classes, labels)):
             return False
         return not self._seen.issuperset(torch.cat(labels).unique().tolist())
 
-    def _without_endless_questions(self, found: Optional[Reduction]) -> Optional[Reduction]:
-        if self._asked < MOST_QUESTIONS or found is None or found.trims is not None:
+    def _limit_padding_trials(self, found: Optional[Reduction]) -> Optional[Reduction]:
+        if self._trials < MOST_QUESTIONS or found is None or found.trims is not None:
             return found
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
@@ -230,7 +231,7 @@ class LossAnalysis:
         waits = needs_all_ranks(trainer)
 
         def loss_of(*asked: Any) -> torch.Tensor:
-            if lost:  # the other ranks wait inside the forward that failed: none may follow
+            if lost:  # the other ranks wait inside the forward that failed, so no other forward may follow
                 raise lost[0]
             try:
                 return self._loss(*asked)
@@ -241,7 +242,7 @@ class LossAnalysis:
                     lost.append(error)
                 raise
 
-        with self._unrecorded():
+        with self._trial_mode():
             found = analyze(
                 loss_of,
                 trainer.model,
@@ -260,11 +261,11 @@ class LossAnalysis:
 
     def _loss(self, *asked: Any) -> torch.Tensor:
         trainer = self.trainer
-        with replaced(trainer, "get_tp_size", self._multiplying(trainer.get_tp_size)):
+        with replaced(trainer, "get_tp_size", self._note_multiplication(trainer.get_tp_size)):
             return training_loss(trainer, *asked)
 
-    def _multiplying(self, size: Callable[[], int]) -> Callable[[], int]:
-        """``size``, which a compute_loss asks for where it multiplies: the stock one, whatever is written around it."""
+    def _note_multiplication(self, size: Callable[[], int]) -> Callable[[], int]:
+        """Wrap ``size`` to note that compute_loss calls it, as the stock one does where it multiplies the loss."""
 
         def asked() -> int:
             self.is_multiplied = True
@@ -273,8 +274,8 @@ class LossAnalysis:
         return asked
 
     @contextlib.contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        """Inside the model is in training mode, losses of rows are nobody's business, and time is counted."""
+    def _trial_mode(self) -> Iterator[None]:
+        """Put the model into training mode, do not report losses of rows, and count the time."""
         began, path = time.perf_counter(), self.trainer.loss_path
         self.trainer.model.train()
         try:
@@ -284,14 +285,17 @@ class LossAnalysis:
             self.seconds += time.perf_counter() - began
 
     def ignores_items(self, inputs: Any, num_items: Any) -> Optional[bool]:
-        """Whether the loss of ``inputs`` is the same with twice the ``num_items``; None where it is 0 or not finite.
-        All ranks ask at the same place, and agree: the loss may exchange something."""
+        """Return whether the loss of ``inputs`` ignores ``num_items``, that is, is the same for twice as many.
+
+        None if the loss is 0 or not finite. All ranks call it at the same place and agree, because the loss may
+        communicate.
+        """
         found: Optional[bool] = None
         try:
-            once, twice = (self._asked_whole(inputs, num_items, factor) for factor in (1, 2))
+            once, twice = (self._loss_of_whole_batch(inputs, num_items, factor) for factor in (1, 2))
             if once and math.isfinite(once):
                 found = abs(twice - once) <= EXACT * abs(once)
-        except Exception as error:  # a training_step may give the loss another batch: training shall go on
+        except Exception as error:  # for instance, training_step computes the loss of another batch; keep training
             found = False
             logger.warning(
                 "whether the loss reads num_items_in_batch could not be tested (%s: %s): S is measured as if it does",
@@ -301,18 +305,20 @@ class LossAnalysis:
         answers = [answer for answer in gather_object([found]) if answer is not None]
         return all(answers) if answers else None
 
-    def _asked_whole(self, inputs: Any, num_items: Any, factor: int) -> float:
+    def _loss_of_whole_batch(self, inputs: Any, num_items: Any, factor: int) -> float:
         trainer, items = self.trainer, None if num_items is None else factor * num_items
-        # With gradients, as in training: the loss may take some itself. Sharded weights would wait for a backward.
+        # With gradients, as in training, because the loss may compute some. Sharded weights would wait for a backward.
         gradients = not has_sharded_weights(trainer.model)
-        with torch.set_grad_enabled(gradients), untouched(trainer.model, trainer, training=True), self._unrecorded():
+        with torch.set_grad_enabled(gradients), untouched(trainer.model, trainer, training=True), self._trial_mode():
             return self._loss(recursively_apply(torch.clone, inputs), items).item()
 
     # -- auditing ------------------------------------------------------------------------------------------------------
 
     def holds(self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any) -> bool:
-        """Whether the loss of a batch still is the sum over its ``micro_batches``; if not, ``reduction`` says so.
-        Looked at in steps 1, 2, 4, 8, ... of this start, and of those that cut batches, and in the last one."""
+        """Return whether the loss of a batch still is the sum over its ``micro_batches``; if not, stop splitting.
+
+        Audited in steps 1, 2, 4, 8, ... of this process, in steps 1, 2, 4, 8, ... that split batches, and in the last.
+        """
         self._windows += 1
         cuts = any(micro_batch.rows and window.is_part(micro_batch) for micro_batch in micro_batches)
         if not cuts or not window.can_pool:
@@ -322,7 +328,7 @@ class LossAnalysis:
         if not (is_last or 1 in (self._windows.bit_count(), self._cut_windows.bit_count())):  # powers of two
             return True
         found = self._audit(window, micro_batches, num_items)
-        if found is None:  # this window tells nothing: a later one will
+        if found is None:  # this window shows nothing, a later one will
             return True
         if found.difference <= tolerance_of(self.trainer):
             self.audits += 1
@@ -338,17 +344,17 @@ class LossAnalysis:
         trainer = self.trainer
         if self._auditor is None:
             self._auditor = Auditor(trainer.model, partial(training_loss, trainer), trainer)
-        own = not (self.reduction.known and self._is_public)  # of the known a sample of values is enough
-        if trainer.loss_path is not None:  # without the logits, if training does without them
+        own = not (self.reduction.known and self._is_public)  # for public code a sample of values is enough
+        if trainer.loss_path is not None:  # without logits, if training computes none
             first = window.batches[0].inputs
             trainer.loss_path.choose(lambda: trainer._prepare_inputs(placed(first, trainer.args.device)))
-        with self._unrecorded():
+        with self._trial_mode():
             audit = partial(self._auditor.audit, window, micro_batches, num_items, self.audits, own)
             return second_try(audit, "auditing how the loss adds up")
 
     @property
     def _is_public(self) -> bool:
-        """Whether model and the way from it to the loss are public code."""
+        """Whether the model and everything between it and the loss are public code."""
         model = type(inner_model(self.trainer.model))
         return comes_from(model, "transformers.models", "scu_trainer.models") and not self.trainer.changes_loss
 
@@ -365,7 +371,7 @@ class LossAnalysis:
             of = found.of_gradient
         self._end_splitting(reason, f"{reason}, which differs by {of:.2g} of it")
 
-    def _say_changed(self, reason: str) -> None:
+    def _warn_about_change(self, reason: str) -> None:
         since = "no step was split before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"
         if self.last_good_step is not None:
             first, last = self.last_good_step + 1, self._step - 1
@@ -385,16 +391,16 @@ class LossAnalysis:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def figures(self) -> Optional[dict[str, Any]]:
-        """What stands under "loss_analysis" in scu_metrics.json."""
+        """Return the entry "loss_analysis" of scu_metrics.json."""
         if self.reduction is None:
             return None
-        mixes = self.reduction.mixes or self._mixes_in_some
+        mixes = self.reduction.mixes or self._mixes_in_some_batches
         return {
             "divides_by": self.reduction.kind,
             "known": self.reduction.known,
             "is_exact": mixes is None,
             "mixes": mixes,
-            "questions": self._asked,
+            "questions": self._trials,
             "audits": self.audits,
             "last_good_step": self.last_good_step,
             "largest_difference": self.largest_difference,

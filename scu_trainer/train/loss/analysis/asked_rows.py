@@ -1,4 +1,4 @@
-"""The few rows that a loss is asked about: which, how much of each, and with which labels."""
+"""Choose the few rows for trials of a loss: which rows, how much of each, and with which labels."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ from scu_trainer.train.step.batches.rows import (
 
 MOST_ROWS = 3
 MOST_CLASSES = 12
-"""Rows that are asked together; of classes that were not seen before one each, up to so many."""
+"""Maximum number of rows in a trial, and of classes that were not seen before, one row each."""
 
 BEGINNING_TOKENS = 48
-"""Tokens that rows are cut to, at the right, before the model is asked about them."""
+"""Number of tokens to which rows are cut for a trial, at the right."""
 
 ENOUGH_LABELS = 3
-"""Learned positions per row that tell means over rows and over labels apart; fewer only if there are no such rows."""
+"""Learned positions per row that tell means over rows and over labels apart; rows with fewer are a last resort."""
 
 
 def are_classes(labels: Any) -> bool:
-    """Whether each row has one integer label."""
+    """Return whether each row has one integer label."""
     return torch.is_tensor(labels) and labels.dim() == 1 and not labels.is_floating_point()
 
 
 def rows_to_ask(batches: Sequence[Batch], seen: Collection[int] = (), more: bool = True) -> Optional[list[Row]]:
-    """The shortest row in which something is learned, the next longer one that fits into a batch with it, and, with
-    ``more``, others that differ: first of classes that are not ``seen``. None where there are no two such rows."""
+    """Return the rows for a trial; None if there are no two rows in which something is learned.
+
+    The shortest row, the next longer one that can be in a batch with it, and, with ``more``, others that differ: first
+    rows of classes not in ``seen``.
+    """
     if sum(batch.rows for batch in batches if not batch.obstacle) < 2:
         return None
     learned = {
         (number, row): count
         for number, batch in enumerate(batches)
         if not batch.obstacle
-        for row, count in enumerate(_learned(batch))
+        for row, count in enumerate(_learned_counts(batch))
     }
     candidates = [row for row, count in learned.items() if count >= ENOUGH_LABELS]
     if len(candidates) < 2:
@@ -53,8 +56,8 @@ def rows_to_ask(batches: Sequence[Batch], seen: Collection[int] = (), more: bool
     if not candidates:
         return None
     counts = _counts(batches)
-    telling = {number for number, of_rows in counts.items() if len(set(of_rows)) > 1}
-    candidates = [row for row in candidates if row[0] in telling] or candidates
+    informative = {number for number, of_rows in counts.items() if len(set(of_rows)) > 1}
+    candidates = [row for row in candidates if row[0] in informative] or candidates
 
     def length(row: Row) -> int:
         return batches[row[0]].length(row[1])
@@ -65,18 +68,20 @@ def rows_to_ask(batches: Sequence[Batch], seen: Collection[int] = (), more: bool
     if not others:
         return None
     longer = [row for row in others if length(row) > length(first)]
-    unlike = [row for row in others if telling and _count(counts, row) != _count(counts, first)]
+    unlike = [row for row in others if informative and _count(counts, row) != _count(counts, first)]
     second = min(longer or unlike or others, key=length)
     different = []
     if more:
         others = sorted(others, key=length)
-        different = _that_differ(batches, [first, second], others, seen)
-        different += _that_count(counts, [first, second, *different], others)
-    # Grouped by batch, as ``take`` gives them; the first stays first.
+        different = _pick_different_rows(batches, [first, second], others, seen)
+        different += _pick_rows_with_other_counts(counts, [first, second, *different], others)
+    # Grouped by batch, as in ``take``; the first row stays first.
     return sorted([first, second, *different], key=lambda row: (row[0] != first[0], row[0]))
 
 
-def _that_differ(batches: Sequence[Batch], chosen: list[Row], others: list[Row], seen: Collection[int]) -> list[Row]:
+def _pick_different_rows(
+    batches: Sequence[Batch], chosen: list[Row], others: list[Row], seen: Collection[int]
+) -> list[Row]:
     others = [row for row in others if row not in chosen]
     if not are_classes(batches[chosen[0][0]].inputs.get("labels")):
         return others[: MOST_ROWS - len(chosen)]
@@ -87,13 +92,13 @@ def _that_differ(batches: Sequence[Batch], chosen: list[Row], others: list[Row],
             of_class.setdefault(labels[row], row)
     unseen = [row for label, row in of_class.items() if label not in seen]
     known = [row for label, row in of_class.items() if label in seen]
-    # Every unseen class, and one that was seen: weights show between classes only.
+    # Every unseen class and one that was seen, because weights only show between classes.
     found = [*unseen[:MOST_CLASSES], *known[:1]]
     return found or others[: MOST_ROWS - len(chosen)]
 
 
 def _counts(batches: Sequence[Batch]) -> dict[int, list[tuple[float, ...]]]:
-    """Of each batch, how many entries of each row count in those of its inputs that may say so."""
+    """Return, for each batch, how many entries of each row count in those inputs that may define a count."""
     kinds = {number: kinds_of_counts(batch.inputs) for number, batch in enumerate(batches) if not batch.obstacle}
     return {
         number: list(zip(*(row_items(kind, batches[number].inputs, batches[number].rows) for kind in own), strict=True))
@@ -106,8 +111,10 @@ def _count(counts: dict[int, list[tuple[float, ...]]], row: Row) -> tuple[float,
     return counts[row[0]][row[1]] if row[0] in counts else ()
 
 
-def _that_count(counts: dict[int, list[tuple[float, ...]]], chosen: list[Row], others: list[Row]) -> list[Row]:
-    """Of each input in which the ``chosen`` count alike, a row that counts differently."""
+def _pick_rows_with_other_counts(
+    counts: dict[int, list[tuple[float, ...]]], chosen: list[Row], others: list[Row]
+) -> list[Row]:
+    """For each input in which the ``chosen`` rows have equal counts, return a row with another count."""
     found: list[Row] = []
     for column in range(len(_count(counts, chosen[0]))):
         own = {_count(counts, row)[column] for row in (*chosen, *found)}
@@ -116,7 +123,7 @@ def _that_count(counts: dict[int, list[tuple[float, ...]]], chosen: list[Row], o
     return found
 
 
-def _learned(batch: Batch) -> list[int]:
+def _learned_counts(batch: Batch) -> list[int]:
     labels = batch.inputs.get("labels")
     if not has_time("labels", labels):
         return [ENOUGH_LABELS] * batch.rows
@@ -124,16 +131,16 @@ def _learned(batch: Batch) -> list[int]:
 
 
 def in_order(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int, trim: bool) -> Any:
-    """A batch of ``rows`` in just this order."""
-    made = take(batches, rows, pad_token_id, trim=trim)
+    """Return a batch of ``rows`` in exactly this order."""
+    batch_of_rows = take(batches, rows, pad_token_id, trim=trim)
     first = batches[rows[0][0]]
-    if made is not first.inputs:
-        return made
-    return pick(made, torch.tensor([row for _, row in rows]), first.rows)
+    if batch_of_rows is not first.inputs:
+        return batch_of_rows
+    return pick(batch_of_rows, torch.tensor([row for _, row in rows]), first.rows)
 
 
 def first_rows(batch: Batch, pad_token_id: int) -> Iterator[Any]:
-    """Two rows of a batch, first their beginnings; all of it where it cannot be read by rows."""
+    """Yield two rows of a batch, first only their beginnings; yield the whole batch if it cannot be read by rows."""
     if batch.obstacle:
         yield batch.inputs
         return
@@ -145,15 +152,17 @@ def first_rows(batch: Batch, pad_token_id: int) -> Iterator[Any]:
 
 
 def beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int) -> Optional[Batch]:
-    """The first columns of the rows as a batch of their own; as many columns as it takes for all to learn something.
-    Where the first is shorter than another it is so here too. None if that would not be less."""
+    """Return the first columns of the rows as a batch, wide enough for every row to learn something.
+
+    If the first row is shorter than another one, it stays shorter. None if this would not be shorter than the rows.
+    """
     owner = batches[rows[0][0]]
     if not owner.trimmable or owner.decoder_width or not has_time("labels", owner.inputs.get("labels")):
         return None
     whole = in_order(batches, rows, pad_token_id, trim=True)
     lengths = [batches[number].length(row) for number, row in rows]
     learned = whole["labels"].ne(NOT_LEARNED).cumsum(1)
-    # A label more than enough: the first may be shifted out.
+    # One label more than enough, because the first may be shifted out.
     start = int((learned < ENOUGH_LABELS + 1).sum(1).max()) + 1
     width = max(start, BEGINNING_TOKENS)
     if width >= whole["labels"].size(1):
@@ -168,8 +177,10 @@ def beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int)
 
 
 def with_other_labels(inputs: Any, rows: int) -> Optional[Any]:
-    """The same rows with labels of other positions, and unequally many of them where some are not learned anyway.
-    None where the labels leave no such choice."""
+    """Return the same rows with labels moved to other positions, and some removed if not all are learned anyway.
+
+    None if the labels leave no such choice.
+    """
     labels = inputs.get("labels")
     if not has_time("labels", labels) or labels.is_floating_point() or labels.dim() != 2:
         return None
@@ -186,7 +197,7 @@ def with_other_labels(inputs: Any, rows: int) -> Optional[Any]:
 
 
 def _learn_first_column(inputs: Any, labels: torch.Tensor) -> None:
-    """In the second row: a mean over shifted labels does not count it, one over labels does."""
+    """Learn the first column of the second row, which counts in a mean over labels but not over shifted labels."""
     mask = inputs.get("attention_mask")
     learned = labels[1].ne(NOT_LEARNED).nonzero().flatten()
     if len(learned) and (not torch.is_tensor(mask) or mask.shape != labels.shape or bool(mask[1, 0])):

@@ -1,7 +1,7 @@
-"""Batches of the running training as a whole against the sum over its micro-batches: what says that a reduction holds.
+"""Check during training that the loss of whole batches is the sum over their micro-batches.
 
-In training mode without noise. All micro-batches forward only; a sample of rows with its gradient, which feels terms
-that grow from zero long before the value does.
+In training mode without noise. All micro-batches are compared by value only; a sample of rows also by its gradient,
+which shows terms that grow from zero long before the value does.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_o
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 MOST_DOUBLINGS = 15
-"""Of a small loss before its gradient is taken: float16 has no larger power of two."""
+"""Maximum power of two by which a small loss is multiplied before its gradient; float16 has no larger one."""
 
 SAMPLE_SHARE = 1 / 16
-"""Of a window's tokens, in an audit after the first one, which takes all (benchmarks/loops/loss_analysis_cost.py)."""
+"""Share of a window's tokens in all audits but the first, which uses all (benchmarks/loops/loss_analysis_cost.py)."""
 
 
 @dataclass(frozen=True)
 class Audited:
-    """``whole``: the loss of ``rows`` rows together. ``parts``: what their micro-batches add up to. ``of_gradient``:
-    how far their gradients are apart, relative to the largest; 0 where none was taken."""
+    """Result of an audit. ``whole``: the loss of ``rows`` rows together. ``parts``: the sum over their micro-batches.
+    ``of_gradient``: relative difference of their gradients; 0 if they were not computed."""
 
     rows: int
     whole: float
@@ -41,7 +41,7 @@ class Audited:
 
     @property
     def of_value(self) -> float:
-        """Relative to the larger one; infinite where only a part is not finite (the mean over no target)."""
+        """Relative difference of the losses; infinite if only a part is not finite (a mean over no targets)."""
         error = abs(self.whole - self.parts) / max(abs(self.whole), abs(self.parts), 1e-12)
         return error if math.isfinite(error) else math.inf
 
@@ -51,7 +51,7 @@ class Audited:
 
 
 class Auditor:
-    """``loss_of``: as in training. ``owner``: see ``untouched``. An audit that runs out of memory gets smaller."""
+    """Run audits. ``loss_of``: as in training. ``owner``: see ``untouched``. Audits that run out of memory shrink."""
 
     def __init__(self, model: torch.nn.Module, loss_of: LossOf, owner: Any) -> None:
         self.model, self.loss_of, self.owner = model, loss_of, owner
@@ -60,29 +60,33 @@ class Auditor:
     def audit(
         self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any, turn: int, own: bool
     ) -> Optional[Audited]:
-        """``turn``: the number of this audit, by which rows are drawn. ``own``: somebody's own code takes part. Then
-        the first audit is of all batches against all micro-batches, for a loss that acts on many rows only, and later
-        ones take gradients. None where the loss is not finite, nothing is learned, or no two rows fit."""
+        """Compare whole batches with their micro-batches; None if the loss is not finite, nothing is learned, or no two
+        rows fit in memory.
+
+        ``turn``: number of this audit, the seed for choosing rows. ``own``: whether user code takes part. Then the
+        first audit compares all batches with all micro-batches, in case the loss needs many rows to show an effect, and
+        later ones compare gradients.
+        """
         if own and turn == 0:
             with CatchOutOfMemory():
-                return self._of_window(window, micro_batches, num_items)
+                return self._compare_window(window, micro_batches, num_items)
             free_memory()
         number = turn % len(window.batches)
         groups = [[row for row in micro_batch.rows if row[0] == number] for micro_batch in micro_batches]
         groups, before = [group for group in groups if group], None
         most_tokens = max(micro_batch.tokens for micro_batch in micro_batches)
-        while sum(map(len, groups)) > 1 and (sample := _sampled(window, groups, most_tokens, turn)) != before:
+        while sum(map(len, groups)) > 1 and (sample := _sample_rows(window, groups, most_tokens, turn)) != before:
             with CatchOutOfMemory():
-                return self._compared(window, _at_least_two(sample), num_items, own)
+                return self._compare(window, _split_single_group(sample), num_items, own)
             free_memory()
             tokens = sum(window.batches[number].length(row) for group in sample for number, row in group)
             before, most_tokens = sample, tokens // 2
         return None
 
-    def _of_window(
+    def _compare_window(
         self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any
     ) -> Optional[Audited]:
-        """Batches that run whole are the same on both sides."""
+        """Compare all split batches with their micro-batches; batches that run whole are the same on both sides."""
         cut = [micro_batch for micro_batch in micro_batches if micro_batch.rows and window.is_part(micro_batch)]
         numbers = sorted({number for micro_batch in cut for number, _ in micro_batch.rows})
         shares = [1.0 if micro_batch.weight is None else micro_batch.weight for micro_batch in cut]
@@ -96,7 +100,7 @@ class Auditor:
 
         return self._without_noise(losses)
 
-    def _compared(
+    def _compare(
         self, window: AccumulationWindow, groups: list[list[Row]], num_items: Any, own: bool
     ) -> Optional[Audited]:
         rows = [row for group in groups for row in group]
@@ -108,7 +112,7 @@ class Auditor:
         shares = [sum(window.items_of(group)) / sum(items) if window.reduction.is_mean else 1.0 for group in groups]
 
         def losses(gradient: bool) -> Audited:
-            # Without weights to compare (sharded ones) nothing is kept for a backward that never comes.
+            # Without weights to compare (if they are sharded), nothing is kept for a backward that never comes.
             with measured_weights(self.model) as weights, torch.set_grad_enabled(gradient and bool(weights)):
 
                 def measured(given: Any) -> torch.Tensor:
@@ -122,14 +126,14 @@ class Auditor:
 
         try:
             return self._without_noise(partial(losses, own))
-        except RuntimeError as error:  # reentrant checkpointing gives no gradient by some of the weights
+        except RuntimeError as error:  # reentrant checkpointing has no gradient with respect to some of the weights
             if not own or is_out_of_memory(error):
                 raise
             forget_traceback(error)
         return self._without_noise(partial(losses, False))
 
     def _without_noise(self, losses: Callable[[], Audited]) -> Optional[Audited]:
-        """``losses``: of a whole and of its parts; a second time where the first shows that numbers are drawn."""
+        """Compute ``losses`` of a whole and its parts; again without noise if the first time draws random numbers."""
         with untouched(self.model, self.owner, training=True):
             if not self._draws:
                 before = rng_state(self.model)
@@ -145,7 +149,7 @@ class Auditor:
 
 
 def with_scaled_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """``with_gradient``, a small loss times a power of two: the smallest numbers of float16 have few digits."""
+    """Like ``with_gradient``, but scale a small loss by a power of two, because float16 rounds small numbers a lot."""
     value = abs(float(loss.detach())) if loss.requires_grad and weights else 1.0
     if not 0 < value < 0.5:
         return with_gradient(loss, weights)
@@ -153,17 +157,20 @@ def with_scaled_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> tor
     return with_gradient(loss * scale, weights) / scale
 
 
-def _at_least_two(groups: list[list[Row]]) -> list[list[Row]]:
-    """A sample that memory would take in one go is cut, as memory may cut it later."""
+def _split_single_group(groups: list[list[Row]]) -> list[list[Row]]:
+    """Split a sample that would fit in memory as a whole, because later it may be split."""
     if len(groups) > 1:
         return groups
     (only,) = groups
     return [only[:1], only[1:]]
 
 
-def _sampled(window: AccumulationWindow, groups: list[list[Row]], most_tokens: int, seed: int) -> list[list[Row]]:
-    """Rows drawn out of the groups up to ``most_tokens`` and a share of the window: those of the first group, and all
-    others. Two at least, which count as unequally as may be: equal ones take one mean for another."""
+def _sample_rows(window: AccumulationWindow, groups: list[list[Row]], most_tokens: int, seed: int) -> list[list[Row]]:
+    """Choose rows of the groups, up to ``most_tokens`` and a share of the window, and return them in one or two groups.
+
+    The second group joins all groups but the first. At least two rows are chosen, with as different counts as possible,
+    because rows that count alike do not show which mean the loss is.
+    """
     rows = [row for group in groups for row in group]
     lengths = {row: window.batches[row[0]].length(row[1]) for row in rows}
     first, second, *others = sorted(rows, key=lambda row: (lengths[row], *window.items_of([row])))

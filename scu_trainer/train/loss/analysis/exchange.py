@@ -1,7 +1,7 @@
-"""Whether a loss exchanges something with the other ranks: TRL's trainers gather metrics, others embeddings.
+"""Find out whether a loss communicates with other ranks: TRL's trainers gather metrics, others gather embeddings.
 
-Code of somebody's own is read for the names of exchanges: one may happen in some steps only. What the model and the
-modules of the loss do is watched, once, in a forward that every rank runs at the same place.
+User code is searched for the names of such operations, because it may communicate in some steps only. What the model
+and the modules of the loss do is watched once, in a forward that every rank runs at the same place.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ EXCHANGES = frozenset(
     "reduce_scatter broadcast_object_list".split()
 )
 BY_ACCELERATOR = frozenset({"gather", "reduce"})
-"""Exchanges where the accelerator is at hand; tensors have methods of these names, too."""
+"""Operations of the accelerator; tensors have methods with the same names."""
 
 NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
-"""Operators by which torch.distributed, and what is built on it, exchanges."""
+"""Namespaces of the operators with which torch.distributed, and what is built on it, communicates."""
 
 PER_MICRO_BATCH = ("training_step", "_prepare_inputs", "compute_loss")
 
 
 def exchange_in(trainer: Trainer) -> Optional[str]:
-    """Why all ranks must run as many micro-batches, as the rest of a sentence; None where nothing is exchanged."""
+    """Return why all ranks must run equally many micro-batches, as the end of a sentence; None if none communicates."""
     if trainer.accelerator.num_processes == 1:
         return None
     own = [kind for kind in type(trainer).__mro__ if not comes_from(kind, "transformers", "scu_trainer", "builtins")]
@@ -43,25 +43,25 @@ def exchange_in(trainer: Trainer) -> Optional[str]:
             seen.add(name)
             found = [_code(vars(one)[name]) for one in (trainer, *own) if name in vars(one)]
             codes += found
-            waiting += [word for code in found for word in _names(code)]
-    words = next((words for code in codes if (words := _exchanges(_names(code)))), None)
-    return None if words is None else _said("the code of its loss", words)
+            waiting += [word for code in found for word in _names_in(code)]
+    words = next((words for code in codes if (words := _exchange_names(_names_in(code)))), None)
+    return None if words is None else _describe("the code of its loss", words)
 
 
 def seen_exchange(loss_of: Callable[[Any], Any], batches: Iterable[Any]) -> Optional[str]:
-    """As ``exchange_in``, seen while ``loss_of`` runs on the first of the ``batches`` that it takes."""
+    """Like ``exchange_in``, but watch ``loss_of`` on the first of the ``batches`` that it accepts."""
     watch = _Watch()
     for batch in batches:
         try:
             with watch:
                 loss_of(batch)
-        except Exception as error:  # whatever a model says to rows that it does not take: the next ones are tried
+        except Exception as error:  # a model may fail in any way on such rows; then the next ones are tried
             forget_traceback(error)
         else:
             break
         if watch.names:
             break
-    return _said("its forward or its loss", watch.names) if watch.names else None
+    return _describe("its forward or its loss", watch.names) if watch.names else None
 
 
 class _Watch(TorchDispatchMode):
@@ -75,23 +75,23 @@ class _Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _said(who: str, words: set[str]) -> str:
+def _describe(who: str, words: set[str]) -> str:
     return f"{who} exchanges with the other ranks ({', '.join(sorted(words))})"
 
 
-def _exchanges(names: set[str]) -> set[str]:
+def _exchange_names(names: set[str]) -> set[str]:
     return names & (EXCHANGES | BY_ACCELERATOR if "accelerator" in names else EXCHANGES)
 
 
-def _names(code: Optional[CodeType]) -> set[str]:
-    return {name for part in _parts(code) for name in part.co_names} if code is not None else set()
+def _names_in(code: Optional[CodeType]) -> set[str]:
+    return {name for part in _nested_codes(code) for name in part.co_names} if code is not None else set()
 
 
-def _parts(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _parts(constant)
+            yield from _nested_codes(constant)
 
 
 def _code(function: Any) -> Optional[CodeType]:

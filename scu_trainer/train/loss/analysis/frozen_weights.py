@@ -1,4 +1,4 @@
-"""Weights that no optimizer moves, but code of somebody's own may: a teacher that is an average of the model."""
+"""Weights that no optimizer trains, but user code may write to: a teacher that is an average of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS = "torchmetrics"
 
 
 class Kept(NamedTuple):
-    """What a module keeps. ``number``: of the module that is trained, or held beside it, in which it has ``name``."""
+    """A tensor that a module keeps. ``number``: of the root module (the model, or one held by its trainer)."""
 
     number: int
     name: str
@@ -29,8 +29,11 @@ class Kept(NamedTuple):
 
 
 class WrittenWeights(TorchDispatchMode):
-    """Inside, those of the ``weights`` that are written to are copied first: copies of all would not fit beside a large
-    model. Operations are looked at, as ``.data`` writes without counting. ``keeps_values`` False: nothing is copied."""
+    """Copy those of the ``weights`` that are written to before they change; copies of all would not fit in memory.
+
+    Every operation is checked, because ``.data`` writes without increasing the version counter. ``keeps_values``:
+    False to copy nothing and only record writes.
+    """
 
     supports_higher_order_operators = True
 
@@ -41,49 +44,49 @@ class WrittenWeights(TorchDispatchMode):
         self._places: dict[int, list[torch.Tensor]] = defaultdict(list)
         for _, values, _ in self._weights:
             self._places[values.untyped_storage().data_ptr()].append(values)
-        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._copies: dict[int, list[torch.Tensor]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Else what torch.compile first sees inside of a mode is never compiled afterwards, without a word."""
+        """Otherwise torch.compile silently never compiles what it first sees inside this mode."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in _written(func, args, kwargs or {}):
+        for tensor in _written_tensors(func, args, kwargs or {}):
             place = tensor.untyped_storage().data_ptr()
-            if place in self._places and place not in self._kept:
-                self._kept[place] = [values.clone() for values in self._places[place]] if self._keeps_values else []
+            if place in self._places and place not in self._copies:
+                self._copies[place] = [values.clone() for values in self._places[place]] if self._keeps_values else []
         return func(*args, **(kwargs or {}))
 
     @property
     def are_written(self) -> bool:
-        """Also outside of this mode, where that shows."""
+        """Whether any was written to, also outside of this mode, as far as that shows."""
         return bool(self.written)
 
     @property
     def written(self) -> list[int]:
-        """Positions of those that are."""
+        """Positions of the weights that were written to."""
         return [
             position
             for position, (weight, values, version) in enumerate(self._weights)
             if weight._version != version
             or weight.data_ptr() != values.data_ptr()
-            or values.untyped_storage().data_ptr() in self._kept
+            or values.untyped_storage().data_ptr() in self._copies
         ]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """What was kept. By ``data``: a backward may still need these weights, with the values of before."""
+        """Restore the copied values. By ``data``, because a backward may still need these weights with old values."""
         for weight, values, _ in self._weights:
             if weight.data_ptr() != values.data_ptr():
                 weight.data = values
-        for place, copies in self._kept.items():
+        for place, copies in self._copies.items():
             for values, copy in zip(self._places[place], copies, strict=True):
                 values.data.copy_(copy)
 
 
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    schema = getattr(func, "_schema", None)  # what higher operators run comes here by itself
+def _written_tensors(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    schema = getattr(func, "_schema", None)  # higher-order operators have none; what they run comes here separately
     if schema is None or not schema.is_mutable:
         return
     for position, argument in enumerate(schema.arguments):
@@ -95,48 +98,51 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.T
 
 
 def frozen_weights(model: nn.Module, owner: Any = None) -> list[torch.Tensor]:
-    """Of ``model`` and of modules that its trainer ``owner`` holds beside it. None where all code is public."""
+    """Return the frozen weights of ``model`` and of modules that its trainer ``owner`` holds; none for public code."""
     kinds = {type(module) for module in model.modules()}.union(() if owner is None else type(owner).__mro__)
     own_loss = getattr(owner, "compute_loss_func", None) is not None
     if has_sharded_weights(model) or not (own_loss or any(not comes_from(kind, *PUBLIC) for kind in kinds)):
         return []
     trained = {p for p in model.parameters() if p.requires_grad}
-    found = dict.fromkeys(p for one in _held(model, owner) for p in one.parameters() if p not in trained)
+    found = dict.fromkeys(p for one in _root_modules(model, owner) for p in one.parameters() if p not in trained)
     return [p for p in found if type(p) is nn.Parameter and p.is_floating_point() and _has_values(p)]
 
 
 def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any], ask_one: Callable[[], Any]) -> Optional[str]:
-    """One to which each ``ask``, of the same rows, writes, such as "the buffer norm.mean": a running mean, no cache; or
-    one that holds other values after ``ask_one``, of one of these rows: a figure of the batch. What goes up by one
-    counts calls, which ``CallCounters`` names."""
+    """Name a buffer to which a forward writes something that depends on the batch; None if there is none.
+
+    That is a buffer that every ``ask``, of the same rows, changes, such as "the buffer norm.mean" (a running mean and
+    not a cache), or one that has other values after ``ask_one``, of one of these rows. A number that goes up by one
+    counts calls; ``CallCounters`` reports those.
+    """
     ask()
     before = _buffers(model, owner)
     numbers = {key: buffer.item() for key, buffer in before.items() if buffer.numel() == 1}
-    # What is no buffer may be room that each forward fills again: its values decide, not that it is written to.
+    # An attribute may be scratch memory that each forward fills, so its values are compared, not the writes.
     keys, kept = [key for key in before if key.is_buffer], {k: v.clone() for k, v in before.items() if not k.is_buffer}
     written = WrittenWeights([before[key] for key in keys], keeps_values=False)
     with written:
         ask()
     after = _buffers(model, owner)
-    found = [keys[position] for position in written.written] + _replaced({**before, **kept}, after)
+    found = [keys[position] for position in written.written] + _changed_keys({**before, **kept}, after)
     moved = [key for key in found if key not in numbers or after[key].item() != numbers[key] + 1]
     if not moved:
         ask_one()
-        # A layer that keeps its term of the loss in an attribute, to be added up behind it, does so in each forward.
+        # A layer may keep its term of the loss in an attribute, to be added to the loss, and sets it in each forward.
         as_long = {key: one for key, one in _buffers(model, owner).items() if key.is_buffer and key not in found}
-        moved = [key for key in _replaced(after, as_long) if after[key].shape == as_long[key].shape]
+        moved = [key for key in _changed_keys(after, as_long) if after[key].shape == as_long[key].shape]
     return next((f"the {'buffer' if key.is_buffer else 'attribute'} {key.name}" for key in moved), None)
 
 
-def _replaced(before: Mapping[Kept, torch.Tensor], after: Mapping[Kept, torch.Tensor]) -> list[Kept]:
-    """Those in whose place another tensor has other values."""
+def _changed_keys(before: Mapping[Kept, torch.Tensor], after: Mapping[Kept, torch.Tensor]) -> list[Kept]:
+    """Return the keys for which another tensor has other values."""
     return [key for key in before if key in after and not _is_equal(before[key], after[key])]
 
 
 def _buffers(model: nn.Module, owner: Any) -> dict[Kept, torch.Tensor]:
-    """Those of all modules, and tensors that modules of somebody's own keep as attributes."""
+    """Return the buffers of all modules, and tensors that user modules keep as attributes."""
     found = {}
-    for number, one in enumerate(_held(model, owner)):
+    for number, one in enumerate(_root_modules(model, owner)):
         for path, module in one.named_modules():
             is_metric = any(comes_from(kind, METRICS) for kind in type(module).__mro__)
             kept = {} if is_metric or comes_from(type(module), *PUBLIC) else vars(module)
@@ -147,7 +153,7 @@ def _buffers(model: nn.Module, owner: Any) -> dict[Kept, torch.Tensor]:
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """With the same entries NaN."""
+    """Return whether two tensors are equal, treating NaN as equal to NaN."""
     if one is other:
         return True
     if (one.device, one.dtype, one.shape) != (other.device, other.dtype, other.shape):
@@ -157,8 +163,8 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _held(model: nn.Module, owner: Any) -> list[nn.Module]:
-    """``model``, and modules that its trainer ``owner`` holds beside it."""
+def _root_modules(model: nn.Module, owner: Any) -> list[nn.Module]:
+    """Return ``model`` and the modules that its trainer ``owner`` holds."""
     beside = [] if owner is None else [one for one in vars(owner).values() if isinstance(one, nn.Module)]
     return [model, *beside]
 

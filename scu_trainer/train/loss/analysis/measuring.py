@@ -1,4 +1,4 @@
-"""What the loss of some rows says of itself: value and gradient, without noise, and how wholes follow from parts."""
+"""Measure the loss of some rows and its gradient without noise, and predict the loss of a whole from its parts."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from scu_trainer.train.step.batches.rows import placed
 from scu_trainer.train.step.recovery.snapshot import generators
 
 EXACT = 5e-5
-"""Largest relative difference that counts as equal in float32."""
+"""Maximum relative difference that counts as equal in float32."""
 
 ROUGH = 2e-2
-"""The same where matrices are multiplied in 16 bits or less."""
+"""The same if matrices are multiplied in 16 bits or less."""
 
 ROUGH_TF32 = 2e-3
-"""The same where factors are rounded to TF32, which keeps 11 bits: by up to 5e-4 each."""
+"""The same if factors are rounded to TF32, which keeps 11 bits: by up to 5e-4 each."""
 
 MOST_GRADIENT_ENTRIES = 2**18
 MOST_GRADIENT_TENSORS = 24
-"""Of the trained weights whose gradient is compared: the smallest ones, which lie in all layers."""
+"""Limits for the trained weights whose gradients are compared: the smallest ones, which occur in all layers."""
 
 FEW_ITEMS = 8.0
-"""The count that a loss is given: by that of a window a small loss would drown in rounding."""
+"""The item count passed to a loss. Divided by the count of a whole window, a small loss would be lost in rounding."""
 
 LossOf = Callable[[Any, Optional[torch.Tensor]], torch.Tensor]
-"""(inputs, num_items_in_batch) -> loss; inputs are copied before, because a loss may take its labels out of them."""
+"""(inputs, num_items_in_batch) -> loss; called with a copy of inputs, because a loss may remove labels from them."""
 
 
 @dataclass
 class Meter:
-    """``weights``: to take gradients by. ``is_noisy``: whether a forward draws numbers, None before the first."""
+    """Measures losses. ``weights``: for gradients. ``is_noisy``: whether a forward draws random numbers; None before
+    the first one."""
 
     loss_of: LossOf
     num_items: Any
@@ -53,17 +54,17 @@ class Meter:
     _start: States = field(default_factory=list)
 
     def first(self, inputs: Any, gradient: bool) -> tuple[torch.Tensor, list[Call]]:
-        """(as ``measure``, public loss functions that were called); finds out whether there is noise."""
+        """Return (the result of ``measure``, calls of public loss functions), and find out whether there is noise."""
         if self.is_noisy is None:
             self._start = generators({p.device for p in self.model.parameters()})
             before = rng_state(self.model)
-            found = self._first(inputs, gradient)
+            found = self._measure_with_calls(inputs, gradient)
             self.is_noisy = has_drawn(self.model, before)
             if not self.is_noisy:
                 return found
-        return self._first(inputs, gradient)
+        return self._measure_with_calls(inputs, gradient)
 
-    def _first(self, inputs: Any, gradient: bool) -> tuple[torch.Tensor, list[Call]]:
+    def _measure_with_calls(self, inputs: Any, gradient: bool) -> tuple[torch.Tensor, list[Call]]:
         with LossCalls() as seen:
             return self.measure(inputs, gradient), seen.calls
 
@@ -72,7 +73,7 @@ class Meter:
             return float(self._value(inputs, items))
 
     def measure(self, inputs: Any, gradient: bool = True) -> torch.Tensor:
-        """The loss and its gradient by ``weights``, as one vector (1 + entries,) in float64."""
+        """Return the loss and its gradient with respect to ``weights`` as one vector (1 + entries,) in float64."""
         if not (gradient and self.weights):
             return torch.tensor([self.loss(inputs)], dtype=torch.float64)
         with torch.enable_grad():
@@ -85,14 +86,14 @@ class Meter:
             return self.as_it_is(inputs, items)
 
     def as_it_is(self, inputs: Any, items: float = FEW_ITEMS) -> torch.Tensor:
-        """The loss with whatever is drawn."""
+        """Return the loss with random numbers as they are drawn."""
         device = getattr(self.num_items, "device", None)
         given = None if self.num_items is None else torch.as_tensor(items, device=device)
         return self.loss_of(type(inputs)(inputs), given)
 
     @contextlib.contextmanager
     def _without_noise(self) -> Iterator[None]:
-        """The same draws in every trial; where draws are made at all their means stand for them."""
+        """Use the same random numbers in every trial, or their means if the model draws any."""
         if self.is_noisy is None:
             yield
             return
@@ -102,7 +103,7 @@ class Meter:
 
 
 def with_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """``loss`` and its gradient by ``weights``, as one vector (1 + entries,) in float64."""
+    """Return ``loss`` and its gradient with respect to ``weights`` as one vector (1 + entries,) in float64."""
     found = [None] * len(weights)
     if loss.requires_grad and weights:
         found = torch.autograd.grad(loss.reshape(()), weights, allow_unused=True)
@@ -110,13 +111,16 @@ def with_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tens
         torch.zeros_like(weight) if gradient is None else gradient
         for weight, gradient in zip(weights, found, strict=True)
     ]
-    # On the host, for Apple's GPUs know no float64.
+    # On the host, because Apple's GPUs have no float64.
     return torch.cat([part.detach().reshape(-1).cpu().double() for part in (loss, *parts)])
 
 
 def gradient_error(whole: torch.Tensor, shared: list[torch.Tensor]) -> float:
-    """How far the gradient of a whole is from the sum of its parts, relative to the largest; as ``with_gradient`` gives
-    them. Infinite where only a part is not finite (root of the variance of one row), 0 where the whole is not."""
+    """Return how far the gradient of a whole is from the sum of its parts, relative to the largest of them.
+
+    All as returned by ``with_gradient``. Infinite if only a part is not finite (root of the variance of one row), 0 if
+    the whole is not finite.
+    """
     difference = float((torch.stack(shared).sum(dim=0) - whole)[1:].norm())
     if not math.isfinite(difference):
         return math.inf if bool(whole.isfinite().all()) else 0.0
@@ -126,7 +130,7 @@ def gradient_error(whole: torch.Tensor, shared: list[torch.Tensor]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """``whole``, ``parts``: what was measured of rows together and of each alone."""
+    """Measurements of rows together (``whole``) and of each row (``parts``)."""
 
     inputs: Any
     rows: int
@@ -134,14 +138,14 @@ class Observation:
     parts: list[torch.Tensor]
 
     def shares(self, kind: str, targets: Optional[Targets] = None) -> list[float]:
-        """By how much each part enters the whole."""
+        """Return the factor with which each part enters the whole, if the loss is of this ``kind``."""
         if kind in ("sum", "num_items"):
             return [1.0] * self.rows
         items = row_items(kind, self.inputs, self.rows, targets)
         return [round(item / (sum(items) or 1.0), 9) for item in items]
 
     def error(self, kind: str, targets: Optional[Targets] = None) -> float:
-        """Relative, the larger one of value and gradient."""
+        """Return the relative difference from the whole; the larger one of value and gradient."""
         shared = [
             share * part for share, part in zip(self.shares(kind, targets), self.parts, strict=True) if share != 0.0
         ]
@@ -155,8 +159,10 @@ class Observation:
 
 @contextlib.contextmanager
 def measured_weights(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Leaves that stand inside for some trained weights, the smallest ones, and share their memory: hooks on weights
-    are not for us. None for sharded ones, whose gradients only all ranks together can take."""
+    """Replace some trained weights, the smallest ones, by leaf tensors that share their memory, and yield these.
+
+    So the hooks on the weights do not run. Yields no leaves for sharded weights, whose gradients need all ranks.
+    """
     chosen = _smallest_weights(model)
     leaves = {weight: nn.Parameter(weight.detach()) for weight in chosen}
     places = [
@@ -183,7 +189,7 @@ def _smallest_weights(model: nn.Module) -> list[nn.Parameter]:
         entries += weight.numel()
         if entries > MOST_GRADIENT_ENTRIES:
             break
-        if type(weight) is nn.Parameter:  # a subclass knows more of itself than a plain leaf would
+        if type(weight) is nn.Parameter:  # a subclass may carry more than a plain leaf would
             chosen.append(weight)
     return chosen
 
@@ -197,20 +203,22 @@ def tolerance(model: nn.Module, low_precision: bool) -> float:
 
 
 def training_loss(trainer: Trainer, inputs: Any, items: Any) -> torch.Tensor:
-    """As the training step computes it. ``inputs``: on any device."""
+    """Return the loss as the training step computes it. ``inputs``: on any device."""
     with trainer.compute_loss_context_manager():
         prepared = trainer._prepare_inputs(placed(inputs, trainer.args.device))
         return trainer.compute_loss(trainer.model, prepared, num_items_in_batch=items)
 
 
 def tolerance_of(trainer: Trainer) -> float:
-    """Of losses and gradients as this trainer computes them."""
+    """Return the tolerance for losses and gradients as this trainer computes them."""
     return tolerance(trainer.model, trainer.accelerator.mixed_precision != "no")
 
 
 def rounds_to_tf32(model: nn.Module, device: torch.device) -> bool:
-    """Whether ``device`` is a card that rounds the factors of some products of ``model`` to TF32: those of convolutions
-    and recurrent cells by default, of matrices where it is asked for."""
+    """Return whether ``device`` is a GPU that rounds factors of some products of ``model`` to TF32.
+
+    By default that applies to convolutions and recurrent cells; to matrix products only if it is turned on.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
         return False
     # Not get_float32_matmul_precision: it raises where torch.backends.fp32_precision was set, as transformers does.

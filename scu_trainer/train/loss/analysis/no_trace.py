@@ -1,4 +1,4 @@
-"""Asking a model without leaving a trace, and with its randomness taken out."""
+"""Run a model without leaving a trace, and without randomness."""
 
 from __future__ import annotations
 
@@ -34,24 +34,26 @@ from scu_trainer.train.step.recovery.snapshot import (
 aten = torch.ops.aten
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Those that a forward may leave. transformers notes in an attribute that it has hooked itself onto the layers, and
-would do so once more if the note alone were gone afterwards."""
+"""Hooks that a forward may leave behind. transformers notes in an attribute that it has hooked its layers, and would
+hook them twice if only the attribute were restored."""
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[Optional[WrittenWeights]]:
-    """Afterwards ``model``, its ``owner`` and the losses that either holds are as before (modes, buffers, hooks,
-    attributes, what is in them, frozen weights), and so are random numbers. Gives what knows whether frozen weights are
-    written to, if they may be. Inside, modules are in evaluation mode, with ``training`` in the mode that they have.
-    Nothing is logged by ``owner``, a trainer: no step has computed it."""
+    """Restore ``model``, its ``owner`` and the losses that either holds, as well as random states, on exit.
+
+    That covers modes, buffers, hooks, attributes with their contents, and frozen weights. Yields an object that knows
+    whether frozen weights were written to; None if no code could. Inside, modules are in evaluation mode, or with
+    ``training`` in their current mode. ``owner``, a trainer, logs nothing, because no step has computed it.
+    """
     holders = _holders(model, owner)
     modules = [holder for holder in holders if isinstance(holder, nn.Module)]
     modes = [(module, module.training) for module in modules]
     buffers = [(module, dict(module._buffers), _copies(module)) for module in modules if module._buffers]
     held_hooks = [vars(module)[name] for module in modules for name in HOOKS if name in vars(module)]
     hooks = [(held, dict(held)) for held in held_hooks]
-    # What began inside goes, too: a queue that the loss makes at its first call is made by the first batch.
-    attributes = [_attributes(holder, OF_DATA if holder is owner else frozenset()) for holder in holders]
+    # Attributes that are created inside are removed, too: a queue created by the first loss belongs to the first batch.
+    attributes = [_attributes_of(holder, OF_DATA if holder is owner else frozenset()) for holder in holders]
     random_states = generators({p.device for p in model.parameters()})
     frozen = frozen_weights(model, owner)
     written = WrittenWeights(frozen) if frozen else None
@@ -65,7 +67,7 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
             written.put_back()
         for module, was_training in modes:
             module.training = was_training
-        _put_back(buffers)
+        _restore_buffers(buffers)
         for held, before in hooks:
             if held.keys() != before.keys():
                 held.clear()
@@ -75,12 +77,12 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
 
 
 def unlogged(trainer: Any) -> contextlib.AbstractContextManager[None]:
-    """Inside, a loss that logs its terms does so in vain. None: there is no trainer."""
+    """Discard what a loss logs on ``trainer``, such as its terms. None: there is no trainer."""
     return contextlib.nullcontext() if trainer is None else replaced(trainer, "log", lambda *_, **__: None)
 
 
 def _holders(model: nn.Module, owner: Any) -> list[Any]:
-    """What may keep something from one loss to the next: modules, the trainer, and code of one's own that they call."""
+    """Return what may keep state from one loss to the next: modules, the trainer, and user code that they call."""
     found: dict[int, Any] = {}
     waiting = [*model.modules(), *([] if owner is None else [owner])]
     while waiting:
@@ -88,13 +90,13 @@ def _holders(model: nn.Module, owner: Any) -> list[Any]:
         if id(one) not in found:
             found[id(one)] = one
             held = (value.__self__ if isinstance(value, MethodType) else value for value in vars(one).values())
-            for own in filter(_is_own, held):
+            for own in filter(_is_user_code, held):
                 waiting += own.modules() if isinstance(own, nn.Module) else [own]
     return list(found.values())
 
 
-def _is_own(value: Any) -> bool:
-    """Whether it can be called, keeps something, and is code of somebody's own."""
+def _is_user_code(value: Any) -> bool:
+    """Return whether ``value`` is callable user code with attributes."""
     if not callable(value) or isinstance(value, type) or not hasattr(value, "__dict__"):
         return False
     return not comes_from(type(value), *PUBLIC)
@@ -105,7 +107,7 @@ def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _put_back(buffers: list) -> None:
+def _restore_buffers(buffers: list) -> None:
     for module, registered, copies in buffers:
         module._buffers.clear()
         module._buffers.update(registered)
@@ -113,9 +115,12 @@ def _put_back(buffers: list) -> None:
             refill(registered[name], value)
 
 
-def _attributes(one: Any, of_data: frozenset[str] = frozenset()) -> tuple:
-    """Of ``one``, with their contents, for ``put_back_attributes``. ``of_data``: whose contents nobody changes."""
-    is_ours = isinstance(one, nn.Module) and comes_from(type(one), "scu_trainer")  # they keep what they were asked for
+def _attributes_of(one: Any, of_data: frozenset[str] = frozenset()) -> tuple:
+    """Return the attributes of an object with their contents, for ``put_back_attributes``.
+
+    ``of_data``: names of attributes with contents that nobody changes.
+    """
+    is_ours = isinstance(one, nn.Module) and comes_from(type(one), "scu_trainer")  # they keep what trials found
     seen: set[int] = set()
     known = {
         name: (value, None if name in of_data else contents(value, of_array, seen))
@@ -127,7 +132,7 @@ def _attributes(one: Any, of_data: frozenset[str] = frozenset()) -> tuple:
 
 
 def rng_state(model: nn.Module) -> list[torch.Tensor]:
-    """What tells whether a forward has drawn numbers."""
+    """Return random states that change if a forward draws random numbers."""
     return [torch.get_rng_state(), *(state for _, state in of_devices({p.device for p in model.parameters()}))]
 
 
@@ -137,16 +142,17 @@ def has_drawn(model: nn.Module, before: list[torch.Tensor]) -> bool:
 
 
 def host_states() -> tuple:
-    """Of Python's and numpy's generators; equal where nothing was drawn."""
-    of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # somebody may have put in another kind of generator
+    """Return the states of Python's and numpy's generators; equal if nothing was drawn."""
+    of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # the user may have installed another kind of generator
     return random.getstate(), of_numpy
 
 
 class WithoutNoise(TorchDispatchMode):
-    """Every draw gives its mean, so dropout is the identity and no result depends on how many rows are drawn for.
+    """Replace every random draw by its mean, so that dropout is the identity and results do not depend on row counts.
 
-    Below autograd, where all ways to dropout end: torch's modules and functions, attention's ``dropout_p``, recurrent
-    layers. Permutations move every entry, so that rows which they mix always show. Random integers stay random.
+    It works below autograd, where all forms of dropout arrive: torch's modules and functions, attention's
+    ``dropout_p``, recurrent layers. Permutations move every entry, so that mixing rows always shows. Random integers
+    stay random.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -157,18 +163,18 @@ class WithoutNoise(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         for name in ("p",) if packet is aten.native_dropout else ("dropout_p", "dropout"):
             if name in names:
-                args, kwargs = _zeroed(names, args, kwargs, name)
+                args, kwargs = _with_zero(names, args, kwargs, name)
         return func(*args, **kwargs)
 
 
-def _zeroed(names: list[str], args: tuple, kwargs: dict[str, Any], name: str) -> tuple[tuple, dict]:
+def _with_zero(names: list[str], args: tuple, kwargs: dict[str, Any], name: str) -> tuple[tuple, dict]:
     position = names.index(name)
     if position < len(args):
         return (*args[:position], 0.0, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: 0.0} if name in kwargs else kwargs
 
 
-def _of(schema_name: str, func, args: tuple, kwargs: dict[str, Any], default: float) -> float:
+def _argument(schema_name: str, func, args: tuple, kwargs: dict[str, Any], default: float) -> float:
     names = [argument.name for argument in func._schema.arguments]
     if schema_name in kwargs:
         return kwargs[schema_name]
@@ -176,18 +182,18 @@ def _of(schema_name: str, func, args: tuple, kwargs: dict[str, Any], default: fl
     return args[position] if position < len(args) else default
 
 
-def _filled(value: float, func, args, kwargs):
+def _fill(value: float, func, args, kwargs):
     return func(*args, **kwargs).fill_(value)
 
 
 def _bernoulli_in_place(func, args, kwargs):
-    chance = _of("p", func, args, kwargs, 0.5)
-    return args[0].copy_(chance) if torch.is_tensor(chance) else args[0].fill_(chance)
+    probability = _argument("p", func, args, kwargs, 0.5)
+    return args[0].copy_(probability) if torch.is_tensor(probability) else args[0].fill_(probability)
 
 
 def _bernoulli(func, args, kwargs):
-    chance = _of("p", func, args, kwargs, None)
-    return args[0].clone() if chance is None else torch.full_like(args[0], chance)
+    probability = _argument("p", func, args, kwargs, None)
+    return args[0].clone() if probability is None else torch.full_like(args[0], probability)
 
 
 def _permutation(func, args, kwargs):
@@ -199,14 +205,14 @@ MEANS_OF_DRAWS = {
     aten.bernoulli_: _bernoulli_in_place,
     aten.bernoulli: _bernoulli,
     aten.uniform_: lambda func, args, kwargs: args[0].fill_(
-        (_of("from", func, args, kwargs, 0.0) + _of("to", func, args, kwargs, 1.0)) / 2
+        (_argument("from", func, args, kwargs, 0.0) + _argument("to", func, args, kwargs, 1.0)) / 2
     ),
-    aten.normal_: lambda func, args, kwargs: args[0].fill_(_of("mean", func, args, kwargs, 0.0)),
-    aten.exponential_: lambda func, args, kwargs: args[0].fill_(1.0 / _of("lambd", func, args, kwargs, 1.0)),
-    aten.rand: partial(_filled, 0.5),
-    aten.rand_like: partial(_filled, 0.5),
-    aten.randn: partial(_filled, 0.0),
-    aten.randn_like: partial(_filled, 0.0),
+    aten.normal_: lambda func, args, kwargs: args[0].fill_(_argument("mean", func, args, kwargs, 0.0)),
+    aten.exponential_: lambda func, args, kwargs: args[0].fill_(1.0 / _argument("lambd", func, args, kwargs, 1.0)),
+    aten.rand: partial(_fill, 0.5),
+    aten.rand_like: partial(_fill, 0.5),
+    aten.randn: partial(_fill, 0.0),
+    aten.randn_like: partial(_fill, 0.0),
     aten.randperm: _permutation,
 }
-"""Operations that draw, and what stands for a draw."""
+"""Random operation -> function that returns the mean of its draws."""

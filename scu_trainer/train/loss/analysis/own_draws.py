@@ -1,6 +1,8 @@
-"""Whether code of somebody's own draws a random number once per batch: the share of mixup, a temperature, a coin that
-adds a term. Each micro-batch would draw its own. What the modules of public packages draw (dropout, layers that are
-left out) is noise of the model, and does not count."""
+"""Find out whether user code draws a random number once per batch: a mixup ratio, a temperature, a coin flip.
+
+Each micro-batch would draw its own. What modules of public packages draw (dropout, skipped layers) is noise of the
+model and does not count.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as of_torch
+from torch.nn.modules import module as torch_module
 
 from scu_trainer.data.random_states import own_generators, put_back, states
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, host_states
@@ -17,45 +19,51 @@ from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
 
 ONCE_PER_BATCH = "the model or its loss draws random numbers once per batch"
 
-OTHERS = tuple(name for name in PUBLIC if name != "scu_trainer")
-"""Without our own modules, which call losses of somebody's own (``wrap``)."""
+OTHER_PACKAGES = tuple(name for name in PUBLIC if name != "scu_trainer")
+"""Public packages without our own modules, which call the user's losses (``wrap``)."""
 
-TRIES = 16
-"""Of other random numbers, until one gives another loss: a coin may fall on the same side several times."""
+SEEDS_TRIED = 16
+"""Number of other seeds tried until one gives another loss; a coin may land on the same side several times."""
 
 
 def draws_once(loss_of: Callable[[Any], torch.Tensor], together: Any, alone: list[Any], tolerance: float) -> bool:
-    """Whether the loss of the rows ``together`` depends on numbers of which as many are drawn for one row ``alone``."""
+    """Return whether the loss of the rows ``together`` depends on random numbers that are drawn once per batch.
+
+    Once per batch means that a single row (``alone``) draws as many.
+    """
     start = states()
-    whole = _Drawn(loss_of, together)
+    whole = _LossWithDraws(loss_of, together)
     if not whole.has_drawn:
         return False
     parts = []
     for row in alone:
         put_back(start)
-        parts.append(_Drawn(loss_of, row))
+        parts.append(_LossWithDraws(loss_of, row))
     of_torch_once = sum(part.count for part in parts) > whole.count
     if not (of_torch_once or any(whole.has_moved_alike(part) for part in parts)):
         return False
-    for seed in range(TRIES):
+    for seed in range(SEEDS_TRIED):
         with own_generators((seed,)):
-            other = _Drawn(loss_of, together).loss
+            other = _LossWithDraws(loss_of, together).loss
         if abs(other - whole.loss) > tolerance * max(abs(other), abs(whole.loss)):
             return True
     return False
 
 
-class _Drawn(WithoutNoise):
-    """The ``loss`` of ``inputs`` and what was drawn for it outside of public modules: ``count`` numbers of torch's, and
-    the states of Python's and numpy's generators ``before`` and ``after``. Draws of public modules give their means."""
+class _LossWithDraws(WithoutNoise):
+    """Compute the ``loss`` of ``inputs`` and record what is drawn for it outside of public modules.
+
+    ``count``: how many of torch's random numbers. ``before`` and ``after``: states of Python's and numpy's generators.
+    Draws of public modules are replaced by their means.
+    """
 
     def __init__(self, loss_of: Callable[[Any], torch.Tensor], inputs: Any) -> None:
         super().__init__()
         self.count, self._depth, self._outside = 0, 0, []
         self.before = host_states()
         with (
-            of_torch.register_module_forward_pre_hook(self._enter),
-            of_torch.register_module_forward_hook(self._leave, always_call=True),
+            torch_module.register_module_forward_pre_hook(self._enter),
+            torch_module.register_module_forward_hook(self._leave, always_call=True),
             torch.no_grad(),
             self,
         ):
@@ -66,8 +74,8 @@ class _Drawn(WithoutNoise):
     def has_drawn(self) -> bool:
         return self.count > 0 or self.before != self.after
 
-    def has_moved_alike(self, other: _Drawn) -> bool:
-        """Whether a generator of the host, as it was before both, drew the same numbers for both."""
+    def has_moved_alike(self, other: _LossWithDraws) -> bool:
+        """Return whether a generator of the host drew the same numbers for both, having begun with the same state."""
         pairs = zip(self.before, self.after, other.after, strict=True)
         return any(before != after and after == others for before, after, others in pairs)
 
@@ -82,7 +90,7 @@ class _Drawn(WithoutNoise):
     def _enter(self, module: nn.Module, given: Any) -> None:
         if self._depth:
             self._depth += 1
-        elif all(comes_from(type(one), *OTHERS) for one in module.modules()):
+        elif all(comes_from(type(one), *OTHER_PACKAGES) for one in module.modules()):
             self._depth, self._outside = 1, states()
 
     def _leave(self, module: nn.Module, given: Any, output: Any) -> None:

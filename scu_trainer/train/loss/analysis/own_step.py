@@ -1,7 +1,7 @@
-"""A ``training_step`` of somebody's own: whether it is the stock one, with things around it that no gradient feels.
+"""Find out whether a user's own ``training_step`` computes the same gradients as the stock one.
 
-Trials ask ``compute_loss`` alone. What a step does beside it they cannot see: a second backward, rows that are mixed, a
-loss that is added. It is watched instead, the first time on whole batches, and from then on in every micro-batch.
+Trials only call ``compute_loss``. They do not see what else a step does: a second backward, mixed rows, an added loss.
+So the step is watched: the first time on whole batches, and from then on in every micro-batch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 logger = logging.getLogger("scu_trainer")
 
 LOOKS = 3
-"""Windows with cut batches in which counters are looked for: to walk through attributes takes time in small steps."""
+"""Number of windows with split batches in which counters are searched; walking through attributes takes time."""
 
 Counts = dict[tuple[str, str], int]
 
 
 class OwnStep:
-    """``owner``: the class that defines it, None for transformers' and TRL's. ``is_seen``: it has been watched.
-    ``deviation``: from the stock step, as the rest of a sentence. ``exchange``: as of ``exchange_in``. ``per_batch``:
-    why batches run whole in TRL's step, which is known. ``hooked``: which weight has a hook that acts in backward."""
+    """What is known about a trainer's ``training_step``.
+
+    ``owner``: the class that defines it; None for transformers' and TRL's. ``is_seen``: whether it has been watched.
+    ``deviation``: how it differs from the stock step, as the end of a sentence. ``exchange``: see ``exchange_in``.
+    ``per_batch``: why batches run whole in a step of TRL. ``hooked``: names a weight with a hook that acts in backward.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -53,19 +56,21 @@ class OwnStep:
         self.deviation: Optional[str] = None
         self.hooked: Optional[str] = None
         self.exchange = exchange_in(trainer)
-        of_trl = step_of_batches(trainer)
-        self.per_batch = of_trl and f"training_step of {of_trl} draws or generates what it trains on once per batch"
+        trl_class = step_of_batches(trainer)
+        self.per_batch = (
+            trl_class and f"training_step of {trl_class} draws or generates what it trains on once per batch"
+        )
         self._frozen: list[torch.Tensor] = []
-        self._held: Optional[list[int]] = None
+        self._held_modules: Optional[list[int]] = None
 
     @property
     def is_stock(self) -> bool:
-        """As far as gradients go, and as far as that is known."""
+        """Whether its gradients are those of the stock step, as far as is known."""
         return self.is_seen and self.deviation is None and self.exchange is None and self.hooked is None
 
     @property
     def mixes(self) -> Optional[str]:
-        """Why no batch may be cut, whatever is known of its loss."""
+        """Why no batch may be split, whatever is known about its loss; None if batches may be split."""
         if self.is_stock:
             return None
         if self.exchange is not None:
@@ -75,8 +80,11 @@ class OwnStep:
         return f"training_step of {self.owner} {self.deviation or 'is observed during its first step'}"
 
     def look_for_hooks(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Such a hook may step an optimizer and clear the gradient: that of a micro-batch is not that of the batch, and
-        what it has changed when memory runs out is not known. Launchers have such hooks themselves."""
+        """Find hooks on ``parameters`` that act when a gradient has been accumulated.
+
+        Such a hook may step an optimizer and clear the gradient, so the gradient of a micro-batch is not part of that
+        of the batch, and it is unknown what changed before memory ran out. Hooks of launchers are ignored.
+        """
         trainer, self.hooked = self._trainer, None
         hooked = [p for p in parameters if p._post_accumulate_grad_hooks]
         if hooked and not (trainer.is_deepspeed_enabled or has_sharded_weights(trainer.model)):
@@ -84,70 +92,76 @@ class OwnStep:
 
     @contextlib.contextmanager
     def unwritten(self, stop: Callable[[str, str], NoReturn], writes: bool) -> Iterator[None]:
-        """Around a micro-batch: ``stop(why, what the allocation said)`` where it ran out of memory after its loss had
-        moved a teacher, or stepped an optimizer of its own: to run it again would do so twice. ``writes``: the loss was
-        seen to, so that each operation is looked at, as ``.data`` writes without counting."""
-        if not self.is_stock:  # nothing runs again
+        """Call ``stop(reason, allocation error)`` if a micro-batch runs out of memory after it changed frozen weights.
+
+        For instance, its loss moved a teacher or stepped an optimizer of its own; running it again would do so twice.
+        ``writes``: whether the loss was seen to do so; then each operation is checked, because ``.data`` writes without
+        increasing the version counter.
+        """
+        if not self.is_stock:  # then no batch runs again
             yield
             return
-        self._find_frozen()
+        self._update_frozen_weights()
         versions = [weight._version for weight in self._frozen]
         written = WrittenWeights(self._frozen, keeps_values=False) if writes else None
         try:
             with written or contextlib.nullcontext():
                 yield
         except (RuntimeError, MemoryError, OSError) as error:
-            has_moved = versions != [weight._version for weight in self._frozen]
-            if is_out_of_memory(error) and (has_moved or (written is not None and written.are_written)):
+            have_changed = versions != [weight._version for weight in self._frozen]
+            if is_out_of_memory(error) and (have_changed or (written is not None and written.are_written)):
                 stop(LOSS_WRITES, str(error).partition("\n")[0])
             raise
 
     @contextlib.contextmanager
     def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """Around the step with ``inputs`` and ``num_items``, whose gradients are those of ``parameters``."""
+        """Watch a step with ``inputs`` and ``num_items`` that adds to the gradients of ``parameters``."""
         if self.deviation is not None or self.exchange is not None:
             yield
             return
         trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer, thorough=not self.is_seen)
-        self._find_frozen()
-        written = WrittenWeights(self._frozen, keeps_values=False)  # a step that stands: nothing is put back
+        self._update_frozen_weights()
+        written = WrittenWeights(self._frozen, keeps_values=False)  # this step is real, so nothing is restored
         with (
-            contextlib.nullcontext() if self.is_seen else watch.for_clearing(),
+            contextlib.nullcontext() if self.is_seen else watch.watch_zero_grad(),
             written if self._frozen and not self.is_seen else contextlib.nullcontext(),
-            replaced(trainer, "_prepare_inputs", watch.preparing(trainer._prepare_inputs)),
-            replaced(trainer, "compute_loss", watch.asking(trainer.compute_loss)),
-            replaced(trainer.accelerator, "backward", watch.going_back(trainer.accelerator.backward)),
+            replaced(trainer, "_prepare_inputs", watch.wrap_prepare_inputs(trainer._prepare_inputs)),
+            replaced(trainer, "compute_loss", watch.wrap_compute_loss(trainer.compute_loss)),
+            replaced(trainer.accelerator, "backward", watch.wrap_backward(trainer.accelerator.backward)),
         ):
             yield
         self.is_seen, self.deviation = True, watch.deviation() or (WRITES if written.are_written else None)
 
-    def _find_frozen(self) -> None:
-        """After the first step, which may make a teacher, only if the trainer holds other modules: it takes time."""
+    def _update_frozen_weights(self) -> None:
+        """Find frozen weights. It takes time, so after the first step only if the trainer holds other modules."""
         held = [id(value) for value in vars(self._trainer).values() if isinstance(value, torch.nn.Module)]
-        if held != self._held:
+        if held != self._held_modules:
             self._frozen = frozen_weights(self._trainer.model, self._trainer)
-            self._held = held if self.is_seen else None
+            self._held_modules = held if self.is_seen else None
 
 
 class _Watch:
-    """What happens in one step that is given ``inputs`` and ``num_items``. ``thorough``: values of weights and
-    gradients are looked at, too, which waits for the device: ``.data`` writes without a trace."""
+    """Records what happens in one step with ``inputs`` and ``num_items``.
+
+    ``thorough``: whether to check the values of weights and gradients, too, because ``.data`` writes without a trace;
+    this waits for the device.
+    """
 
     def __init__(
         self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter], trainer: Trainer, thorough: bool
     ) -> None:
-        self._given, self._num_items = _seen(inputs), num_items
+        self._expected_inputs, self._num_items = _tensor_versions(inputs), num_items
         self._parameters, self._trainer, self._is_thorough = parameters, trainer, thorough
-        self._begun = self._state()
-        self._asked: list[tuple[Any, Any, Any]] = []
-        """(what the batch was, its count, node of the loss)"""
-        self._back: list[tuple[bool, Any, Any]] = []
-        """(whether it was that loss, weights and gradients before and after)"""
+        self._initial_state = self._state()
+        self._loss_calls: list[tuple[Any, Any, Any]] = []
+        """(the batch, its number of items, autograd node of the loss) of each compute_loss"""
+        self._backwards: list[tuple[bool, Any, Any]] = []
+        """(whether it was the loss of compute_loss, weights and gradients before and after) of each backward"""
         self._random = _random_states(trainer.model) if thorough else None
         self._draws = self._clears = False
 
     def _state(self) -> list[Any]:
-        """What changes when gradients do, or weights, if these are not gathered for each forward."""
+        """Return a state that changes when gradients change, or weights unless they are gathered for each forward."""
         found: list[Any] = [gradient_versions(self._parameters)]
         whole = () if has_sharded_weights(self._trainer.model) else self._parameters
         found.append([(p._version, len(p._backward_hooks or ())) for p in whole])
@@ -156,53 +170,53 @@ class _Watch:
             found.append(_norms([p.grad for p in self._parameters if p.grad is not None]))
         return found
 
-    def preparing(self, prepare):
+    def wrap_prepare_inputs(self, prepare):
         def prepared(inputs):
             self._look_for_draws()
-            is_given = self._given == _seen(inputs)
+            is_given = self._expected_inputs == _tensor_versions(inputs)
             found = prepare(inputs)
             self._random = None if self._random is None else _random_states(self._trainer.model)
-            if is_given:  # other devices and types, and whatever the trainer does to any batch
-                self._given = _seen(found)
+            if is_given:  # moved to another device or dtype, or changed as the trainer changes every batch
+                self._expected_inputs = _tensor_versions(found)
             return found
 
         return prepared
 
-    def asking(self, compute_loss):
+    def wrap_compute_loss(self, compute_loss):
         def asked(model, inputs, return_outputs=False, num_items_in_batch=None):
             self._look_for_draws()
             self._random = None
-            seen = _seen(inputs)
+            seen = _tensor_versions(inputs)
             found = compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
             loss = found[0] if isinstance(found, tuple) else found
-            self._asked.append((seen, num_items_in_batch, loss.grad_fn))
+            self._loss_calls.append((seen, num_items_in_batch, loss.grad_fn))
             return found
 
         return Measured(compute_loss, asked)
 
-    def going_back(self, backward):
+    def wrap_backward(self, backward):
         def back(loss, **kwargs):
             before, clears = self._state(), self._clears
-            is_asked = all(self._is_scaled_as_stock(loss.grad_fn, asked) for _, _, asked in self._asked)
+            is_asked = all(self._is_scaled_as_stock(loss.grad_fn, asked) for _, _, asked in self._loss_calls)
             backward(loss, **kwargs)
-            self._clears = clears  # DeepSpeed's engine steps in it, and clears then
-            self._back.append((is_asked, before, self._state()))
+            self._clears = clears  # DeepSpeed's engine steps during backward and then clears gradients
+            self._backwards.append((is_asked, before, self._state()))
 
         return back
 
     @contextlib.contextmanager
-    def for_clearing(self) -> Iterator[None]:
-        """A first step has no gradients yet whose loss would show; those of the next one's micro-batches would go."""
+    def watch_zero_grad(self) -> Iterator[None]:
+        """Watch ``zero_grad``: in a first step there are no gradients to compare, but later it would delete some."""
         trainer = self._trainer
         owners = {id(one): one for one in (trainer.model, trainer.model_wrapped, trainer.optimizer)}
         owners[0] = inner_optimizer(trainer.optimizer)
         with contextlib.ExitStack() as stack:
             for one in owners.values():
-                stack.enter_context(replaced(one, "zero_grad", self._clearing(one.zero_grad)))
+                stack.enter_context(replaced(one, "zero_grad", self._wrap_zero_grad(one.zero_grad)))
             yield
 
-    def _clearing(self, zero_grad):
-        @functools.wraps(zero_grad)  # accelerate asks which arguments it takes
+    def _wrap_zero_grad(self, zero_grad):
+        @functools.wraps(zero_grad)  # accelerate inspects its arguments
         def cleared(*given, **named):
             self._clears = True
             return zero_grad(*given, **named)
@@ -210,26 +224,26 @@ class _Watch:
         return cleared
 
     def _look_for_draws(self) -> None:
-        """What is drawn until the loss is asked is drawn once per batch; in it, or as a batch is prepared, for rows."""
+        """Detect random numbers drawn before the loss, which are drawn once per batch; later draws are per row."""
         if self._random is not None:
             self._draws |= self._random != _random_states(self._trainer.model)
 
     def deviation(self) -> Optional[str]:
-        if len(self._asked) != 1 or len(self._back) != 1:
-            return f"runs compute_loss {len(self._asked)} × and backward {len(self._back)} ×"
-        (seen, num_items, _), (is_asked, before, after) = self._asked[0], self._back[0]
-        if seen != self._given:
+        if len(self._loss_calls) != 1 or len(self._backwards) != 1:
+            return f"runs compute_loss {len(self._loss_calls)} × and backward {len(self._backwards)} ×"
+        (seen, num_items, _), (is_asked, before, after) = self._loss_calls[0], self._backwards[0]
+        if seen != self._expected_inputs:
             return "changes the batch before its loss is computed"
         if num_items is not self._num_items:
             return "does not pass num_items_in_batch to compute_loss"
         if not is_asked:
             return "runs backward on another loss than that of compute_loss"
-        if self._clears or before != self._begun or after != self._state():
+        if self._clears or before != self._initial_state or after != self._state():
             return "changes weights or gradients outside the backward pass of its loss"
         return "draws random numbers once per batch" if self._draws else None
 
     def _is_scaled_as_stock(self, node: Any, loss: Any) -> bool:
-        """Whether ``node`` is that of ``loss``, or of it divided by the accumulation steps. Reads from no device."""
+        """Return whether ``node`` is ``loss`` or ``loss`` divided by the accumulation steps. Reads from no device."""
         if node is loss:
             return True
         if type(node).__name__ != "DivBackward0" or node.next_functions[0][0] is not loss:
@@ -239,21 +253,23 @@ class _Watch:
 
 
 class CallCounters:
-    """What goes up by one per call in ``holders``: cut batches make other numbers of calls than the stock loop."""
+    """Find numbers in ``holders`` that go up by one per call, and would count differently when batches are split."""
 
     def __init__(self, holders: Collection[Any]) -> None:
-        self._holders = [one for one in holders if _own_name(one)]
+        self._holders = [one for one in holders if _user_class_name(one)]
         self._left = LOOKS
 
     def counts(self) -> Counts:
-        """As they are now; none where nobody looks any more."""
+        """Return all whole numbers as they are now; empty when the search is over."""
         if not self._left:
             return {}
-        return {(_own_name(one), name): value for one in self._holders for name, value in _numbers_of(one)}
+        return {(_user_class_name(one), name): value for one in self._holders for name, value in _whole_numbers(one)}
 
     def tell(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
-        """Of what has counted ``micro_batches`` since ``before``, where the stock loop runs another number of
-        ``batches``. Of one row each, they cannot be told from ``rows``, which the stock loop counts as well."""
+        """Warn about numbers that counted ``micro_batches`` since ``before`` and not ``batches``, as in the stock loop.
+
+        If each micro-batch has one row, it may count ``rows``, which is the same in the stock loop.
+        """
         now = self.counts()
         self._left -= 1
         found = [key for key, count in before.items() if now.get(key) == count + micro_batches]
@@ -268,22 +284,21 @@ class CallCounters:
             )  # fmt: skip
 
 
-def _numbers_of(one: Any) -> Iterator[tuple[str, float]]:
-    """Whole numbers among its attributes, and its buffers of one number."""
+def _whole_numbers(one: Any) -> Iterator[tuple[str, float]]:
+    """Yield whole numbers among the attributes of an object, and its buffers with one number."""
     yield from ((name, value) for name, value in vars(one).items() if type(value) is int)
     for name, buffer in vars(one).get("_buffers", {}).items():
         if buffer is not None and buffer.numel() == 1 and not buffer.is_meta:
             yield name, buffer.item()
 
 
-def _own_name(one: Any) -> str:
-    """Of the class that is somebody's own; empty where there is none."""
+def _user_class_name(one: Any) -> str:
+    """Return the name of the user's own class in the object's class hierarchy; empty if there is none."""
     return next((kind.__name__ for kind in type(one).__mro__ if not comes_from(kind, *PUBLIC)), "")
 
 
 def has_own_hook(weight: torch.nn.Parameter) -> bool:
-    """Whether a hook on it is code of somebody's own. Those of public packages (projections of adapters, exchanges of
-    launchers) are linear."""
+    """Return whether a hook on ``weight`` is user code. Hooks of public packages (adapters, launchers) are linear."""
     hooks = {**(weight._backward_hooks or {}), **(weight._post_accumulate_grad_hooks or {})}
     return any(not comes_from(getattr(hook, "func", hook), *PUBLIC) for hook in hooks.values())  # of a partial
 
@@ -292,10 +307,10 @@ def name_of(weight: torch.nn.Parameter, model: torch.nn.Module) -> str:
     return next((name for name, other in model.named_parameters() if other is weight), "a weight")
 
 
-def _seen(inputs: Any) -> Any:
-    """What tells whether somebody has changed a batch: its tensors, and how often they were written."""
+def _tensor_versions(inputs: Any) -> Any:
+    """Return a value that changes if the batch changes: its tensors and their version counters."""
     if not isinstance(inputs, Mapping):
-        return None  # what a list holds shows when it is prepared
+        return None  # changes in a list show when it is prepared
     return {
         name: (id(value), value._version) if torch.is_tensor(value) and not value.is_inference() else None
         for name, value in inputs.items()
@@ -303,11 +318,11 @@ def _seen(inputs: Any) -> Any:
 
 
 def _random_states(model: torch.nn.Module) -> tuple:
-    """Those of torch, on every device, of numpy and of Python; equal where nothing was drawn."""
+    """Return the random states of torch on all devices, of numpy and of Python; equal if nothing was drawn."""
     return [state.tolist() for state in rng_state(model)], host_states()
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """As text, in which NaN equals NaN."""
+    """Return the norms as text, in which NaN equals NaN."""
     known = (t for t in tensors if not t.is_meta and t.is_floating_point() and t.layout is torch.strided)
     return [str(torch.stack(torch._foreach_norm(same_kind)).tolist()) for same_kind in alike(known)]

@@ -1,10 +1,10 @@
-"""How does a loss put the rows of a batch together? Known where a public function computes it, asked where not.
+"""Find out how a loss combines the rows of a batch: known for public functions, by trials for all others.
 
-Splitting a batch is exact when the loss of the whole is a known sum over its rows. Signatures do not tell: many
-forwards take ``num_items_in_batch`` among their ``**kwargs`` and ignore it. So a few short rows are run together and
-each alone, in training mode, and every ``Reduction.kind`` is held against the whole: by value, and by the gradient of
-some weights, since near a random start values are alike. What survives, also with other labels, is the reduction; a
-public loss function that was called adds what it says of itself (``known.py``).
+Splitting a batch is exact if the loss of the whole is a known sum over its rows. Signatures do not show that, because
+many forwards accept ``num_items_in_batch`` among their ``**kwargs`` and ignore it. So a few short rows are run together
+and one by one in training mode, and every ``Reduction.kind`` is compared with the whole: by value, and by the gradient
+of some weights, because near a random start all values are similar. The kind that fits, also with other labels, is the
+reduction; a public loss function that was called adds what its arguments say (``known.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_o
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, retry_unchanged
 
 FOLLOWS = 0.75
-"""Given twice the count, a loss that is divided by it halves, or nearly so where one of its terms is not divided."""
+"""Given twice the item count, a loss divided by it halves, or nearly so if one of its terms is not divided by it."""
 
 
 def analyze(
@@ -56,14 +56,16 @@ def analyze(
     most_rows: Optional[int] = None,
     is_public: bool = False,
 ) -> Optional[Reduction]:
-    """``num_items``: what the stock loop counted for this window, None where the loss does not take it. ``training``
-    False: in evaluation mode, where some modules do not mix rows. ``low_precision``: autocast will be on. ``shifts``:
-    the stock loop takes the loss for one over shifted labels, which decides between kinds that do not differ here.
-    ``seen``: classes that were asked about before. ``owner``: as of ``untouched``. ``most_rows``: None for the usual
-    few, 2 where no more are known to fit. ``is_public``: nobody's own code takes part, so that values tell enough.
+    """Return how the loss combines rows; None if these rows do not show it and others should be tried.
 
-    Rows are cut and padded as in training, long ones to their beginnings if the model takes these: with all logits they
-    could need more memory than training does. None: these rows do not tell; ask with others.
+    ``num_items``: what the stock loop counted for this window; None if the loss does not take it. ``training``: whether
+    to use training mode; in evaluation mode some modules do not mix rows. ``low_precision``: whether autocast will be
+    on. ``shifts``: whether the stock loop treats the loss as one over shifted labels; decides between kinds that do not
+    differ here. ``seen``: classes of earlier trials. ``owner``: see ``untouched``. ``most_rows``: 2 if no more are
+    known to fit in memory, None for the usual few. ``is_public``: whether no user code takes part, so values suffice.
+
+    Rows are cut and padded as in training, and long ones are cut to their beginnings if the model allows it, because
+    all their logits could need more memory than training does.
     """
     rows = rows_to_ask(batches, seen, more=most_rows is None)
     if rows is None:
@@ -71,7 +73,7 @@ def analyze(
     mixing = mixing_modules(model) if training else None
     precision = tolerance(model, low_precision)
     with untouched(model, owner, training) as written, measured_weights(model) as weights:
-        if mixing:  # what else the loss does shows where the modules that are known to mix rows do not
+        if mixing:  # show what else the loss does, without the modules that are known to mix rows
             for module in filter(is_batch_norm, model.modules()):
                 module.eval()
         meter = Meter(loss_of, num_items, model, weights)
@@ -83,13 +85,15 @@ def analyze(
 
 
 def _try_beginnings(trial: _Trial) -> Optional[Reduction]:
-    """None where rows are short already, or where their beginnings do not tell."""
+    """Try the beginnings of the rows. None if rows are short already, or if their beginnings show nothing."""
     short = beginnings(trial.batches, trial.rows, trial.pad_token_id)
     if short is None:
         return None
     try:
-        return _again(replace(trial, batches=[short], rows=[(0, row) for row in range(short.rows)]), trim=True)
-    except Exception as error:  # a model that takes whole rows only; they are asked next
+        return _reduction_with_retry(
+            replace(trial, batches=[short], rows=[(0, row) for row in range(short.rows)]), trim=True
+        )
+    except Exception as error:  # the model may take whole rows only; those are tried next
         forget_traceback(error)
         return None
 
@@ -98,8 +102,8 @@ def _try_rows(trial: _Trial) -> Optional[Reduction]:
     reasons, takes_few = [], True
     for trim in (True, False):
         try:
-            reduction = _of_two_or_more(trial, trim)
-        except Exception as error:  # whatever a model says to rows that it does not take: training shall go on
+            reduction = _try_as_many_as_fit(trial, trim)
+        except Exception as error:  # a model may fail in any way on such rows, but training must continue
             if is_out_of_memory(error):
                 reasons.append("two rows do not fit in memory together")
                 forget_traceback(error)
@@ -110,20 +114,20 @@ def _try_rows(trial: _Trial) -> Optional[Reduction]:
         else:
             return replace(reduction, trims=False, reads_padding=reasons[0]) if reduction and reasons else reduction
     free_memory()
-    return trial.of_one(reasons[-1], may_be_cut=takes_few)
+    return trial.reduction_of_one_row(reasons[-1], may_be_cut=takes_few)
 
 
-def _of_two_or_more(trial: _Trial, trim: bool) -> Optional[Reduction]:
+def _try_as_many_as_fit(trial: _Trial, trim: bool) -> Optional[Reduction]:
     if len(trial.rows) < 3:
-        return _again(trial, trim)
+        return _reduction_with_retry(trial, trim)
     with CatchOutOfMemory():
-        return _again(trial, trim)
+        return _reduction_with_retry(trial, trim)
     free_memory()
     return replace(trial, rows=trial.rows[:2]).reduction(trim)
 
 
-def _again(trial: _Trial, trim: bool) -> Optional[Reduction]:
-    """The reduction; once more after one failed allocation, which is no reason to believe something else of a loss."""
+def _reduction_with_retry(trial: _Trial, trim: bool) -> Optional[Reduction]:
+    """Return the reduction, after one repetition if an allocation failed, which shows nothing about the loss."""
     return retry_unchanged(partial(trial.reduction, trim))
 
 
@@ -144,15 +148,18 @@ class _Trial:
         other = with_other_labels(together, rows)
         strongest = together if other is None else other
         whole, calls = meter.first(strongest, gradient=not self.is_public)
-        known, follows = self._known(strongest, float(whole[0]), calls), self._follows(strongest, float(whole[0]))
+        known, follows = (
+            self._known_divisor(strongest, float(whole[0]), calls),
+            self._effect_of_items(strongest, float(whole[0])),
+        )
         gradient = not (known and self.is_public)
         if gradient and self.is_public:
             whole = meter.measure(strongest)
-        asked = [self._observed(strongest, whole, gradient)]
-        reduction = self._reduction_from(asked, known, follows)
+        observations = [self._observe(strongest, whole, gradient)]
+        reduction = self._reduction_from(observations, known, follows)
         if other is not None and reduction is not None and reduction.known is None:
-            asked.insert(0, self._observed(together, meter.measure(together, gradient=False), gradient=False))
-            reduction = self._reduction_from(asked, known, follows)
+            observations.insert(0, self._observe(together, meter.measure(together, gradient=False), gradient=False))
+            reduction = self._reduction_from(observations, known, follows)
         if reduction is None:
             return None
         if reduction.is_exact and not self.is_public:
@@ -163,18 +170,18 @@ class _Trial:
                 meter.model, self.owner, partial(meter.loss, strongest), partial(meter.loss, alone[0])
             ):
                 reduction = replace(reduction, mixes=f"each forward writes to {name}, {ONCE}")
-        trims = self._trims(together, asked[0]) if trim else False
+        trims = self._may_trim(together, observations[0]) if trim else False
         reads_padding = "cutting it changes the loss" if trims is False else None
         left_out = left_out_by(calls, strongest, rows) if reduction.kind == "rows" else ()
         return replace(reduction, trims=trims, reads_padding=reads_padding, left_out_by=left_out)
 
     def _reduction_from(
-        self, asked: list[Optional[Observation]], known: Optional[Divisor], follows: Optional[float]
+        self, observations: list[Optional[Observation]], known: Optional[Divisor], follows: Optional[float]
     ) -> Optional[Reduction]:
-        if any(one is None for one in asked):
+        if any(one is None for one in observations):
             return None
-        errors = self._errors(asked, known, follows)
-        kind, tied = self._decide(errors, asked, known)
+        errors = self._errors(observations, known, follows)
+        kind, tied = self._decide(errors, observations, known)
         if kind is None:
             return None
         is_exact = errors[kind] <= self.tolerance
@@ -190,8 +197,8 @@ class _Trial:
             tied=() if is_known else tied,
         )
 
-    def _observed(self, inputs: Any, whole: torch.Tensor, gradient: bool) -> Optional[Observation]:
-        """``whole``: what was measured of ``inputs`` together. None where the loss is not finite, or nothing."""
+    def _observe(self, inputs: Any, whole: torch.Tensor, gradient: bool) -> Optional[Observation]:
+        """Return the measurements of ``inputs`` together (``whole``) and row by row; None if not finite or all 0."""
         parts = [self.meter.measure(self._row(inputs, row), gradient) for row in range(len(self.rows))]
         values = [float(part[0]) for part in parts]
         if not math.isfinite(whole[0]) or not any((*values, float(whole[0]))) or not any(map(math.isfinite, values)):
@@ -202,20 +209,20 @@ class _Trial:
         return pick(inputs, torch.tensor([row]), len(self.rows))
 
     def _errors(
-        self, asked: Sequence[Observation], known: Optional[Divisor], follows: Optional[float]
+        self, observations: Sequence[Observation], known: Optional[Divisor], follows: Optional[float]
     ) -> dict[str, float]:
-        """Of each kind, how far the whole is from what it says."""
+        """Return, for each kind, how far the whole is from what the kind predicts."""
         if follows is not None and follows < FOLLOWS:
             honoured = 0.0 if abs(2 * follows - 1) <= self.tolerance else math.inf
-            return {"num_items": max(honoured, *(one.error("num_items") for one in asked))}
+            return {"num_items": max(honoured, *(one.error("num_items") for one in observations))}
         targets = known and known.targets
-        kinds = _kinds(asked[0].inputs, self.shifts, targets)
-        return {kind: max(one.error(kind, targets) for one in asked) for kind in kinds}
+        kinds = _kinds(observations[0].inputs, self.shifts, targets)
+        return {kind: max(one.error(kind, targets) for one in observations) for kind in kinds}
 
     def _decide(
-        self, errors: dict[str, float], asked: Sequence[Observation], known: Optional[Divisor]
+        self, errors: dict[str, float], observations: Sequence[Observation], known: Optional[Divisor]
     ) -> tuple[Optional[str], tuple[str, ...]]:
-        """(kind, kinds that came out the same); None where rows do not tell kinds apart that count them differently."""
+        """Return (kind, kinds that fit equally well); kind is None if fitting kinds would count rows differently."""
         fitting = [kind for kind, error in errors.items() if error <= self.tolerance]
         if not fitting:
             return min(errors, key=errors.get), ()
@@ -224,17 +231,17 @@ class _Trial:
             return stated, ()
         first, *rest = fitting
         targets = known and known.targets
-        if any(one.shares(kind, targets) != one.shares(first, targets) for one in asked for kind in rest):
+        if any(one.shares(kind, targets) != one.shares(first, targets) for one in observations for kind in rest):
             return None, ()
         alike = [
             kind
-            for kind in kinds_of_counts(asked[0].inputs)
-            if all(one.shares(kind) == one.shares(first) for one in asked)
+            for kind in kinds_of_counts(observations[0].inputs)
+            if all(one.shares(kind) == one.shares(first) for one in observations)
         ]
         return first, (*rest, *alike)
 
-    def _known(self, inputs: Any, once: float, calls: Sequence[Call]) -> Optional[Divisor]:
-        """What ``calls`` divide by, where the loss of ``inputs``, which is ``once``, consists of nothing else."""
+    def _known_divisor(self, inputs: Any, once: float, calls: Sequence[Call]) -> Optional[Divisor]:
+        """Return the divisor of ``calls`` if the loss of ``inputs``, which is ``once``, consists of nothing else."""
         divisor = divisor_of(calls, inputs, len(self.rows))
         if divisor is None:
             return None
@@ -242,25 +249,27 @@ class _Trial:
             twice = self.meter.loss(inputs)
         return None if abs(twice - 2 * once) > 1e-6 * abs(once) else divisor
 
-    def _follows(self, inputs: Any, once: float) -> Optional[float]:
-        """The loss given twice the count, by ``once``; None where it is given none."""
+    def _effect_of_items(self, inputs: Any, once: float) -> Optional[float]:
+        """Return the loss for twice the item count relative to ``once``; None if the loss takes no count."""
         if self.meter.num_items is None:
             return None
         return abs(self.meter.loss(inputs, 2 * FEW_ITEMS) / once) if once else 1.0
 
     # -- padding, and single rows --------------------------------------------------------------------------------------
 
-    def _equal(self, a: float, b: float) -> bool:
+    def _is_close(self, a: float, b: float) -> bool:
         return abs(a - b) <= self.tolerance * max(abs(a), abs(b), 1e-12)
 
-    def _trims(self, together: Any, observed: Observation) -> Optional[bool]:
-        """Whether the first row loses nothing by losing its padding, which it has in ``together``; None if there is
-        none. ``observed``: of these or other inputs."""
+    def _may_trim(self, together: Any, observed: Observation) -> Optional[bool]:
+        """Return whether the first row's loss stays the same without padding; None if it has none in ``together``.
+
+        ``observed``: of these or other inputs.
+        """
         padded = self._row(together, 0)
         if not self._is_padded(padded):
             return None
         loss = float(observed.parts[0][0]) if observed.inputs is together else self.meter.loss(padded)
-        return self._equal(loss, self.meter.loss(self._first_row()))
+        return self._is_close(loss, self.meter.loss(self._first_row()))
 
     def _is_padded(self, row: Any) -> bool:
         return self.batches[self.rows[0][0]].trimmable and _shapes(row) != _shapes(self._first_row())
@@ -268,35 +277,35 @@ class _Trial:
     def _first_row(self, trim: bool = True) -> Any:
         return take(self.batches, self.rows[:1], self.pad_token_id, trim=trim)
 
-    def of_one(self, reason: str, may_be_cut: bool) -> Reduction:
-        """What a single row tells where several cannot be asked: a public function that only divides by the count."""
+    def reduction_of_one_row(self, reason: str, may_be_cut: bool) -> Reduction:
+        """Return what a single row shows if several cannot be run: a public function that only divides by the count."""
         kind, name = "rows", None
         try:
             one = self._first_row()
             loss, calls = self.meter.first(one, gradient=False)
-            follows = self._follows(one, float(loss))
+            follows = self._effect_of_items(one, float(loss))
             if follows is not None and follows < FOLLOWS:
-                kind, known = "num_items", replace(self, rows=self.rows[:1])._known(one, float(loss), calls)
+                kind, known = "num_items", replace(self, rows=self.rows[:1])._known_divisor(one, float(loss), calls)
                 name = known.name if known and known.kind == "sum" else None
-        except Exception as error:  # training itself will say why, if it fails there too
+        except Exception as error:  # if training fails in the same way, it will report why
             forget_traceback(error)
         mixes = None if name else f"it could not be tested: {reason}"
-        return Reduction(kind, self._trims_alone(), mixes, known=name, may_be_cut=may_be_cut or mixes is None)
+        return Reduction(kind, self._may_trim_first_row(), mixes, known=name, may_be_cut=may_be_cut or mixes is None)
 
-    def _trims_alone(self) -> Optional[bool]:
-        """Whether the first row loses nothing by losing its padding; believed where it does not fit with it."""
+    def _may_trim_first_row(self) -> Optional[bool]:
+        """Return whether the first row's loss stays the same without padding; True if it only fits without padding."""
         padded = self._first_row(trim=False)
         try:
             if not self._is_padded(padded):
                 return None
-            return self._equal(self.meter.loss(padded), self.meter.loss(self._first_row()))
+            return self._is_close(self.meter.loss(padded), self.meter.loss(self._first_row()))
         except Exception as error:
             forget_traceback(error)
             return True if is_out_of_memory(error) else False
 
 
 def _kinds(inputs: Any, shifts: bool, stated: Optional[Targets]) -> list[str]:
-    """All that may be, the likelier first."""
+    """Return all possible kinds, the likelier ones first."""
     kinds = ["targets"] if stated is not None and stated.kind == "targets" else []
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
     if torch.is_tensor(labels) and not labels.is_floating_point() and labels.dim():
@@ -316,7 +325,7 @@ def _shapes(inputs: Any) -> list[tuple[int, ...]]:
 
 
 def mixing_modules(model: nn.Module) -> Optional[str]:
-    """Names of the modules through which rows of a batch act on each other in training, as a phrase; None without."""
+    """Name, as a phrase, the modules through which rows affect each other in training; None if there are none."""
     names = [name for name, module in model.named_modules() if is_batch_norm(module) and module.training]
     if names:
         return f"{first_few(names)} (BatchNorm)"
@@ -332,7 +341,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def batch_norm_statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Running means and variances of BatchNorm, with their names."""
+    """Yield the names and values of BatchNorm's running means and variances."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False) if is_batch_norm(module) else ():
             if buffer.is_floating_point():

@@ -1,12 +1,12 @@
-"""Cross-entropy per token and per row, with and without the whole logits in memory.
+"""Compute the cross-entropy per token and per row, with and without the whole logits in memory.
 
-``chunked_linear_cross_entropy`` is output layer and loss in one: it takes some rows of the hidden states through the
-layer, reads their losses, turns their logits in place into the gradient, adds that to those of hidden states, weight
-and bias, and goes on with the next rows. Only the logits of one chunk exist, and at most a block of them twice.
+``chunked_linear_cross_entropy`` combines output layer and loss. For one chunk of rows after the other, it multiplies
+the hidden states by the layer's weight, computes the losses, turns the logits into their gradient in place, and adds to
+the gradients of hidden states, weight and bias. Only the logits of one chunk exist, and at most a block of them twice.
 
-The gradient is that of sum(token_weights · losses), made during the forward; the backward multiplies it by
-grad_output / divisor. So no division by a large number of tokens comes near half precision, and a loss scale acts as
-it does on the stock loss.
+The gradient of sum(token_weights · losses) is computed during the forward; the backward multiplies it by grad_output /
+divisor. So half precision never holds values divided by a large number of tokens, and a loss scale acts as on the stock
+loss.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from scu_trainer.train.loss.rows.softmax import kernel_for, reads_half
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 ROWS = 256
-"""Of a chunk, except on CUDA: with fewer the weight is read and its gradient written too often (64 rows of 128,000
-words take 1.3 times as long per row), more save no time."""
+"""Rows of a chunk, except on CUDA. With fewer, the weight is read and its gradient written too often (64 rows with a
+vocabulary of 128,000 take 1.3 times as long per row); more save no time."""
 
 WEIGHT = 1
-"""Its position among the inputs of the autograd function."""
+"""Position of the weight among the inputs of the autograd function."""
 
 CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
-"""On a card many small chunks wait for their launches: up to this many rows, in a 64th of its memory. Of all that
-this process may use, not of what is free: sums in another order for every run would be another run."""
+"""On a GPU, many small chunks are bound by kernel launches, so a chunk has up to this many rows and takes up to 1/64 of
+the memory. That is memory this process may use, not free memory: otherwise each run would sum in another order."""
 
 _CARD_BYTES: ContextVar[Optional[int]] = ContextVar("card_bytes", default=None)
 
 
 def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
-    """ROWS, on a CUDA ``device`` those whose float32 logits take a share of its memory where those are more."""
+    """Return ROWS, or on a CUDA ``device`` the rows whose float32 logits fill its allowed share, if more."""
     allowed_bytes = _CARD_BYTES.get() or card_bytes(device)
     if allowed_bytes is None:
         return ROWS
@@ -61,7 +61,7 @@ def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
 
 
 def card_bytes(device: Optional[torch.device]) -> Optional[int]:
-    """What this process may use of the memory of a CUDA ``device``; None for others."""
+    """Return how much memory of a CUDA ``device`` this process may use; None for other devices."""
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
         return None
     share = torch.cuda.get_per_process_memory_fraction(device)
@@ -70,8 +70,10 @@ def card_bytes(device: Optional[torch.device]) -> Optional[int]:
 
 @contextlib.contextmanager
 def chunks_as_on_card(allowed_bytes: Optional[int]) -> Iterator[None]:
-    """Inside, chunks have as many rows as on a card of which so much may be used, wherever the tensors are: those
-    without content are on the CPU and stand for a card's (train/memory_estimate). None: as it is outside."""
+    """Use the chunk size of a GPU with this much usable memory on any device; None changes nothing.
+
+    For estimates (train/memory_estimate), where tensors without content on the CPU stand for those of a GPU.
+    """
     before = _CARD_BYTES.set(allowed_bytes)
     try:
         yield
@@ -93,16 +95,17 @@ def chunked_linear_cross_entropy(
     rows_per_chunk: Optional[int] = None,
     host_targets: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """(sum(token_weights · token_losses) / divisor, token_losses in nats).
+    """Return (sum(token_weights · token_losses) / divisor, token_losses in nats).
 
     hidden (tokens, size), weight (vocab, size), bias (vocab,), targets and token_weights (tokens,): already shifted.
-    ``divisor``: None for the number of valid targets, or what stands for it (num_items_in_batch); without a valid
-    target (of -100 is none) the loss is 0 / divisor and all gradients are 0.
+    ``divisor``: None for the number of valid targets, or the number to divide by (num_items_in_batch). Without a valid
+    target (-100 is not valid) the loss is 0 / divisor and all gradients are 0.
 
-    The loss can be differentiated once by hidden, weight and bias. token_losses (tokens,) cannot; they are 0 where
-    ignored. Both float32, float64 if the weight is. A token of weight 0 has its loss, be it infinite or NaN, and takes
-    no part in the gradient at all. Waits for the device once, not at all without token_weights where ``host_targets``
-    are given, the same targets on the host. Raises IndexError for targets outside the vocabulary.
+    The loss can be differentiated once with respect to hidden, weight and bias. token_losses (tokens,) is not
+    differentiable and 0 for ignored targets. Both are float32, or float64 if the weight is. A token of weight 0 still
+    has a loss, even an infinite or NaN one, but does not contribute to the gradient. Waits for the device once; not at
+    all without token_weights if ``host_targets``, the same targets on the host, are given. Raises IndexError for
+    targets outside the vocabulary.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         found = f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}"
@@ -121,7 +124,7 @@ def chunked_linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Work:
-    """One call. ``order`` (valid,): tokens for the layer, first the ``learned``, then those of weight 0."""
+    """One call. ``order`` (valid,): indices of valid tokens, first the ``learned`` ones, then those of weight 0."""
 
     order: Tensor
     learned: int
@@ -137,19 +140,19 @@ class _Work:
         return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
 
     def chunks(self, with_gradient: bool) -> Iterator[tuple[Tensor, bool]]:
-        """(tokens, whether they have a gradient) of each chunk."""
+        """Yield (tokens, whether they have a gradient) for each chunk."""
         sections = (self.order[: self.learned], with_gradient), (self.order[self.learned :], False)
         for section, has_gradient in sections:
             for tokens in section.split(self.longest_chunk(len(section))) if len(section) else ():
                 yield tokens, has_gradient
 
     def longest_chunk(self, tokens: int) -> int:
-        """Of so many tokens, in chunks of nearly one length: a short one is slow for its size."""
+        """Return the maximum chunk size; chunks have nearly equal sizes, because short ones are inefficient."""
         count = max(1, -(-tokens // self.rows_per_chunk))
         return min(self.rows_per_chunk, aligned(-(-tokens // count)))
 
     def weights_of(self, tokens: Tensor) -> Optional[Tensor]:
-        """(rows, 1), or None for all ones."""
+        """Return the weights of ``tokens``, (rows, 1); None if all are 1."""
         if self.token_weights is None:
             return None
         return self.token_weights.index_select(0, tokens).to(self.loss_dtype).unsqueeze(1)
@@ -168,14 +171,14 @@ class _Work:
 def _order(
     targets: Tensor, token_weights: Optional[Tensor], weight: Tensor, host_targets: Optional[Tensor] = None
 ) -> tuple[Tensor, int]:
-    """``order`` and ``learned`` of _Work, at the price of one wait for the device."""
+    """Return ``order`` and ``learned`` of _Work. Waits for the device once."""
     if host_targets is not None and token_weights is None:
         order, learned = _order(host_targets, None, weight)
         return (order.pin_memory() if targets.is_cuda else order).to(targets.device, non_blocking=True), learned
     vocab = weight.size(0)
-    if isinstance(targets, FakeTensor):  # shapes alone (train/memory_estimate): after two chunks all have been seen
-        few = min(len(targets), 2 * rows_in_chunk(vocab, weight.device))
-        return torch.arange(few), few
+    if isinstance(targets, FakeTensor):  # only shapes (train/memory_estimate): two chunks show all sizes
+        shown = min(len(targets), 2 * rows_in_chunk(vocab, weight.device))
+        return torch.arange(shown), shown
     valid = targets != NOT_LEARNED
     learned = valid if token_weights is None else valid & (token_weights != 0)
     outside = valid & ((targets < 0) | (targets >= vocab))
@@ -185,12 +188,12 @@ def _order(
             f"{counts[2]} targets, the first of them {int(targets[outside][0])}, are outside the vocabulary; allowed "
             f"are 0 to {vocab - 1}, and {NOT_LEARNED} for tokens that are not learned"
         )
-    place = 2 - valid.to(torch.int8) - learned.to(torch.int8)
-    return torch.argsort(place, stable=True)[: counts[1]], counts[0]
+    group = 2 - valid.to(torch.int8) - learned.to(torch.int8)
+    return torch.argsort(group, stable=True)[: counts[1]], counts[0]
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """What a stock linear layer would multiply in, here and now."""
+    """Return the dtype in which a stock linear layer would multiply in the current context."""
     device = weight.device.type
     if weight.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return weight.dtype
@@ -209,35 +212,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_gradient, _):
-        if torch.is_grad_enabled():  # create_graph; once_differentiable would give a constant without a word
+        if torch.is_grad_enabled():  # create_graph; once_differentiable would silently give a constant
             raise RuntimeError(
                 "the chunked cross-entropy has no second derivative: use the stock loss, or create_graph=False"
             )
         inputs, work = ctx.saved_tensors, ctx.work
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:  # a second backward: the first gave the tensors away, scaled, without copying them
+        if gradients is None:  # a second backward: the first one scaled and returned the tensors without a copy
             _, gradients = _losses_and_gradients(*inputs, work, ctx.wanted)
         factor = work.divided(loss_gradient)
-        made: list[Optional[Tensor]] = []
+        results: list[Optional[Tensor]] = []
         for position, (gradient, like) in enumerate(zip(gradients, inputs, strict=True)):
             if gradient is None:
-                made.append(None)
+                results.append(None)
             elif not work.learned:  # the factor may be 1 / 0
-                made.append(gradient.to(like.dtype))
+                results.append(gradient.to(like.dtype))
             elif position == WEIGHT and gradient.dtype == like.dtype and may_add_to_gradient(like, ctx, position):
-                like.grad.addcmul_(gradient, factor)  # one pass over both instead of two
-                made.append(None)
+                like.grad.addcmul_(gradient, factor)  # one pass instead of two
+                results.append(None)
             else:
-                made.append(gradient.mul_(factor).to(like.dtype))
-        return *made, None
+                results.append(gradient.mul_(factor).to(like.dtype))
+        return *results, None
 
 
 def _losses_and_gradients(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], work: _Work, wanted: list[bool]
 ) -> tuple[Tensor, list[Optional[Tensor]]]:
-    """Losses (tokens,), and the gradients of sum(token_weights · losses) that are ``wanted``, in the losses' dtype."""
+    """Return the losses (tokens,) and the ``wanted`` gradients of sum(token_weights · losses), in the losses' dtype."""
     losses = hidden.new_zeros(len(hidden), dtype=work.loss_dtype)
-    with torch.autocast(hidden.device.type, enabled=False):  # what is float32 here stays it
+    with torch.autocast(hidden.device.type, enabled=False):  # float32 tensors must stay float32
         layer = _OutputLayer(weight, bias, work)
         sums = [
             new_zeros(tensor, tensor.shape, work.loss_dtype) if is_wanted else None
@@ -253,7 +256,7 @@ def _losses_and_gradients(
 
 
 class _OutputLayer:
-    """The layer, and the buffers in which it meets one chunk after the other: fresh ones cost page faults each time."""
+    """The output layer with buffers that all chunks reuse, because new buffers would cost page faults each time."""
 
     def __init__(self, weight: Tensor, bias: Optional[Tensor], work: _Work) -> None:
         self.weight = weight.to(work.compute_dtype)
@@ -262,14 +265,17 @@ class _OutputLayer:
         is_compiled = compiles_shapes(weight.device.type, work.compute_dtype)
         self.fills = is_compiled and work.rows_per_chunk >= ALIGNED_ROWS
         longest = max(map(work.longest_chunk, (work.learned, len(work.order) - work.learned)))
-        most = min(longest, len(work.order))
-        shape = aligned(most) if self.fills or goes_through_onednn(self.weight) else most, weight.size(0)
+        rows_at_most = min(longest, len(work.order))
+        shape = (
+            aligned(rows_at_most) if self.fills or goes_through_onednn(self.weight) else rows_at_most,
+            weight.size(0),
+        )
         self.product = new_empty(weight, shape, work.compute_dtype)
         is_read = work.compute_dtype == work.loss_dtype or reads_half(self.kernel)
         self.logits = self.product if is_read else new_empty(weight, shape, work.loss_dtype)
 
     def losses(self, rows: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
-        """Losses (rows,), and their gradient by the logits (rows, vocab) where that is asked for."""
+        """Return the losses (rows,) and, if wanted, their gradient with respect to the logits (rows, vocab)."""
         logits, filled = self.logits[: len(rows)], self.filled(rows)
         to_words(filled, self.weight, self.bias, self.product[: len(filled)])
         if logits.dtype != self.product.dtype:
@@ -277,11 +283,11 @@ class _OutputLayer:
         return self.kernel(logits, targets, with_gradient)
 
     def filled(self, rows: Tensor) -> Tensor:
-        """With rows of zeros at the end where few numbers of rows are to be multiplied."""
+        """Append rows of zeros if products should have few different numbers of rows."""
         return filled_up(rows) if self.fills else rows
 
     def as_factor(self, signal: Tensor) -> Tensor:
-        """The gradient by the logits in the dtype that is multiplied in, ``filled``."""
+        """Return the gradient with respect to the logits in the dtype of products, ``filled``."""
         if signal.dtype == self.product.dtype:
             return signal
         factor = self.product[: aligned(len(signal)) if self.fills else len(signal)]
@@ -298,7 +304,7 @@ def _add_chunk(
     signal: Tensor,
     token_weights: Optional[Tensor],
 ) -> None:
-    """Token weights meet the narrow side of each product: (rows, size), not (rows, vocab)."""
+    """Add the gradients of one chunk. Token weights multiply (rows, size), which is smaller than (rows, vocab)."""
     hidden, weight, bias = sums
     if bias is not None:
         dtype, weightless = bias.dtype, token_weights is None
@@ -317,7 +323,9 @@ def _add_chunk(
 
 @torch.no_grad()
 def token_losses_of_logits(logits: Tensor, targets: Tensor, rows_per_chunk: Optional[int] = None) -> Tensor:
-    """Cross-entropy of each token in nats, (tokens,), float32 (float64 if the logits are); 0 where nothing is learned.
+    """Return the cross-entropy of each token in nats, (tokens,); 0 where nothing is learned.
+
+    The result is float32, or float64 if the logits are.
 
     logits (..., vocab), targets (...): already shifted. Converts one chunk of rows at a time. Logits that are a slice
     (``logits[:, :-1]``) would be copied: shift the targets instead.

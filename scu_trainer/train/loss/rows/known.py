@@ -1,4 +1,4 @@
-"""Public loss functions, recognized by identity while a loss is computed, with the arguments that they were given."""
+"""Recognize public loss functions and their arguments while a loss is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scu_trainer.train.step.batches.reduction import Targets
 from scu_trainer.train.step.batches.rows import PADDING, has_time
 
 BY_CLASSES = frozenset({functional.cross_entropy, functional.nll_loss})
-"""Means over targets, with weights of classes; with probabilities as targets over rows."""
+"""Functions with a mean over targets, possibly with class weights; if the targets are probabilities, over rows."""
 
 BY_ROWS = frozenset(
     {
@@ -39,14 +39,15 @@ BY_ROWS = frozenset(
         functional.triplet_margin_loss,
     }
 )
-"""Means over rows, or over elements of which each row has as many. CTC divides each row by its own targets first."""
+"""Functions with a mean over rows, or over equally many elements of each row. CTC first divides each row by its own
+number of targets."""
 
 SIGNATURES = {function: inspect.signature(function) for function in BY_CLASSES | BY_ROWS}
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call that gave a single number. ``arguments``: all of them by name, defaults included."""
+    """One call that returned a single number. ``arguments``: all arguments by name, including defaults."""
 
     function: Any
     arguments: Mapping[str, Any]
@@ -61,8 +62,10 @@ class Call:
 
 
 class LossCalls(TorchFunctionMode):
-    """Inside, calls of known loss functions that give one number are kept in ``calls``, and their results come out
-    ``factor`` times as large: a loss that then is so too consists of nothing else."""
+    """Record calls of known loss functions that return one number, and multiply their results by ``factor``.
+
+    If the whole loss then changes by the same factor, it consists of nothing else.
+    """
 
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class LossCalls(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in SIGNATURES or not torch.is_tensor(result) or result.dim():
             return result
-        if torch._C._functorch.is_functorch_wrapped_tensor(result):  # one row of a vmap, which must not leave it
+        if torch._C._functorch.is_functorch_wrapped_tensor(result):  # one row of a vmap, which must not escape it
             return result
         bound = SIGNATURES[func].bind(*args, **(kwargs or {}))
         bound.apply_defaults()
@@ -83,7 +86,7 @@ class LossCalls(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Divisor:
-    """Of all calls of one loss. ``kind``: "sum", "rows" or "targets". ``name``: of the functions."""
+    """The divisor of all calls of one loss. ``kind``: "sum", "rows" or "targets". ``name``: names of the functions."""
 
     kind: str
     targets: Optional[Targets] = None
@@ -91,36 +94,39 @@ class Divisor:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those of ``Reduction`` that such a loss may come out as."""
+        """The kinds of ``Reduction`` that this loss may have."""
         if self.targets is not None:
             return (self.targets.kind,)
         return ("sum", "num_items") if self.kind == "sum" else (self.kind,)
 
 
 def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:
-    """What the calls divide by, if all by the same. ``inputs``: of the batch; the targets are looked for among them."""
+    """Return the divisor that all calls share, or None. ``inputs``: the batch, in which the targets are looked up."""
     found = [_divisor(call, inputs, rows) for call in calls]
     if not found or None in found:
         return None
-    alike = len({one.kind for one in found}) == 1 and all(one.targets is None for one in found)
+    alike = len({divisor.kind for divisor in found}) == 1 and all(divisor.targets is None for divisor in found)
     if not (alike or len(found) == 1):
         return None
     return replace(found[0], name=", ".join(dict.fromkeys(call.name for call in calls)))
 
 
 def left_out_by(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> tuple[tuple[str, Optional[int]], ...]:
-    """Of several means over one class of each row (start and end of an answer): the inputs with the classes, and the
-    entry that leaves a row out; None where classes are columns, and that is any behind the last one."""
+    """Return, for several means over one class per row (start and end of an answer), how a row is left out.
+
+    A tuple of (input with the classes, entry that leaves a row out) pairs. The entry is None if classes are columns and
+    any entry beyond the last column leaves the row out.
+    """
     calls = [one for one in calls if one.is_of_classes and one.arguments["target"].numel() == rows]
-    found = [(call, _source(call.arguments["target"], inputs, rows)) for call in calls]
+    found = [(call, _input_of_targets(call.arguments["target"], inputs, rows)) for call in calls]
     if len(found) < 2:
         return ()
     ignored = {source[0]: call for call, source in found if source}
     widths = {value.size(1) for name, value in inputs.items() if name in PADDING and has_time(name, value)}
-    return tuple((name, _entry_that_is_left_out(call, widths)) for name, call in ignored.items())
+    return tuple((name, _ignored_entry(call, widths)) for name, call in ignored.items())
 
 
-def _entry_that_is_left_out(call: Call, widths: set[int]) -> Optional[int]:
+def _ignored_entry(call: Call, widths: set[int]) -> Optional[int]:
     entry = call.arguments["ignore_index"]
     return None if entry == call.arguments["input"].size(1) and entry in widths else entry
 
@@ -133,14 +139,14 @@ def _divisor(call: Call, inputs: Mapping[str, Any], rows: int) -> Optional[Divis
     weight, ignored = call.arguments["weight"], call.arguments["ignore_index"]
     if weight is not None and bool((weight == weight.flatten()[0]).all()):
         weight = None
-    if weight is not None and weight.requires_grad:  # what is learned changes; it is asked instead
+    if weight is not None and weight.requires_grad:  # a learned weight changes, so a trial must decide instead
         return None
-    found = _source(call.arguments["target"], inputs, rows)
+    found = _input_of_targets(call.arguments["target"], inputs, rows)
     return found and Divisor("targets", Targets(*found, ignored, None if weight is None else weight.detach()))
 
 
-def _source(target: torch.Tensor, inputs: Mapping[str, Any], rows: int) -> Optional[tuple[str, bool]]:
-    """(name of the input that the targets are, whether without its first column)."""
+def _input_of_targets(target: torch.Tensor, inputs: Mapping[str, Any], rows: int) -> Optional[tuple[str, bool]]:
+    """Return (name of the input that the targets come from, whether without its first column)."""
     wanted = target.reshape(-1)
     for name in _candidates(inputs, rows):
         value = inputs[name].to(wanted.device)
@@ -157,7 +163,7 @@ def _source(target: torch.Tensor, inputs: Mapping[str, Any], rows: int) -> Optio
 
 
 def _candidates(inputs: Mapping[str, Any], rows: int) -> Iterable[str]:
-    """Inputs that may be targets, the usual name first."""
+    """Yield the names of inputs that may be targets, the usual name first."""
     for name in sorted(inputs, key=lambda name: name != "labels"):
         value = inputs[name]
         if torch.is_tensor(value) and value.dim() and value.dtype in (torch.int64, torch.int32) and len(value) == rows:

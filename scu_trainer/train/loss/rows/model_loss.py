@@ -1,9 +1,9 @@
-"""A causal language model's loss, taken out of its hands while its own forward runs.
+"""Replace a causal language model's loss while its own forward runs.
 
-    opened     the very operations of the stock loss, with the token losses kept
-    headless   the output head hands the hidden states through, and the loss is taken from them some tokens at a time
+    opened     the same operations as the stock loss, but the losses of tokens are kept
+    headless   the output head returns the hidden states, and the loss is computed from them some tokens at a time
 
-Both leave the model's code in place: for one forward its ``loss_function`` is another one.
+Neither changes the model's code: only its ``loss_function`` is replaced, for one forward.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from scu_trainer.train.step.recovery.snapshot import replaced
 Seen = Callable[[RowLosses], None]
 
 HALVES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""``mixed_precision`` -> what autocast multiplies in."""
+"""``mixed_precision`` -> the dtype in which autocast multiplies."""
 
 NOISE_BY_LENGTH = "neftune_noise_alpha scales its noise by the length of padded rows"
 
 
 PUBLIC = tuple("torch transformers accelerate peft trl deepspeed bitsandbytes scu_trainer builtins functools".split())
-"""Packages whose code keeps nothing from one forward to the next, but in buffers."""
+"""Packages whose modules keep no state from one forward to the next except in buffers."""
 
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, without adapters' wrapper."""
+    """Return the model itself, without the wrapper of adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -53,34 +53,38 @@ def head_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
 
 
 def has_causal_loss(trainer: Trainer) -> bool:
-    """Whether the model itself computes the stock loss over next tokens, and nobody else changes it. TRL's trainers
-    take it from the model's hidden states or logits."""
+    """Return whether the model computes the stock next-token loss itself and nothing changes it.
+
+    TRL's trainers compute their loss from the model's hidden states or logits.
+    """
     if any("compute_loss" in vars(kind) and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
         return False
     is_changed = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-    brings_its_own = trainer.args.torch_compile or ligers_loss(trainer.args)
-    return computes_causal_loss(trainer.model) and not is_changed and not brings_its_own
+    replaces_loss = trainer.args.torch_compile or ligers_loss(trainer.args)
+    return computes_causal_loss(trainer.model) and not is_changed and not replaces_loss
 
 
 def ligers_loss(training: TrainingArguments) -> bool:
-    """Whether Liger puts a loss of its own into the model, as it does unless told not to; its layers change no loss."""
+    """Return whether Liger replaces the model's loss, as it does by default; its layers do not change the loss."""
     kernels = training.liger_kernel_config or {}
     has_own = kernels.get("fused_linear_cross_entropy", True) or kernels.get("cross_entropy", False)
     return training.use_liger_kernel and bool(has_own)
 
 
 def computes_causal_loss(model: torch.nn.Module) -> bool:
-    """Whether the model's own loss is the stock one over next tokens, by code that can be replaced in it."""
+    """Return whether the model's loss is the stock next-token loss, computed by code that can be replaced."""
     inner = inner_model(model)
-    # A class without a kind of loss (multiple choice) has this one too, with a warning: ask first whether it is called.
+    # Check for the call first: classes without a loss type (multiple choice) return this loss too, with a warning.
     is_causal = _calls_loss_function(type(inner)) and inner.loss_function is LOSS_MAPPING["ForCausalLM"]
     return is_causal and not is_compiled(inner) and not inner.config.is_encoder_decoder
 
 
 def _calls_loss_function(kind: type[torch.nn.Module]) -> bool:
-    """Whether a forward of this class, or of one that it is made from, takes its loss from ``self.loss_function``. Read
-    each time: others put a forward of their own into a class, as Liger does, maybe between two trainings."""
-    own = [inspect.unwrap(vars(one)["forward"]) for one in kind.__mro__ if "forward" in vars(one)]
+    """Return whether a forward of this class or of a base class calls ``self.loss_function``.
+
+    Not cached, because other code (Liger) may replace the forward of a class, even between two trainings.
+    """
+    own = [inspect.unwrap(vars(item)["forward"]) for item in kind.__mro__ if "forward" in vars(item)]
     return any("loss_function" in forward.__code__.co_names for forward in own if hasattr(forward, "__code__"))
 
 
@@ -89,14 +93,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def own_loss_between(trainer: Trainer) -> Optional[str]:
-    """The class whose code computes the loss from what the model gives; None where that is the stock Trainer's. A
-    ``compute_loss`` above ours gets the loss from it, and does not see what the model gives."""
+    """Return the class that computes the loss from the model's outputs; None if that is the stock Trainer.
+
+    A ``compute_loss`` that overrides ours only gets the loss from it and does not see the model's outputs.
+    """
     owner = defined_between(trainer, "compute_loss")
     return None if owner is None else owner.__name__
 
 
 class Measured:
-    """``function`` in the place of which ``measured`` calls it and returns what it does: whose code it is stays."""
+    """Call ``measured`` instead of ``function``, but remember ``function``, so that its owner can still be found."""
 
     def __init__(self, function: Callable, measured: Callable) -> None:
         self.function, self._measured = function, measured
@@ -106,48 +112,52 @@ class Measured:
 
 
 def own_loss_above(trainer: Trainer) -> Optional[str]:
-    """Whose ``compute_loss`` gets the loss from ours: a class, or one set on this trainer; None where there is none."""
-    one, kinds = vars(trainer).get("compute_loss"), type(trainer).__mro__
-    while isinstance(one, Measured):
-        one = one.function
-    if one not in (None, MethodType(type(trainer).compute_loss, trainer)):
+    """Return the owner of a ``compute_loss`` that calls ours: a class name, "this trainer" or None."""
+    item, kinds = vars(trainer).get("compute_loss"), type(trainer).__mro__
+    while isinstance(item, Measured):
+        item = item.function
+    if item not in (None, MethodType(type(trainer).compute_loss, trainer)):
         return "this trainer"
-    above = kinds[: kinds.index(_ours(trainer))]
+    above = kinds[: kinds.index(_our_trainer_class(trainer))]
     return next((kind.__name__ for kind in above if "compute_loss" in vars(kind)), None)
 
 
 def counting_owner(trainer: Trainer) -> Optional[Trainer]:
-    """``trainer``, where a ``compute_loss`` or ``training_step`` that is not the stock one may count in its attributes,
-    as TRL's do."""
+    """Return ``trainer`` if its own ``compute_loss`` or ``training_step`` may count in attributes, as TRL's do."""
     is_own = own_loss_between(trainer) or own_loss_above(trainer) or defined_between(trainer, "training_step")
     return trainer if is_own else None
 
 
 def counting(trainer: Trainer) -> Callable[[], tuple[list[Any], Optional[Trainer]]]:
-    """Gives what may count, in attributes, what runs: (modules of somebody's own, what gives rewards in TRL's trainers,
-    and the state, in which these count the tokens that they generate; the trainer). Environments come on the way."""
+    """Return a function that lists the objects whose attributes may change during a step, and the counting trainer.
+
+    The objects are the user's own modules, TRL's reward functions, tools and environments, and the trainer's state, in
+    which TRL counts generated tokens. It is a function because environments may be created during training.
+    """
     own = [module for module in trainer.model.modules() if not comes_from(type(module), *PUBLIC)]
     owner = counting_owner(trainer)
     return lambda: ([*own, *rewarding(trainer), trainer.state], owner)
 
 
 def rewarding(trainer: Trainer) -> list[Any]:
-    """Functions and objects that are asked for rewards, tools and environments that a model calls while it generates,
-    but no models: a step that runs again asks them again."""
+    """Return TRL's reward functions and objects, tools and environments; a repeated step calls them again.
+
+    Models among them are left out.
+    """
     pools = getattr(trainer, "_environment_pool", None)
     many = [getattr(trainer, name, None) for name in ("reward_funcs", "tools")]
     many += pools.values() if isinstance(pools, dict) else ()
-    asked = [one for some in many if isinstance(some, (list, tuple)) for one in some]  # others use these names too
-    functions = [one for one in asked if not isinstance(one, torch.nn.Module)]
-    owners = [one.__self__ if isinstance(one, MethodType) else one for one in functions]
-    # Not the class of a classmethod: its attributes cannot be put back by way of its dict.
-    return [one for one in owners if hasattr(one, "__dict__") and not isinstance(one, type)]
+    asked = [item for group in many if isinstance(group, (list, tuple)) for item in group]  # others use these names too
+    functions = [item for item in asked if not isinstance(item, torch.nn.Module)]
+    owners = [item.__self__ if isinstance(item, MethodType) else item for item in functions]
+    # Not classes (of classmethods): their attributes cannot be restored through their __dict__.
+    return [item for item in owners if hasattr(item, "__dict__") and not isinstance(item, type)]
 
 
 def wants_few_sizes(trainer: Trainer) -> bool:
-    """Whether micro-batches are to have few different numbers of tokens: kernels are compiled for each."""
+    """Return whether micro-batches should have few different numbers of tokens, because each compiles new kernels."""
     accelerator = trainer.accelerator
-    # Without native_amp (fp16 on a CPU) accelerate leaves autocast out.
+    # Without native_amp (fp16 on a CPU) accelerate does not use autocast.
     mixed = accelerator.mixed_precision if accelerator.native_amp else "no"
     return compiles_shapes(trainer.args.device.type, HALVES.get(mixed) or weights_dtype(trainer.model))
 
@@ -157,21 +167,21 @@ def weights_dtype(model: torch.nn.Module) -> torch.dtype:
 
 
 def own_forward_of(model: torch.nn.Module) -> Optional[str]:
-    """The forward that is neither transformers' nor ours: it may look at the logits beside the loss."""
+    """Name the model's forward if it is neither transformers' nor ours, because it may use more than the loss."""
     kind = next(kind for kind in type(inner_model(model)).__mro__ if "forward" in vars(kind))
     return None if comes_from(kind, "transformers", "scu_trainer") else f"forward of {kind.__name__}"
 
 
 def defined_between(trainer: Trainer, method: str) -> Optional[type]:
-    """The class that defines what ours calls by this name; None where that is the stock Trainer's."""
+    """Return the class whose ``method`` ours calls by ``super()``; None if that is the stock Trainer."""
     kinds = type(trainer).__mro__
-    owner = next(kind for kind in kinds[kinds.index(_ours(trainer)) + 1 :] if method in vars(kind))
+    owner = next(kind for kind in kinds[kinds.index(_our_trainer_class(trainer)) + 1 :] if method in vars(kind))
     return None if owner is Trainer else owner
 
 
 def step_of_batches(trainer: Trainer) -> Optional[str]:
-    """The class of TRL whose ``training_step`` does something with each batch: generates from it, or takes the next
-    part of what was generated. None for those that pass on whatever they are given."""
+    """Return TRL's class whose ``training_step`` generates from each batch, or trains on the next part of what was
+    generated; None for those that only pass the batch on."""
     kinds = [kind for kind in type(trainer).__mro__ if "training_step" in vars(kind) and comes_from(kind, "trl")]
     owner = kinds[0] if kinds else None
     takes_batch = owner is not None and "inputs" in inspect.signature(vars(owner)["training_step"]).parameters
@@ -179,23 +189,23 @@ def step_of_batches(trainer: Trainer) -> Optional[str]:
 
 
 def is_public(kind: type) -> bool:
-    """Whether it is code of transformers or TRL, which is the same for everybody."""
+    """Return whether the class belongs to transformers or TRL, so that its code is the same for all users."""
     return comes_from(kind, "transformers", "trl")
 
 
 def comes_from(kind: type, *packages: str) -> bool:
-    """Whether it is code of one of ``packages``, or of rooms in them ("transformers.models")."""
+    """Return whether the class belongs to one of ``packages`` or subpackages ("transformers.models")."""
     return f"{kind.__module__}.".startswith(tuple(f"{package}." for package in packages))
 
 
 def is_read_by_stock_alone(trainer: Trainer) -> bool:
-    """Whether what the model returns in an evaluation goes to the stock Trainer's code and no other's."""
-    names, stock = ("compute_loss", "prediction_step"), (Trainer, _ours(trainer))
+    """Return whether only the stock Trainer's code sees what the model returns in an evaluation."""
+    names, stock = ("compute_loss", "prediction_step"), (Trainer, _our_trainer_class(trainer))
     others = [trainer, *(kind for kind in type(trainer).__mro__ if kind not in stock)]
     return not any(name in vars(other) for other in others for name in names)
 
 
-def _ours(trainer: Trainer) -> type:
+def _our_trainer_class(trainer: Trainer) -> type:
     return next(kind for kind in type(trainer).__mro__ if "_stock_loss" in vars(kind))
 
 
@@ -208,14 +218,14 @@ def _without_causal_loss(trainer: Trainer) -> str:
 
 
 def obstacle_to_headless(trainer: Trainer) -> Optional[str]:
-    """Why the output head must run; None if it need not."""
+    """Return why the output head must run; None if it can be skipped."""
     if not has_causal_loss(trainer):
         return _without_causal_loss(trainer)
     return "FSDP shards the output head" if trainer.is_fsdp_enabled else obstacle_in_head(trainer.model)
 
 
 def obstacle_in_head(model: torch.nn.Module) -> Optional[str]:
-    """What the model itself does to its logits, so that they must be made."""
+    """Return why the model's logits must be materialized; None if they need not be."""
     head, config = head_of(model), inner_model(model).config
     settings = {**vars(config), **vars(config.get_text_config())}
     if type(head) is not torch.nn.Linear or hasattr(head, "_hf_hook") or hasattr(head.weight, "ds_id"):
@@ -226,7 +236,7 @@ def obstacle_in_head(model: torch.nn.Module) -> Optional[str]:
 
 
 def obstacle_to_padding_free(trainer: Trainer) -> Optional[str]:
-    """Why the layers have to see rows padded; None if they need not."""
+    """Return why the layers must see padded rows; None if they need not."""
     if not has_causal_loss(trainer):
         return _without_causal_loss(trainer)
     if not hasattr(head_of(trainer.model), "out_features"):
@@ -239,13 +249,13 @@ def obstacle_to_padding_free(trainer: Trainer) -> Optional[str]:
 
 
 def has_sharded_weights(model: torch.nn.Module) -> bool:
-    """Whether weights lie in parts over the ranks (FSDP, ZeRO-3), so that they cannot be used outside of a forward."""
+    """Return whether weights are sharded over ranks (FSDP, ZeRO-3), so that they are unusable outside of a forward."""
     wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return wrapped or any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in model.parameters())
 
 
 def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
-    """What the layers do over the borders of rows, so that they must see these padded."""
+    """Return what the layers do across the borders of rows, so that they must see padded rows; None if nothing."""
     config = inner_model(model).config
     attention, text = config._attn_implementation, config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -265,18 +275,18 @@ def obstacle_in_layers(model: torch.nn.Module) -> Optional[str]:
 
 
 def learns_prompts(model: torch.nn.Module) -> bool:
-    """Whether learned tokens come before those of a row."""
+    """Return whether learned tokens are prepended to every row."""
     return any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values())
 
 
 def _rope_types(config: Any) -> set[str]:
-    """How positions are scaled: one way for all layers, or one by kind of layer."""
+    """Return the types of position scaling, of all layers or by layer type."""
     given = getattr(config, "rope_parameters", None) or {}
-    return {one.get("rope_type") for one in (given, *given.values()) if isinstance(one, dict)}
+    return {item.get("rope_type") for item in (given, *given.values()) if isinstance(item, dict)}
 
 
 def sliding_window_of(model: torch.nn.Module) -> Optional[int]:
-    """Tokens of the window of layers that do not attend to whole rows; None where all do."""
+    """Return the window, in tokens, of layers with sliding-window attention; None if all layers see whole rows."""
     config = inner_model(model).config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     return window if window and (not kinds or "sliding_attention" in kinds) else None
@@ -286,9 +296,9 @@ def sliding_window_of(model: torch.nn.Module) -> Optional[int]:
 def opened(
     model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen, rows: Optional[EndToEnd] = None
 ) -> Iterator[None]:
-    """Inside, the forward keeps the losses of its rows; the loss is the stock one bit for bit where all weights are 1.
+    """Let the forward report its rows' losses; with weights of 1 the loss equals the stock loss bit for bit.
 
-    ``weights``: factor of each row's loss, (rows,). ``rows``: of the batch, to run it without its padding.
+    ``weights``: factor of each row's loss, (rows,). ``rows``: the batch end to end, to run it without padding.
     """
 
     def loss_of(
@@ -301,8 +311,8 @@ def opened(
             reduction = "mean" if num_items is None else "sum"
             loss = nll_loss(log_shares, flat, ignore_index=NOT_LEARNED, reduction=reduction)
         else:
-            of_tokens = _of_tokens(weights, targets, rows)
-            loss = (tokens[: len(of_tokens)] * of_tokens).sum()
+            token_weights = _token_weights(weights, targets, rows)
+            loss = (tokens[: len(token_weights)] * token_weights).sum()
             num_items = (flat != NOT_LEARNED).sum() if num_items is None else num_items
         if num_items is not None:
             loss = loss / (num_items.to(loss.device) if torch.is_tensor(num_items) else num_items)
@@ -317,7 +327,7 @@ def opened(
 def headless(
     model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen, rows: Optional[EndToEnd] = None
 ) -> Iterator[None]:
-    """Inside, the forward makes no logits: ``train/loss/rows/kernels.py`` takes the loss from the hidden states."""
+    """Let the forward compute its loss from the hidden states, without logits (``kernels.py``)."""
     head, embedding = head_of(model), _embedding_of(model)
 
     def loss_of(
@@ -328,7 +338,7 @@ def headless(
             head.weight,
             head.bias,
             targets.flatten(),
-            token_weights=None if weights is None else _of_tokens(weights, targets, rows),
+            token_weights=None if weights is None else _token_weights(weights, targets, rows),
             divisor=num_items,
             host_targets=None if known is None else known.flatten(),
         )
@@ -344,12 +354,12 @@ def headless(
 def _embedding_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
     try:
         return inner_model(model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # a model that keeps it elsewhere
+    except (AttributeError, NotImplementedError):  # the model keeps its embedding elsewhere
         return None
 
 
-def _of_tokens(weights: torch.Tensor, targets: torch.Tensor, rows: Optional[EndToEnd]) -> torch.Tensor:
-    weights = weights.to(targets.device)  # of several cards the last one has the output head
+def _token_weights(weights: torch.Tensor, targets: torch.Tensor, rows: Optional[EndToEnd]) -> torch.Tensor:
+    weights = weights.to(targets.device)  # with several GPUs, the output head is on the last one
     if rows is None:
         return weights.repeat_interleave(targets.size(1))
     return rows.of(weights.unsqueeze(1).expand(rows.shape)).flatten()
@@ -357,8 +367,10 @@ def _of_tokens(weights: torch.Tensor, targets: torch.Tensor, rows: Optional[EndT
 
 @contextlib.contextmanager
 def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen, rows: Optional[EndToEnd]) -> Iterator[None]:
-    """``loss_of(logits, targets, num_items, known) -> (loss, token losses)`` in the place of the model's own, with what
-    is before its head on ``rows``, if there are any. ``known``: the targets on the host, where they are."""
+    """Replace the model's loss function by ``loss_of(logits, targets, num_items, known) -> (loss, token losses)``.
+
+    The layers run on ``rows``, if given. ``known``: the targets on the host, if they are there.
+    """
     inner = inner_model(model)
 
     def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs):
@@ -371,10 +383,10 @@ def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen, rows: 
         else:
             known = None if known is None else rows.of(known)
             own = rows.of(targets)
-            tail = logits.size(1) - own.size(1)  # that nobody reads
+            tail = logits.size(1) - own.size(1)  # filler tokens
             loss, tokens = loss_of(logits, pad(own, (0, tail), value=NOT_LEARNED), num_items_in_batch, known)
             tokens = rows.padded(tokens.detach()[: own.size(1)])
-        seen(RowLosses(*(each.to(given.device) for each in row_losses(tokens.detach(), targets))))  # to their numbers
+        seen(RowLosses(*(each.to(given.device) for each in row_losses(tokens.detach(), targets))))
         return loss
 
     with on_rows(inner.base_model, rows), replaced(inner, "_loss_function", loss_function):

@@ -1,15 +1,15 @@
-"""The rows of a micro-batch end to end, as one row without padding, through one forward of a causal language model.
+"""Run the rows of a micro-batch end to end, as one row without padding, through a causal language model.
 
-Embedding, layers and loss see (1, tokens). Positions start over with every row, and attention goes by rows, whose
-lengths the host knows, so that nothing waits for the device. FlashAttention, if the model was loaded with it, takes the
-borders as transformers hands them over. "sdpa" is replaced by torch's kernel for rows of unequal length
-(``torch.nn.attention.varlen``) on a card from Ampere on in half precision, and by one call per length elsewhere.
+Embedding, layers and loss see (1, tokens). Positions start over with every row, and attention stays within rows, whose
+lengths are known on the host, so nothing waits for the device. FlashAttention, if the model was loaded with it, gets
+the borders in the way transformers passes them. "sdpa" is replaced by torch's variable-length kernel
+(``torch.nn.attention.varlen``) on GPUs from Ampere on in half precision, and elsewhere by one call per row length.
 
-Layers hand on ``ROWS``, an argument of our own, to their attention. It is one of the layer's arguments, so a layer that
-is computed again in the backward pass has it then, too.
+Layers pass ``ROWS``, an argument of our own, on to their attention. Because it is an argument of the layer, gradient
+checkpointing has it too when it recomputes a layer in the backward pass.
 
-On a CPU a prefix that rows share goes through the layers once (``shared_prefixes.py``). On a card the gradients of its
-copies would be summed in no fixed order, and the same training would not give the same weights twice.
+On a CPU, a prefix that rows share goes through the layers once (``shared_prefixes.py``). On a GPU the gradients of its
+copies would be summed in no fixed order, so repeating the same training would not give the same weights.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ ROWS = "rows_end_to_end"
 FLASH = ("flash_attention_2", "flash_attention_3")
 
 MOST_FLASH_SIZE = 256
-"""Numbers of a head, at most, for torch's own flash attention; a multiple of 8 in any case."""
+"""Maximum head size for torch's own flash attention; it must also be a multiple of 8."""
 
 NEEDED = {"input_ids", "attention_mask", "labels"}
-"""Inputs of the model, all of which there must be, and no others: of those the layout is not known."""
+"""The inputs that a batch must have, and no others, because the layout of other inputs is not known."""
 
 
 @dataclass(frozen=True, eq=False)
 class EndToEnd:
-    """Rows that were padded on the right.
+    """The layout of rows that were padded on the right.
 
-    ``lengths``: tokens of each. ``shape``: (rows, time) with the padding. ``places`` (tokens,): of the tokens in
-    (rows · time,). ``positions`` (1, tokens): of the tokens in their rows. ``borders`` (rows + 1,), int32: tokens
-    before each row, and all. These are on the model's device, ``known_places`` are the places on the host.
-    ``prefixes``: shared by rows, where there are any. ``wants_few_sizes``: whether layers, attention and head get
-    tokens that nobody reads, up to one of ``few_sizes``, the layers no more than ``token_cap``. ``seen``: tokens that
-    the layers saw. ``attended``: by ``_attention``.
+    ``lengths``: number of tokens of each row. ``shape``: (rows, time) with padding. ``places`` (tokens,): index of each
+    token in (rows · time,). ``positions`` (1, tokens): position of each token in its row. ``borders`` (rows + 1,),
+    int32: number of tokens before each row, and of all. They are on the model's device; ``known_places`` are the places
+    on the host. ``prefixes``: prefixes that rows share, if any. ``wants_few_sizes``: whether filler tokens are added in
+    layers, attention and head, up to one of ``few_sizes``; in the layers up to ``token_cap`` at most. ``seen``: number
+    of tokens in each pass through the layers. ``attended``: filled by ``_attention`` whenever it uses these rows.
     """
 
     lengths: tuple[int, ...]
@@ -70,12 +70,12 @@ class EndToEnd:
     attended: list[bool] = field(default_factory=list)
 
     def of(self, values: Tensor) -> Tensor:
-        """(rows, time) -> (1, tokens)"""
+        """Remove the padding: (rows, time) -> (1, tokens)."""
         places = self.known_places if values.device.type == "cpu" else self.places.to(values.device)
         return values.flatten().index_select(0, places).unsqueeze(0)
 
     def padded(self, values: Tensor) -> Tensor:
-        """(tokens,) -> (rows · time,), 0 where there is padding."""
+        """Restore the padding with zeros: (tokens,) -> (rows · time,)."""
         rows, time = self.shape
         return values.new_zeros(rows * time).index_copy(0, self.places.to(values.device), values)
 
@@ -87,15 +87,19 @@ def end_to_end(
     wants_few_sizes: bool = False,
     token_cap: Optional[int] = None,
 ) -> Optional[EndToEnd]:
-    """None where nothing is gained (no padding, no shared prefix), or it cannot be done: padding on the left or with
-    labels in it, rows of more than ``most_tokens``, a mask that is not known on the host. ``shares_prefixes``: they may
-    be computed once. ``wants_few_sizes``: as of EndToEnd; then also rows without padding."""
+    """Return the rows of a batch end to end, or None if that is useless or impossible.
+
+    It is useless without padding or shared prefixes. It is impossible with padding on the left or labels in the
+    padding, rows of more than ``most_tokens`` tokens, or a mask that is not known on the host. ``shares_prefixes``:
+    whether shared prefixes may be computed once. ``wants_few_sizes``: as in EndToEnd; then rows without padding are
+    laid out, too.
+    """
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if set(inputs) != NEEDED or not torch.is_tensor(mask) or not torch.is_tensor(labels):
         return None
     if mask.dim() != 2 or mask.shape != labels.shape:
         return None
-    known, labels = (_known(each) for each in (mask, labels))
+    known, labels = (_on_host(each) for each in (mask, labels))
     if known is None or labels is None or (bool(known.all()) and not shares_prefixes and not wants_few_sizes):
         return None
     lengths = known.ne(0).sum(dim=1)
@@ -104,28 +108,30 @@ def end_to_end(
     if not is_right or not bool(lengths.all()) or (most_tokens is not None and int(lengths.max()) > most_tokens):
         return None
     places = is_filled.flatten().nonzero().flatten()
-    ids = _known(inputs["input_ids"]) if shares_prefixes else None
+    ids = _on_host(inputs["input_ids"]) if shares_prefixes else None
     prefixes = None if ids is None else shared_prefixes(ids, lengths, places)
     if prefixes is None and not wants_few_sizes and len(places) == known.numel():
         return None
     positions = (places % known.size(1)).unsqueeze(0)
     borders = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    there = (on_its_way(tensor, mask.device) for tensor in (places, positions, borders))
-    return EndToEnd(tuple(lengths.tolist()), tuple(known.shape), places, *there, prefixes, wants_few_sizes, token_cap)
+    on_device = (on_its_way(tensor, mask.device) for tensor in (places, positions, borders))
+    return EndToEnd(
+        tuple(lengths.tolist()), tuple(known.shape), places, *on_device, prefixes, wants_few_sizes, token_cap
+    )
 
 
-def _known(tensor: Tensor) -> Optional[Tensor]:
+def _on_host(tensor: Tensor) -> Optional[Tensor]:
     known = on_host(tensor)
     return tensor if known is None and tensor.device.type == "cpu" else known
 
 
 @contextlib.contextmanager
 def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
-    """Inside, ``body`` takes the padded batch that ``rows`` are of and gives hidden states (1, tokens, size)."""
+    """Let ``body`` take the padded batch of ``rows`` and return hidden states (1, tokens, size)."""
     if rows is None:
         yield
         return
-    arguments = _of_flash(rows) if body.config._attn_implementation in FLASH else _of_sdpa(rows)
+    arguments = _flash_arguments(rows) if body.config._attn_implementation in FLASH else _sdpa_arguments(rows)
     forward = body.forward
 
     def on_tokens(*positional: Any, **others: Any) -> Any:
@@ -135,7 +141,7 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
         tokens = {"input_ids": rows.of(given["input_ids"]), "position_ids": arguments["position_ids"]}
         if prefixes is not None:
             tokens = {name: each[:, prefixes.kept] for name, each in tokens.items()}
-        tail = _tail(tokens["input_ids"].size(1), rows, rows.token_cap)
+        tail = _filler_tokens(tokens["input_ids"].size(1), rows, rows.token_cap)
         rows.seen.append(tokens["input_ids"].size(1) + tail)
         if tail:
             tokens = {name: functional.pad(each, (0, tail)) for name, each in tokens.items()}
@@ -150,31 +156,31 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def head_on_few_sizes(head: torch.nn.Module, rows: EndToEnd) -> Iterator[None]:
-    """Inside, ``head`` gets states (1, tokens, size) that nobody reads after its own, as the layers do."""
+    """Append filler states to the states (1, tokens, size) that ``head`` gets, as is done for the layers."""
     forward = head.forward
 
     def on_states(states: Tensor) -> Tensor:
-        tail = _tail(states.size(1), rows)
+        tail = _filler_tokens(states.size(1), rows)
         return forward(functional.pad(states, (0, 0, 0, tail)) if tail else states)
 
     with replaced(head, "forward", on_states) if rows.wants_few_sizes else contextlib.nullcontext():
         yield
 
 
-def _tail(tokens: int, rows: EndToEnd, most: Optional[int] = None) -> int:
-    """How many tokens that nobody reads come after ``tokens``."""
+def _filler_tokens(tokens: int, rows: EndToEnd, most: Optional[int] = None) -> int:
+    """Return the number of filler tokens to append to ``tokens``."""
     return few_sizes(tokens, most) - tokens if rows.wants_few_sizes else 0
 
 
-def _of_flash(rows: EndToEnd) -> dict[str, Any]:
+def _flash_arguments(rows: EndToEnd) -> dict[str, Any]:
     longest = max(rows.lengths)
     sides = {f"cu_seq_lens_{side}": rows.borders for side in "qk"} | {f"max_length_{side}": longest for side in "qk"}
     return {"attention_mask": None, "position_ids": rows.positions, **sides}
 
 
-def _of_sdpa(rows: EndToEnd) -> dict[str, Any]:
-    _take_the_place_of_sdpa()
-    # A mask of four dimensions goes through to attention as it is, which does not read it.
+def _sdpa_arguments(rows: EndToEnd) -> dict[str, Any]:
+    _install_attention()
+    # transformers passes a four-dimensional mask on to attention unchanged; our attention does not read it.
     mask = torch.zeros(1, 1, 1, 1, device=rows.places.device)
     return {"attention_mask": mask, "position_ids": rows.positions, ROWS: rows}
 
@@ -182,17 +188,17 @@ def _of_sdpa(rows: EndToEnd) -> dict[str, Any]:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _take_the_place_of_sdpa() -> None:
-    """Each time, since somebody else may put another function there for a while, and then stock's again."""
+def _install_attention() -> None:
+    """Install our attention for "sdpa". Checked every time, because other code may replace it for a while."""
     found = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if getattr(found, "func", None) is not _attention:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(_attention, found)
 
 
 def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **others):
-    """``stock``, transformers' own, but where ``ROWS`` are among the arguments.
+    """Call ``stock``, transformers' own attention, unless ``ROWS`` is among the arguments.
 
-    query (1, heads, tokens, size), key and value (1, their heads, tokens, size) -> (1, tokens, heads, size).
+    query (1, heads, tokens, size), key and value (1, key heads, tokens, size) -> (1, tokens, heads, size).
     """
     rows: Optional[EndToEnd] = others.pop(ROWS, None)
     if rows is None:
@@ -205,17 +211,17 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
         query, key, value = (each[:, :, :tokens] for each in (query, key, value))
     if prefixes is not None:
         query, key, value = (prefixes.copied(each, 2) for each in (query, key, value))
-    has_one_size = value.size(-1) == query.size(-1)  # latent attention (DeepSeek) has two
-    by = _by_kernel if has_kernel(query) and has_one_size and not dropout else _by_length
-    made = by(query, key, value, dropout, scaling, rows)
-    made = made if prefixes is None else made.index_select(1, prefixes.kept)
+    has_one_size = value.size(-1) == query.size(-1)  # latent attention (DeepSeek) has two sizes
+    attend = _attend_with_kernel if has_kernel(query) and has_one_size and not dropout else _attend_by_length
+    output = attend(query, key, value, dropout, scaling, rows)
+    output = output if prefixes is None else output.index_select(1, prefixes.kept)
     if given > tokens:
-        made = functional.pad(made, (0, 0, 0, 0, 0, given - tokens))
-    return made, None
+        output = functional.pad(output, (0, 0, 0, 0, 0, given - tokens))
+    return output, None
 
 
 def in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, rotary positions in float32 make queries and keys float32, which stock attention casts, too."""
+    """Cast to autocast's dtype like stock attention: float32 rotary positions make queries and keys float32."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value
@@ -224,12 +230,12 @@ def in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Whether torch has a kernel for rows of unequal length of these queries."""
+    """Return whether torch has a variable-length kernel for these queries."""
     return has_flash(query) and varlen_kernel() is not None
 
 
 def has_flash(query: Tensor) -> bool:
-    """Whether torch's flash attention takes these queries (..., size)."""
+    """Return whether torch's flash attention supports these queries (..., size)."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     has_size = query.size(-1) <= MOST_FLASH_SIZE and query.size(-1) % 8 == 0
@@ -237,40 +243,42 @@ def has_flash(query: Tensor) -> bool:
 
 
 def takes_groups(query: Tensor) -> bool:
-    """Whether keys may have fewer heads than these queries. On a card without flash attention that would leave the one
-    kernel that holds (length, length) for each head."""
+    """Return whether keys may have fewer heads than these queries.
+
+    On a GPU without flash attention, only the kernel that materializes (length, length) for each head supports that.
+    """
     return not query.is_cuda or has_flash(query)
 
 
 @functools.cache
 def varlen_kernel() -> Any:
-    """The kernel, causal; None where that of this torch takes no scale and no window."""
+    """Return torch's causal variable-length kernel; None if this version of torch supports no scale or no window."""
     from torch.nn.attention import varlen
 
     takes = inspect.signature(varlen.varlen_attn).parameters
     if not {"scale", "window_size"} <= set(takes):
         return None
-    # Where it need not be told, fewer heads of keys than of queries are taken as they are.
+    # Versions without this argument accept fewer key heads than query heads anyway.
     grouped = {"enable_gqa": True} if "enable_gqa" in takes else {}
     return functools.partial(varlen.varlen_attn, window_size=(-1, 0), **grouped)
 
 
-def _by_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
+def _attend_with_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     borders, longest = rows.borders.to(query.device), max(rows.lengths)
     return varlen_kernel()(query, key, value, borders, borders, longest, longest, scale=scaling).unsqueeze(0)
 
 
-def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
-    """One call for neighbours of one length, of which sorted micro-batches have many."""
+def _attend_by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
+    """Call attention once for each run of neighboring rows of equal length; sorted micro-batches have long runs."""
     if not takes_groups(query):
         key, value = (repeat_kv(each, query.size(1) // each.size(1)) for each in (key, value))
     groups = [(length, len(list(same))) for length, same in itertools.groupby(rows.lengths)]
     sizes = [length * count for length, count in groups]
-    made = []
+    output = []
     parts = (each[0].split(sizes, dim=1) for each in (query, key, value))
     for (length, count), *part in zip(groups, *parts, strict=True):
-        tail = _tail(length, rows)  # causal: no token looks behind itself
+        tail = _filler_tokens(length, rows)  # no effect on the tokens before it, because attention is causal
         of_rows = [each.unflatten(1, (count, length)).transpose(0, 1) for each in part]
         if tail:
             of_rows = [functional.pad(each, (0, 0, 0, tail)) for each in of_rows]
@@ -281,5 +289,5 @@ def _by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
             scale=scaling,
             enable_gqa=query.size(1) != key.size(1),
         )
-        made.append(out[:, :, :length].transpose(1, 2).flatten(0, 1))
-    return torch.cat(made).unsqueeze(0)
+        output.append(out[:, :, :length].transpose(1, 2).flatten(0, 1))
+    return torch.cat(output).unsqueeze(0)

@@ -1,11 +1,11 @@
-"""The products of the output layer: two of the three by the faster of torch's two libraries for float32 on a CPU.
+"""Matrix products of the output layer: two of the three use the faster of torch's two CPU libraries for float32.
 
-torch multiplies with MKL, which takes slower kernels on AMD processors. oneDNN, which is part of torch too and does its
-half precision, chooses kernels by instruction set, not by vendor. ``python benchmarks/studies/products.py`` measures
-the difference; so far that was done on two cores only. The gradient of the weight stays with MKL, which adds to a sum
-and is faster there.
+torch multiplies with MKL, which uses slower kernels on AMD processors. oneDNN, which is also part of torch and handles
+half precision, chooses kernels by instruction set and not by vendor. ``python benchmarks/studies/products.py`` measures
+the difference; so far it was measured on two cores only. The gradient of the weight stays with MKL, which can add to an
+existing sum and is faster there.
 
-oneDNN compiles kernels for every shape and keeps them (``compiles_shapes``), so it is asked for few.
+oneDNN compiles and keeps kernels for every shape (``compiles_shapes``), so it gets few different shapes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from scu_trainer.hardware.profile import cpuinfo
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
 FEWEST_WORDS = 16_000
-"""Of an output layer for which oneDNN is asked: with few words it is no faster."""
+"""Minimum vocabulary size for oneDNN; below it, oneDNN is not faster."""
 
 BLOCK_WORDS = 2_000
-"""oneDNN returns a tensor of its own: that of 256 rows of so many words is 2 MB, stays in the cache until it is copied,
-and leaves no large holes behind. Blocks of 16,000 are 3 % faster and left 20 MiB."""
+"""oneDNN allocates its result: for 256 rows and this many words it has 2 MB, stays in the cache until it is copied, and
+leaves no large holes in the heap. Blocks of 16,000 words are 3 % faster but left 20 MiB."""
 
 ALIGNED_ROWS = 32
-"""Only multiples of it are asked for. With all sizes up to 256 a process grew by 300 MiB, and by 2 GiB with what malloc
-could not use again between them and blocks of 16,000 words."""
+"""oneDNN gets only multiples of this many rows. With all sizes up to 256 a process grew by 300 MiB, and, with blocks of
+16,000 words, by 2 GiB including heap holes that malloc could not reuse."""
 
 PART_BYTES = 32 * 2**20
-"""Of a temporary tensor: a product in half precision on its way to a float32 sum, logits that are read in float32."""
+"""Maximum size of a temporary tensor: a half-precision product on its way to a float32 sum, or a float32 copy of
+logits."""
 
 SCHEMA = (
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
 )
-"""Of oneDNN's product as torch's own compiler calls it. It is not public: another form than this is left alone."""
+"""Schema of oneDNN's product as torch's compiler calls it. It is private, so any other schema is not used."""
 
 
 def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> None:
-    """out (rows, vocab) = rows (rows, size) · weightᵀ + bias."""
+    """Compute out (rows, vocab) = rows (rows, size) · weightᵀ + bias."""
     if goes_through_onednn(weight):
         filled = filled_up(rows)
         for start in range(0, len(weight), BLOCK_WORDS):
@@ -56,9 +57,9 @@ def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) 
 
 
 def from_words(signal: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
-    """signal (rows, vocab) · weight (vocab, size).
+    """Return signal (rows, vocab) · weight (vocab, size).
 
-    buffer: begins with ``signal``, and what lies behind does not matter; for oneDNN it has ``aligned`` rows or more.
+    buffer: begins with ``signal``, followed by anything; for oneDNN it has at least ``aligned`` rows.
     """
     if goes_through_onednn(weight):
         return by_onednn(buffer[: aligned(len(signal))], weight.t())[: len(signal)]
@@ -66,7 +67,7 @@ def from_words(signal: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:
-    """total (vocab, size) += factorᵀ (vocab, rows) · rows (rows, size)."""
+    """Compute total (vocab, size) += factorᵀ (vocab, rows) · rows (rows, size)."""
     if total.dtype == factor.dtype:
         total.addmm_(factor.t(), rows)
         return
@@ -80,56 +81,60 @@ def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:
 
 @functools.cache
 def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product in half precision can be added to a float32 sum on ``device`` as it is made, not rounded before
-    nor written on its own: a card's libraries can, and from some version on torch lets them, which is tried once."""
+    """Return whether ``device`` adds a half-precision product to a float32 sum without rounding or storing it first.
+
+    GPU libraries can; whether this version of torch exposes it is tried once.
+    """
     if device.type != "cuda":
         return False
-    begun, one = 2.0**-12, torch.ones(16, 16, device=device, dtype=dtype)  # half precision has no 16 + 2^-12
-    total = torch.full((16, 16), begun, device=device)
+    start, ones = 2.0**-12, torch.ones(16, 16, device=device, dtype=dtype)  # half precision has no 16 + 2^-12
+    total = torch.full((16, 16), start, device=device)
     try:
-        torch.addmm(total, one.t(), one, out_dtype=total.dtype, out=total)
-    except (RuntimeError, TypeError) as error:  # no such operation in this version, or not for these types
-        if is_out_of_memory(error):  # says nothing of the operation: recovered from as everywhere, and tried again
+        torch.addmm(total, ones.t(), ones, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError) as error:  # this version has no such operation, or not for these types
+        if is_out_of_memory(error):  # shows nothing about the operation: it is handled elsewhere, then tried again
             raise
         return False
-    return bool((total == 16 + begun).all())
+    return bool((total == 16 + start).all())
 
 
 def compiles_shapes(device: str, dtype: torch.dtype) -> bool:
-    """Whether kernels for ``dtype`` on this kind of ``device`` are compiled for every shape: by oneDNN, which does half
-    precision on a CPU. For each new number of tokens a layer of 1,024 by 4,096 takes 30 ms and 2 MiB, and leaves a hole
-    of 7 MiB in the heap (forward and backward, two cores with AMX)."""
+    """Return whether kernels for ``dtype`` are compiled for every shape, as oneDNN does for half precision on a CPU.
+
+    For each new number of tokens, a layer of 1,024 by 4,096 takes 30 ms and 2 MiB, and leaves a hole of 7 MiB in the
+    heap (forward and backward, two cores with AMX).
+    """
     return device == "cpu" and dtype.is_floating_point and dtype.itemsize == 2 and torch.backends.mkldnn.enabled
 
 
 def filled_up(rows: Tensor) -> Tensor:
-    """``rows`` (rows, size) and zeros up to ``aligned``."""
+    """Pad ``rows`` (rows, size) with zeros to ``aligned`` rows."""
     return pad(rows, (0, 0, 0, aligned(len(rows)) - len(rows)))
 
 
 def aligned(rows: int) -> int:
-    """``rows`` rounded up to a multiple of ALIGNED_ROWS."""
+    """Round ``rows`` up to a multiple of ALIGNED_ROWS."""
     return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS
 
 
 def goes_through_onednn(weight: Tensor) -> bool:
-    """Whether the products of the output layer ``weight`` (vocab, size) are oneDNN's.
+    """Return whether oneDNN computes the products of the output layer ``weight`` (vocab, size).
 
-    Not those of a weight that is not contiguous, for which oneDNN has slow kernels, and not in a process with a limit
-    on its memory: where an allocation fails, oneDNN may crash instead of raising.
+    It is not used for a non-contiguous weight, for which its kernels are slow, nor in a process with a memory limit:
+    if an allocation fails, oneDNN may crash instead of raising an error.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
         return False
-    return len(weight) >= FEWEST_WORDS and is_onednn_faster() and not _may_be_refused_memory()
+    return len(weight) >= FEWEST_WORDS and is_onednn_faster() and not _allocations_may_fail()
 
 
 def is_onednn_faster() -> bool:
-    """In float32 on this machine: on an AMD processor, unless ``torch.backends.mkldnn`` is turned off."""
+    """Whether oneDNN is faster in float32 on this machine: on AMD, unless ``torch.backends.mkldnn`` is turned off."""
     return torch.backends.mkldnn.enabled and torch.backends.mkl.is_available() and _is_amd() and _operator() is not None
 
 
 def by_onednn(rows: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-    """rows (rows, inner) · weightᵀ (inner, outer) + bias, where ``is_onednn_faster``."""
+    """Return rows (rows, inner) · weightᵀ (inner, outer) + bias. Needs ``is_onednn_faster``."""
     return _operator()(rows, weight, bias, "none", [], "")
 
 
@@ -142,13 +147,13 @@ def _operator() -> Optional[Any]:
 
 @functools.cache
 def _is_amd(root: Path = cgroup.ROOT) -> bool:
-    """False where the system does not say so: MKL is then used as before."""
+    """Return whether the processor is from AMD; False if the system does not tell."""
     return cpuinfo(root).get("vendor_id") == "AuthenticAMD"
 
 
-def _may_be_refused_memory() -> bool:
-    """Not cached: a process may change its soft limit."""
-    import resource  # only of systems that have a /proc/cpuinfo
+def _allocations_may_fail() -> bool:
+    """Return whether allocations may fail. Not cached, because a process may change its soft limit."""
+    import resource  # exists only on systems with a /proc/cpuinfo
 
     soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     return _counts_every_page() or any(limit != resource.RLIM_INFINITY for limit in soft)
@@ -156,6 +161,6 @@ def _may_be_refused_memory() -> bool:
 
 @functools.cache
 def _counts_every_page(root: Path = cgroup.ROOT) -> bool:
-    """Whether Linux does not overcommit memory: allocations then fail, instead of a process being killed later."""
+    """Return whether Linux does not overcommit memory, so that allocations fail instead of a later process kill."""
     setting = root / "proc" / "sys" / "vm" / "overcommit_memory"
     return setting.is_file() and setting.read_text().strip() == "2"

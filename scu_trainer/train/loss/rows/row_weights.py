@@ -1,4 +1,4 @@
-"""Factors of rows' losses: those of the plan, and those that make batches of unequal numbers of rows count alike."""
+"""Factors of rows' losses: those of the epoch plan, and those that make rows of batches of unequal size count alike."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from scu_trainer.train.loss.rows.row_readings import RowLossReading
 
 
 class RowWeights:
-    """Of one epoch. ``batches_per_window``: micro-batches of all ranks in one optimizer step.
+    """Row weights of one epoch. ``batches_per_window``: micro-batches of all ranks in one optimizer step.
 
-    ``equal_rows``: the plan's batches hold unequal numbers of rows, and each row shall count once. A loss that divides
-    by tokens needs nothing: equal tokens are what such batches are made for. A mean over rows, or a sum divided by the
-    rows of the window, would let rows of large batches count less.
+    ``equal_rows``: batches of the plan have unequal numbers of rows, but each row should count once. A loss that is
+    divided by tokens needs no correction, because such batches have about equal numbers of tokens. In a mean over rows,
+    or a sum divided by the rows of the window, rows of large batches would count less.
     """
 
     def __init__(
@@ -27,23 +27,23 @@ class RowWeights:
         self._known: dict[str, Optional[torch.Tensor]] = {}
 
     def of(self, ids: torch.Tensor, reading: Optional[RowLossReading]) -> Optional[torch.Tensor]:
-        """(rows,); None where all are 1."""
-        kind = self._kind(reading)
-        if kind not in self._known:
-            weights = self._made(kind)
-            self._known[kind] = None if weights is None else torch.from_numpy(weights).to(self._device)
-        weights = self._known[kind]
+        """Return the weights of rows, (rows,); None if all are 1."""
+        grouping = self._grouping(reading)
+        if grouping not in self._known:
+            weights = self._make_factors(grouping)
+            self._known[grouping] = None if weights is None else torch.from_numpy(weights).to(self._device)
+        weights = self._known[grouping]
         return None if weights is None else weights[ids]
 
-    def _kind(self, reading: Optional[RowLossReading]) -> str:
+    def _grouping(self, reading: Optional[RowLossReading]) -> str:
         if self._batches_per_window is None or reading is None or not reading.counts_rows:
             return "plan"
         return {"items": "window", "nothing": "plan"}.get(reading.divides_by, "batch")
 
-    def _made(self, kind: str) -> Optional[numpy.ndarray]:
-        if kind == "plan":
+    def _make_factors(self, grouping: str) -> Optional[numpy.ndarray]:
+        if grouping == "plan":
             return self._plan.weights
-        group = 1 if kind == "batch" else self._batches_per_window
+        group = 1 if grouping == "batch" else self._batches_per_window
         sizes = self._plan.batches.sizes
         rows = numpy.add.reduceat(sizes, numpy.arange(0, len(sizes), group))
         share = rows / rows.mean()

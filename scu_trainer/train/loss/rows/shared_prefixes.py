@@ -1,8 +1,8 @@
-"""Prefixes that rows share (a template, a system prompt, a question with several answers), computed once.
+"""Compute prefixes that rows share (a template, a system prompt, a question with several answers) only once.
 
-A token's states depend only on the tokens up to it, so rows that begin with the same tokens have the same states
-there. The layers get a shared prefix once. Attention, which looks back over whole rows, and the output head, whose
-losses belong to rows, get a copy of it for each row, and the gradients of the copies add up.
+A token's states depend only on the tokens up to it, so rows that begin with the same tokens have the same states there.
+The layers see a shared prefix once. Attention, which looks back over whole rows, and the output head, where each loss
+belongs to a row, get a copy of it for each row; the gradients of the copies add up.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ import torch
 from torch import Tensor
 
 FEWEST_TOKENS, FEWEST_SHARE = 4, 1 / 16
-"""Of a prefix, and of all tokens that it saves: below these the copies that attention needs cost more."""
+"""Minimum size of a prefix, and minimum share of all tokens saved; below these, copying for attention costs more."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Of rows end to end. ``kept`` (kept,): places of the tokens that the layers get. ``source`` (tokens,): for each
-    token, the place among those kept that has its states."""
+    """Prefixes that rows end to end share.
+
+    ``kept`` (kept,): indices of the tokens that the layers see. ``source`` (tokens,): for each token, the index among
+    the kept ones of its states.
+    """
 
     kept: Tensor
     source: Tensor
 
     def copied(self, states: Tensor, dim: int) -> Tensor:
-        """Of kept tokens along ``dim`` to all tokens."""
+        """Expand the states of kept tokens to all tokens along ``dim``."""
         return _Copied.apply(states, self.source, dim)
 
     def of_rows(self, output: Any) -> Any:
-        """What a model's layers return, with the states (1, tokens, size) of all rows in the first place."""
+        """Return the layers' output with the states (1, tokens, size) of all rows in first position."""
         return with_states(output, self.copied(output[0], 1))
 
 
 def with_states(output: Any, states: Tensor) -> Any:
-    """What a model's layers return, with ``states`` (1, tokens, size) in the first place."""
+    """Return the layers' output with ``states`` (1, tokens, size) in first position."""
     if isinstance(output, tuple):
         return (states, *output[1:])
     output[next(iter(output))] = states
@@ -43,7 +46,7 @@ def with_states(output: Any, states: Tensor) -> Any:
 
 
 class _Copied(torch.autograd.Function):
-    """``index_select``. In half precision the sum of many gradients is taken in float32, as a product's is."""
+    """``index_select`` with a backward that sums half-precision gradients in float32, as matrix products do."""
 
     @staticmethod
     def forward(ctx, states: Tensor, source: Tensor, dim: int) -> Tensor:
@@ -58,10 +61,13 @@ class _Copied(torch.autograd.Function):
 
 
 def shared_prefixes(ids: Tensor, lengths: Tensor, places: Tensor) -> Optional[SharedPrefixes]:
-    """None where rows share next to nothing. ids (rows, time), lengths (rows,), places (tokens,): on the host."""
+    """Return the shared prefixes; None if rows share next to nothing.
+
+    ids (rows, time), lengths (rows,), places (tokens,): on the host.
+    """
     if len({tuple(beginning) for beginning in ids[:, :FEWEST_TOKENS].tolist()}) == len(ids):
         return None
-    # Sorted, the row before is the one that a row has most of its beginning in common with.
+    # After sorting, each row has its longest common prefix with the row before it.
     order = torch.tensor(sorted(range(len(ids)), key=ids.tolist().__getitem__))
     rows, ends = ids[order], lengths[order]
     alike = rows[1:].eq(rows[:-1]).cumprod(dim=1).sum(dim=1)

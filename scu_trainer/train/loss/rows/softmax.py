@@ -1,4 +1,4 @@
-"""From the logits of some rows to their losses, and in the place of the logits the gradient of these."""
+"""Compute losses from the logits of some rows, and overwrite the logits with their gradient."""
 
 from __future__ import annotations
 
@@ -17,80 +17,83 @@ logger = logging.getLogger("scu_trainer")
 Kernel = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 BLOCK_BYTES = 2**20
-"""Of the logits that one thread of a CPU works on before the next: the five passes over them then meet in its cache."""
+"""Size of the logits that one CPU thread works on at a time, so that all five passes over them hit its cache."""
 
-_BY_TORCH = "The Triton kernel for the loss does not work on %s, torch's own operations take longer: %s"
+_FALLBACK_WARNING = "the Triton kernel for the loss does not work on %s, so torch's slower operations are used: %s"
 TRIAL_SHAPE = 4, 5_001
 TRIAL_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-"""Largest difference of losses and gradients from torch's own operations in float32: they round their results."""
+"""Maximum difference of losses and gradients from torch's own operations in float32, because results are rounded."""
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """For logits of ``dtype`` on ``device``."""
+    """Return the kernel for logits of ``dtype`` on ``device``."""
     if device.type == "cpu":
         return _block_by_block
     return _fused(device, dtype) if device.type == "cuda" and dtype in TRIAL_BOUNDS else _softmax_in_place
 
 
 def reads_half(kernel: Kernel) -> bool:
-    """Whether logits in half precision are computed with in float32 as they are; others need a float32 copy."""
+    """Return whether the kernel reads half-precision logits directly; other kernels need a float32 copy."""
     return kernel not in (_block_by_block, _softmax_in_place)
 
 
 @functools.cache
 def _fused(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel of triton_softmax.py, once it has given on this ``device`` what torch's own operations give: Triton
-    needs a C compiler, and what it makes depends on its version and on the card."""
+    """Return the kernel of triton_softmax.py if it agrees with torch's own operations on this ``device``.
+
+    Checked because Triton needs a C compiler, and its output depends on its version and on the GPU.
+    """
     try:
         from scu_trainer.train.loss.rows.triton_softmax import softmax_in_place
 
-        farthest = _farthest(softmax_in_place, device, dtype)
-    except ImportError as error:  # as on Windows
-        logger.info("The loss is computed by torch's own operations on %s: %s", device, error)
-    except Exception as error:  # a compiler fails in many ways, and a training can do without
-        # Recovered from as everywhere, and tried again; but for a compiler that the host has no room to start.
+        difference = _largest_difference(softmax_in_place, device, dtype)
+    except ImportError as error:  # for instance, on Windows
+        logger.info("the loss is computed by torch's own operations on %s: %s", device, error)
+    except Exception as error:  # compilers fail in many ways, and training does not need the kernel
+        # Running out of memory is handled elsewhere, then tried again, unless the host cannot start a compiler.
         if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
             raise
-        logger.warning(_BY_TORCH, device, f"{type(error).__name__}: {str(error)[:200]}")
+        logger.warning(_FALLBACK_WARNING, device, f"{type(error).__name__}: {str(error)[:200]}")
     else:
-        if farthest <= TRIAL_BOUNDS[dtype]:
+        if difference <= TRIAL_BOUNDS[dtype]:
             return softmax_in_place
-        logger.warning(_BY_TORCH, device, f"its results are {farthest:.1e} off")
+        logger.warning(_FALLBACK_WARNING, device, f"its results are {difference:.1e} off")
     return _softmax_in_place
 
 
-def _farthest(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> float:
-    """Largest difference of ``kernel`` from torch's own operations in float32."""
+def _largest_difference(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest difference of ``kernel`` from torch's own operations in float32."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TRIAL_SHAPE, generator=generator).to(device, dtype)
     targets = torch.arange(len(logits), device=device)
     expected = _softmax_in_place(logits.to(torch.float32, copy=True), targets, True)
     made = kernel(logits, targets, True)
-    return max(float((one - other).abs().max()) for one, other in zip(made, expected, strict=True))
+    return max(float((value - other).abs().max()) for value, other in zip(made, expected, strict=True))
 
 
 def _block_by_block(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    """``_softmax_in_place`` of some rows after the others. With 128,000 words the passes take 0.6 times as long.
+    """Apply ``_softmax_in_place`` to blocks of rows; with a vocabulary of 128,000 that takes 0.6 times as long.
 
-    Of logits without content (train/memory_estimate) the first and the last blocks show what all of them take."""
+    For logits without content (train/memory_estimate), the first and last blocks show what all blocks need.
+    """
     row_bytes, threads = logits.size(1) * logits.element_size(), torch.get_num_threads()
     rows = threads * max(1, BLOCK_BYTES // row_bytes)
     if len(logits) <= rows:
         return _softmax_in_place(logits, targets, with_gradient)
     blocks = list(zip(logits.split(rows), targets.split(rows), strict=True))
-    alike = range(2, len(blocks) - 2) if isinstance(logits, FakeTensor) else ()
+    skipped = range(2, len(blocks) - 2) if isinstance(logits, FakeTensor) else ()
     losses = [
-        block[0].new_empty(len(block[0])) if number in alike else _softmax_in_place(*block, with_gradient)[0]
+        block[0].new_empty(len(block[0])) if number in skipped else _softmax_in_place(*block, with_gradient)[0]
         for number, block in enumerate(blocks)
     ]
     return torch.cat(losses), logits
 
 
 def _softmax_in_place(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Losses (rows,) and ``logits`` overwritten by their gradient.
+    """Return the losses (rows,), and overwrite ``logits`` with their gradient.
 
-    The exponentials are summed pairwise, torch.softmax on a CPU sums one by one: at 128,000 words that is a hundred
-    times the error.
+    The exponentials are summed pairwise. torch.softmax on a CPU sums them one by one, with a hundred times the error at
+    128,000 words.
     """
     targets = targets.unsqueeze(1)
     highest = logits.amax(dim=1, keepdim=True)

@@ -1,8 +1,8 @@
-"""Losses and gradient of logits in one kernel for a card, by Triton, which CUDA builds of torch bring with them.
+"""Compute losses and gradient from logits in one Triton kernel; CUDA builds of torch include Triton.
 
-Logits in half precision are read once for the losses and once for the gradient, computed with in float32 and
-overwritten; torch's own operations need a copy of them in float32 and five passes over that. ``softmax.kernel_for``
-imports this where the device is a card.
+Half-precision logits are read once for the losses and once for the gradient, processed in float32, and overwritten.
+torch's own operations need a float32 copy and five passes over it. ``softmax.kernel_for`` imports this module only if
+the device is a GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_WORDS = 4096
-"""Words of a row that one group of threads holds at a time, sixteen to a thread."""
+"""Words of a row that one thread block processes at a time, sixteen per thread."""
 
 WARPS = 8
 
 
 @triton.jit
-def _one_row(logits, targets, losses, stride, words, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)  # rows times words pass 2^31
+def _softmax_of_row(logits, targets, losses, stride, words, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # rows times words can exceed 2^31
     first = logits + row * stride
     target = tl.load(targets + row)
     chosen = tl.load(first + target).to(tl.float32)
@@ -30,7 +30,7 @@ def _one_row(logits, targets, losses, stride, words, WITH_GRADIENT: tl.constexpr
         columns = begin + tl.arange(0, BLOCK)
         values = tl.load(first + columns, mask=columns < words, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(highest, tl.max(values, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # of words that are ruled out: -inf less -inf is NaN
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # masked words: -inf minus -inf would be NaN
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(values - base), 0)
         highest = higher
     tl.store(losses + row, (highest - chosen) + tl.log(total))
@@ -43,11 +43,14 @@ def _one_row(logits, targets, losses, stride, words, WITH_GRADIENT: tl.constexpr
 
 
 def softmax_in_place(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Losses (rows,), float32, and ``logits`` (rows, words), float32 or half, overwritten by their gradient, whose rows
-    may lie apart. Targets lie in the vocabulary. Waits for nothing."""
+    """Return the losses (rows,) in float32, and overwrite ``logits`` (rows, words) with their gradient.
+
+    ``logits``: float32 or half precision; rows need not be adjacent in memory. Targets must be in the vocabulary. Does
+    not wait for the device.
+    """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    with torch.cuda.device_of(logits):  # where Triton starts kernels
-        _one_row[(len(logits),)](
+    with torch.cuda.device_of(logits):  # Triton starts kernels on the current device
+        _softmax_of_row[(len(logits),)](
             logits,
             targets,
             losses,
