@@ -153,7 +153,7 @@ def _mixtral():
 OTHER_KINDS = {
     "AdaLoRA": (tiny.llama, AdaLoraConfig(init_r=4, target_r=2, total_step=8, target_modules=TARGETS)),
     "KasaLinearVariant": (tiny.llama, LoraConfig(kasa_config=KasaConfig(), target_modules=TARGETS)),
-    "LoRA of which A or B is frozen": (tiny.llama, LoraConfig(init_lora_weights="mica", r=4, target_modules=TARGETS)),
+    "LoRA with A or B frozen": (tiny.llama, LoraConfig(init_lora_weights="mica", r=4, target_modules=TARGETS)),
     "target_parameters of 4 experts": (_mixtral, LoraConfig(r=2, target_parameters=["experts.down_proj"])),
 }
 

@@ -487,7 +487,7 @@ def test_pairs_of_several_ranks_are_not_cut_apart_in_an_evaluation(tmp_path, mon
     inputs = next(iter(trainer.get_eval_dataloader()))
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     fails(trainer.model.model, 2)
-    with pytest.raises(OutOfMemory, match=r"16 rows, which cannot be cut \(the code of its loss exchanges"):
+    with pytest.raises(OutOfMemory, match=r"16 rows, which cannot be cut \(the code of its loss communicates"):
         trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
 
 

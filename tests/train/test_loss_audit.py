@@ -124,7 +124,7 @@ def test_a_term_that_comes_later_ends_splitting_at_the_next_audit_and_is_said(tm
         8: "gradients of steps 5 to 7 may be",
         9: "the step before was audited",
     }
-    assert before[found_at] in notice and "which differs by" in notice
+    assert before[found_at] in notice and "a relative difference of" in notice
     figures = trainer.micro_batches.analysis.figures()
     assert figures["is_exact"] is False and figures["last_good_step"] in (found_at // 2, found_at - 1)
     assert json.dumps(figures)

@@ -1002,7 +1002,7 @@ def test_a_loss_that_talks_to_other_ranks_keeps_its_batches_whole(tmp_path, word
     (tmp_path / "gathers.py").write_text(GATHERS)
     done = processes.run([tmp_path / "gathers.py", tmp_path / "run", word], ranks=2)
     assert done.returncode == 0 and done.stdout.count("True") == 2, done.stderr[-2000:]
-    assert "batches run whole" in done.stderr and f"{who} exchanges with the other ranks ({word})" in done.stderr
+    assert "batches run whole" in done.stderr and f"{who} communicates with the other ranks ({word})" in done.stderr
 
 
 class LooksAtAllRows(Trainer):
@@ -1135,12 +1135,12 @@ EPOCHS = {"num_train_epochs": 4, "max_steps": -1}
 
 def test_weights_of_rows_must_reach_the_loss_that_is_trained(tmp_path):
     weighs = {"curriculum": CurriculumSettings("infobatch"), "arguments": EPOCHS}
-    with pytest.raises(ControlError, match="infobatch weighs rows, and this model's loss is not the sum"):
+    with pytest.raises(ControlError, match="infobatch weights rows, but this model's loss is not the sum"):
         run(with_loops(Focal), tmp_path / "focal", **weighs)
     with pytest.raises(ControlError, match="compute_loss of NoOutputs returns a Tensor when return_outputs is True"):
         run(with_loops(NoOutputs), tmp_path / "none", **weighs)
     assert run(with_loops(Halved), tmp_path / "halved", **weighs).loss_path.reading.exact
-    with pytest.raises(ControlError, match="compute_loss of SCUDetached returns outputs that have no gradient"):
+    with pytest.raises(ControlError, match="compute_loss of SCUDetached returns outputs without a gradient"):
         run(with_loops(Detached), tmp_path / "detached", **weighs)
     guarded = run(with_loops(Detached), tmp_path / "guarded", curriculum=CurriculumSettings("noise_guard"))
     assert guarded.loss_path.reading.exact and guarded.difficulty.observations.any()

@@ -30,7 +30,7 @@ from scu_trainer.train.retention.choice import chooser
 from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from scu_trainer.train.retention.replay import NO_NUMBER, Replay, joined_rows
 from scu_trainer.train.retention.sampled import MOST_DOCUMENTS, sampled_text
-from scu_trainer.train.retention.verdict import _lost
+from scu_trainer.train.retention.verdict import _measure_loss_increase
 from tests import processes
 from tests.tiny import VOCAB, Rows, llama, lora, same, saved_llama, trained, weights_of
 from tests.train.test_resume import StopAt
@@ -153,7 +153,7 @@ def test_the_update_is_scaled_to_the_budget(base, tmp_path, tuning):
     assert kept[0]["high"] <= 0.1
     assert found["lost_bits"]["value"] < found["lost_bits_of_the_whole_update"]["value"]
     assert any(f"{found['scale']:.1%} of what was learned is kept" in notice for notice in loop.notices)
-    assert _lost(loop, "measured", SOLVED_AT).high == kept[0]["high"]  # of the model that is left
+    assert _measure_loss_increase(loop, "measured", SOLVED_AT).high == kept[0]["high"]  # of the model that is left
     assert ("own_text" in found) == (tuning == "lora")
 
 
@@ -183,7 +183,7 @@ def test_an_adapter_that_goes_on_is_not_scaled_back_to_its_base(tmp_path, is_giv
     else:
         assert found["scale"] == 1.0 and found["lost_bits"] == found["lost_bits_of_the_whole_update"]
         assert any("the update is left whole: without it" in notice for notice in loop.notices)
-        assert _lost(loop, "unseen", 0.95).value == found["lost_bits"]["value"]
+        assert _measure_loss_increase(loop, "unseen", 0.95).value == found["lost_bits"]["value"]
     assert not same(weights_of(after), {name: begun[name] for name in weights_of(after)})
 
 

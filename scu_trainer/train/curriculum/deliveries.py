@@ -78,7 +78,7 @@ class Deliveries:
         if self._is_encoder_decoder:
             reason = "an encoder-decoder has two lengths"
         elif "input_ids" not in inputs or others:
-            reason = f"batches hold {', '.join(others) or 'no input_ids'}, whose columns are not tokens"
+            reason = f"batches hold {', '.join(others) or 'no input_ids'}, so their columns are not tokens"
         elif mask is not None and not bool(mask[:, 0].all()):
             reason = "rows are padded on the left, where cutting would leave the padding"
         if reason is not None:

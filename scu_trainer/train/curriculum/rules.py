@@ -18,7 +18,7 @@ from scu_trainer.train.loss.rows.row_readings import RowLossReading
 
 FEWEST_EPOCHS_TO_PRUNE = 4
 
-NOTHING_TO_READ = "this model returns neither losses of rows nor logits of which each belongs to a label"
+NOTHING_TO_READ = "this model returns neither losses of rows nor logits with one prediction per label"
 
 BY_LOSS = ("noise_guard", "acmds", "infobatch")
 """Methods that choose rows by their losses."""
@@ -76,7 +76,7 @@ def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
     rows = trainer.train_dataset
     if rows is not None and (isinstance(rows, IterableDataset) or not has_length(rows)):
         raise ControlError(
-            f"a curriculum chooses samples by number, and the training data ({type(rows).__name__}) is a stream; use "
+            f"a curriculum chooses samples by number, but the training data ({type(rows).__name__}) is a stream; use "
             "a dataset with a length, or leave the curriculum out"
         )
 
@@ -93,15 +93,16 @@ def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading
     weighs = "infobatch" in methods or ("token_budget" in methods and reading.counts_rows)
     if weighs and not reading.has_gradient:
         raise ControlError(
-            f"curriculum {settings.curriculum} weighs rows, and compute_loss of {trainer_name} returns outputs that "
-            "have no gradient, so their losses cannot be weighed; use one that does not weigh rows (noise_guard, acmds)"
+            f"curriculum {settings.curriculum} weights rows, but compute_loss of {trainer_name} returns outputs "
+            "without a gradient, so their losses cannot be weighted; use one that does not weight rows (noise_guard, "
+            "acmds)"
         )
     if reading.exact:
         return None
     if weighs:
         raise ControlError(
-            f"curriculum {settings.curriculum} weighs rows, and this model's loss is not the sum of its rows' losses "
-            f"as far as its logits show (label smoothing and custom losses are not); {advice}"
+            f"curriculum {settings.curriculum} weights rows, but this model's loss is not the sum of its rows' losses "
+            f"as far as its logits show (with label smoothing or a custom loss it is not); {advice}"
         )
     return (
         "the difficulty of a row is its plain loss, from the logits; the trained loss has other parts as well (such as "
@@ -113,9 +114,9 @@ def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:
     """Return what to report if a subclass replaces ``compute_loss``. Raises ControlError if that is not possible."""
     if settings.methods:
         raise ControlError(
-            f"curriculum {settings.curriculum} sees and weighs the losses of rows in the trainer's own compute_loss, "
-            f"and that of {trainer_name} does not call it; take the loss from super().compute_loss(...), or leave the "
-            "curriculum out"
+            f"curriculum {settings.curriculum} reads and weights the losses of rows in the trainer's own compute_loss, "
+            f"but compute_loss of {trainer_name} does not call it; take the loss from super().compute_loss(...), or "
+            "leave the curriculum out"
         )
     return f"compute_loss of {trainer_name} does not call the trainer's own: difficulties stay unknown"
 

@@ -28,7 +28,7 @@ MOST_ROWS = 2**20
 than all other knowledge about rows. Several ranks exchange theirs at the end of an epoch and at checkpoints."""
 
 
-READING = "reading the losses of the rows"
+READING_LOSSES = "reading the losses of the rows"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SeenLosses:
     def _add(self, step: int, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         self._pending.append((step, ids, losses))
         if len(self._pending) >= PENDING_BATCHES:
-            second_try(self._to_host, READING)
+            second_try(self._to_host, READING_LOSSES)
 
     def quarantine(self, step: int, ids: torch.Tensor) -> None:
         """Set aside rows with a non-finite loss. Raises NonFiniteLoss if so many that the model is at fault."""
@@ -103,14 +103,14 @@ class SeenLosses:
         if len(self._bad_in_a_row) >= MOST_BAD_ROWS and self._bad_batches > 1:
             self._release_current_series()
             raise NonFiniteLoss(
-                f"step {step + 1}: {len(self._bad_in_a_row)} rows in a row gave no finite loss: the cause is "
-                f"the model and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the newest "
-                "checkpoint"
+                f"step {step + 1}: {len(self._bad_in_a_row)} rows in a row gave no finite loss, so the cause "
+                "is the model and not its data. Lower learning_rate, use bf16 instead of fp16, or resume from the "
+                "newest checkpoint"
             )
 
     def forget(self, step: int) -> None:
         """Forget what was recorded in ``step``, but keep non-finite rows set aside."""
-        second_try(self._to_host, READING)
+        second_try(self._to_host, READING_LOSSES)
         self._on_host = [seen.take((seen.steps != step) | seen.is_bad) for seen in self._on_host]
 
     def _release_current_series(self) -> None:
@@ -125,8 +125,8 @@ class SeenLosses:
 
     def drain(self) -> Losses:
         """Return all losses since the last call. For batches that ran again, only the last time counts."""
-        second_try(self._to_host, READING)
-        found = second_try(self._last_seen, READING)
+        second_try(self._to_host, READING_LOSSES)
+        found = second_try(self._last_seen, READING_LOSSES)
         self._on_host = []
         return found
 

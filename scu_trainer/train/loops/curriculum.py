@@ -132,7 +132,7 @@ class CurriculumLoop(Loop):
         self.counts, self.totals, self._totals_before = DeliveryCounts(), DeliveryCounts(), DeliveryCounts()
         self.notices, self.newest = [], None
         self.adjustments = 0  # how often rows were chosen again within this epoch
-        self.owes_row = False  # whether the last epoch was saved before its row of curriculum.json was written
+        self.has_unrecorded_epoch = False  # the last epoch was saved before its row of curriculum.json was written
         self._resumed_at: Optional[tuple[int, float]] = None
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
         self._make_row_weights()
@@ -183,12 +183,12 @@ class CurriculumLoop(Loop):
         """
         if self._resumed_at is not None:
             return self.length.first_step
-        return step - self.owes_row
+        return step - self.has_unrecorded_epoch
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.owes_row:
+        if self.has_unrecorded_epoch:
             self.end_epoch()
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
@@ -359,7 +359,7 @@ class CurriculumLoop(Loop):
             **self.sampler.report(),
         }
         self.record(self.newest)
-        self.totals, self.counts, self.owes_row = self.totals + self.counts, DeliveryCounts(), False
+        self.totals, self.counts, self.has_unrecorded_epoch = self.totals + self.counts, DeliveryCounts(), False
         if "noise_guard" in self.settings.methods and self.trainer.args.should_save:
             folder, trainer = run_folder(self.trainer), self.trainer
             suspects, difficulty = self.sampler.suspects(), self.sampler.difficulty
@@ -448,7 +448,7 @@ class CurriculumLoop(Loop):
         self.length.steps = state["steps"]
         self.length.tell(self.trainer.state)
         if steps_done >= state["steps"] or self.trainer.is_over:
-            self.owes_row = self.counts.rows > 0
+            self.has_unrecorded_epoch = self.counts.rows > 0
             return epoch + 1, 0
         recut = self.sampler.was_recut
         self._resumed_at = (epoch, state["progress"] if recut else state["progress_before"])

@@ -30,8 +30,8 @@ class RateSteps(Loop):
         """Return the schedule. Raises SettingsError if the length of an epoch is not known."""
         if steps_per_epoch is None:
             raise SettingsError(
-                "lr_step_size and lr_milestones count epochs, whose length is only known inside train(); let train() "
-                "create the schedule, or pass your own: optimizers=(optimizer, scheduler)"
+                "lr_step_size and lr_milestones count epochs, but their length is only known inside train(); let "
+                "train() create the schedule, or pass your own: optimizers=(optimizer, scheduler)"
             )
         return falling_in_steps(
             self.settings,

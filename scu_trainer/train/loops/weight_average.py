@@ -120,7 +120,7 @@ class WeightAverage(Loop):
         if not self.trainer.is_in_train or not self._count:
             yield
             return
-        doing = "a copy of the weights in training, beside which their average is evaluated,"
+        doing = "a copy of the training weights, needed while their average is evaluated,"
         weights = second_try(
             lambda: {name: tensor.clone() for name, tensor in self._averaged_tensors().items()}, doing, USE_LESS_MEMORY
         )
@@ -211,11 +211,11 @@ class ScheduleFreeWeights(Loop):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         optimizer = inner_optimizer(self.trainer.optimizer)
-        self._acts = is_of_schedule_free(type(optimizer))
+        self._acts = is_schedule_free_class(type(optimizer))
         if not self._acts:  # the user's create_optimizer made another one, or DeepSpeed has wrapped it
             inner = type(getattr(optimizer, "optimizer", None))
             require(
-                not (self.trainer.is_deepspeed_enabled and is_of_schedule_free(inner)),
+                not (self.trainer.is_deepspeed_enabled and is_schedule_free_class(inner)),
                 f"{inner.__name__} switches between two kinds of weights, but DeepSpeed gives it a copy of them that "
                 "evaluations and checkpoints do not see; use another optim, or train without DeepSpeed",
             )
@@ -234,7 +234,7 @@ class ScheduleFreeWeights(Loop):
     def _to_average(self) -> None:
         optimizer = inner_optimizer(self.trainer.optimizer)
         if any(holder["train_mode"] for holder in _modes(optimizer)):
-            doing = "a copy of the weights in training, beside which the averaged ones are used,"
+            doing = "a copy of the training weights, needed while the averaged ones are used,"
             self._training_weights = second_try(self._copy_weights, doing, USE_LESS_MEMORY_SCHEDULE_FREE)
         self._average_into_model(optimizer)
 
@@ -288,10 +288,10 @@ def own_schedule_free(trainer: Trainer) -> Optional[str]:
     Schedule-free optimizers that take a closure never switch, so they do not count.
     """
     kind = (trainer.optimizer_cls_and_kwargs or (None,))[0] if trainer.optimizer is None else type(trainer.optimizer)
-    return kind.__name__ if isinstance(kind, type) and is_of_schedule_free(kind) else None
+    return kind.__name__ if isinstance(kind, type) and is_schedule_free_class(kind) else None
 
 
-def is_of_schedule_free(kind: type) -> bool:
+def is_schedule_free_class(kind: type) -> bool:
     return comes_from(kind, "schedulefree") and hasattr(kind, "eval")
 
 

@@ -82,9 +82,9 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_pref
         if not same:
             return same, reason
         if (distance := _relative_distance(our_states, states)) > HIDDEN_ROUNDING * bound:
-            return False, f"the states before the output head differ from the model's own by {distance:.2g} of them"
+            return False, f"the states before the output head differ from the model's own by {distance:.2g} (relative)"
         if (distance := _relative_distance(our_gradient, gradient)) > GRADIENT_ROUNDING * bound:
-            return False, f"the gradient differs from the model's own by {distance:.2g} of it"
+            return False, f"the gradient differs from the model's own by {distance:.2g} (relative)"
         if _looks_past_borders(model, rows):
             return False, OWN_ATTENTION
         changed = _with_changed_first_row(two, alike)
@@ -207,7 +207,7 @@ def _compare_states(found: torch.Tensor, wanted: torch.Tensor) -> Found:
     distance = _relative_distance(found, wanted)
     return (
         distance <= LEAK,
-        None if distance <= LEAK else f"one row changes the states of the next by {distance:.2g} of them",
+        None if distance <= LEAK else f"one row changes the states of the next by {distance:.2g} (relative)",
     )
 
 

@@ -83,7 +83,7 @@ def low_rank_pairs(model: nn.Module, position: Mapping[int, int]) -> Iterator[tu
         trained = [weight for weight in (a, b) if id(weight) in position]
         if not trained or _magnitude(module, adapter) is not None:
             continue
-        other = "LoRA of which A or B is frozen" if len(trained) == 1 else _unsupported_kind(module, adapter)
+        other = "LoRA with A or B frozen" if len(trained) == 1 else _unsupported_kind(module, adapter)
         if other is not None:
             raise ControlError(
                 f"the effective update is measured for LoRA, DoRA and VeRA, and not for {other}; set scu_measure: "

@@ -318,9 +318,9 @@ class Retention(Loop):
         if not self.state.measurements or error <= budget / 2:
             return []
         return [
-            f"during training the loss on the text to be kept was known only to within {error:.4f} bits per token, and "
-            f"the budget is {budget:g}: the loop acted partly on noise. Measure more often (retain_frequency) or allow "
-            "a larger budget"
+            f"during training, the loss on the text to be preserved was known only to within {error:.4f} bits per "
+            f"token, and the budget is {budget:g}: the loop acted partly on noise. Measure more often "
+            "(retain_frequency) or allow a larger budget"
         ]
 
     @property

@@ -80,7 +80,7 @@ def _scale_to_budget(loop: Any, judged: Judged) -> float:
         update.set(1.0)
         judged.notices.append(
             f"more than the budget is lost, and the update is left whole: without it {tried[-1]['bits']:.4f} bits per "
-            "token would be lost, since training did not begin with the base of its adapter"
+            "token would be lost, because training did not begin with the base of its adapter"
         )
         return 1.0
     judged.figures |= _own_text_figures(loop, update, share, own_before)
@@ -99,7 +99,7 @@ def _load_scalable_update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
         if not is_adapter and loop.base is None:
             raise ModelError("the model that full tuning started from was not given")
         return second_try(
-            lambda: ScaledUpdate(model, _load_start_of_update(loop)), "the base, beside which the update is scaled,"
+            lambda: ScaledUpdate(model, _load_start_of_update(loop)), "the base, which is needed to scale the update,"
         )
     except (ModelError, OutOfMemory) as error:
         judged.notices.append(
@@ -155,7 +155,7 @@ def verdict_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         gain = "" if kept is None else f", {kept:.0%} of the gain on held-out text"
         lines.append(("update kept", f"{found['scale']:.1%}{gain}"))
     if found["replayed_rows"]:
-        lines.append(("replayed", f"{found['replayed_rows']:,} rows of {found['anchor']}, beside those of the data"))
+        lines.append(("replayed", f"{found['replayed_rows']:,} rows of {found['anchor']}, on top of the training data"))
     if found["overhead_fraction"] is not None:
         lines.append(("cost of measuring", f"{found['overhead_fraction']:.2%} of the training time"))
     return lines + [("note", text) for text in found["notices"]]

@@ -66,10 +66,10 @@ class DivergenceWatch:
     def _message(self) -> str:
         seen = self._state
         return (
-            f"training diverges: the loss as it is logged was {seen.best:.4g} on average at step {seen.best_step} and "
-            f"is {seen.mean:.4g} at step {seen.step}, since step {seen.above_since} above {seen.ceiling:.4g}; lower "
-            "learning_rate, lengthen warmup_steps or set max_grad_norm: 1. If you expect such a loss here, raise "
-            "divergence_factor"
+            f"training diverges: the logged loss was {seen.best:.4g} on average at step {seen.best_step}, is now "
+            f"{seen.mean:.4g} at step {seen.step}, and has been above {seen.ceiling:.4g} since step "
+            f"{seen.above_since}; lower learning_rate, lengthen warmup_steps or set max_grad_norm: 1. If you expect "
+            "such a loss here, raise divergence_factor"
         )
 
     def _checkpoint_hint(self) -> str:

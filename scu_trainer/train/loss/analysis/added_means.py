@@ -17,12 +17,12 @@ def batches_added(trainer: Trainer, num_items: Any) -> int:
 def in_words(trainer: Trainer, num_items: Any, ranks: int) -> str:
     """Return a warning about added means. ``ranks``: number of ranks with losses that are added up, too."""
     batches = batches_added(trainer, num_items)
-    larger = "gradient_accumulation_steps: 1 with a larger batch, whose memory micro-batches keep low,"
+    larger = "gradient_accumulation_steps: 1 with a larger batch (micro-batches keep its memory low)"
     instead = [larger] * (batches > 1) + ["average_tokens_across_devices: false"] * (ranks > 1)
     who = "this model" if trainer.compute_loss_func is None else "compute_loss_func"
     which = f"batches ({batches} on each rank)" if ranks > 1 else "accumulation batches"
     return (
         f"{who} ignores num_items_in_batch, so the stock loop adds up the mean losses of {batches * ranks} {which} "
         "instead of averaging them: gradient and logged loss are that many times as large, here too. "
-        f"{' and '.join(instead)} avoids it"
+        f"To avoid it, set {' and '.join(instead)}"
     )

@@ -61,8 +61,9 @@ class LossAnalysis:
     """Find out how the training loss combines rows, and check while training that this still holds.
 
     ``reduction``: how the loss adds up over rows; None until it is known, and then no batch may be split.
-    ``own_step``: what is known about a user's own ``training_step``. ``is_multiplied``: whether the loss is multiplied
-    by the number of ranks, as the stock compute_loss does if items are counted over all ranks, because DDP averages.
+    ``own_step``: what is known about a user's own ``training_step``. ``is_multiplied_by_ranks``: whether the loss
+    is multiplied by the number of ranks, as in the stock compute_loss if items are counted over all ranks, because DDP
+    averages.
     ``notices``: warnings that the loss is not what it seemed to be. ``audits``: number of passed audits. ``seconds``:
     host time spent on trials and audits.
     """
@@ -73,7 +74,7 @@ class LossAnalysis:
         self._found: Optional[Reduction] = None
         self._mixes_in_some_batches: Optional[str] = None
         self.notices: list[str] = []
-        self.is_multiplied = False
+        self.is_multiplied_by_ranks = False
         self.audits = 0
         self.last_good_step: Optional[int] = None
         self.largest_difference = self.seconds = 0.0
@@ -86,7 +87,7 @@ class LossAnalysis:
     @property
     def ranks_added(self) -> int:
         """How many ranks' losses are added up as parts of one mean."""
-        return self.trainer.accelerator.num_processes if self.is_multiplied else 1
+        return self.trainer.accelerator.num_processes if self.is_multiplied_by_ranks else 1
 
     @property
     def reduction(self) -> Optional[Reduction]:
@@ -268,7 +269,7 @@ class LossAnalysis:
         """Wrap ``size`` to note that compute_loss calls it, as the stock one does where it multiplies the loss."""
 
         def asked() -> int:
-            self.is_multiplied = True
+            self.is_multiplied_by_ranks = True
             return size()
 
         return asked
@@ -364,12 +365,12 @@ class LossAnalysis:
 
     def _stop_splitting(self, found: Audited) -> None:
         if found.of_value > tolerance_of(self.trainer):
-            parts = f"the sum over their micro-batches {found.parts:.6g}"
+            parts = f"but the sum over their micro-batches is {found.parts:.6g}"
             reason, of = f"the loss of {found.rows} rows together is {found.whole:.6g}, {parts}", found.of_value
         else:
             reason = f"the gradient of {found.rows} rows together is not that of their micro-batches"
             of = found.of_gradient
-        self._end_splitting(reason, f"{reason}, which differs by {of:.2g} of it")
+        self._end_splitting(reason, f"{reason}, a relative difference of {of:.2g}")
 
     def _warn_about_change(self, reason: str) -> None:
         since = "no step was split before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"

@@ -76,7 +76,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _describe(who: str, words: set[str]) -> str:
-    return f"{who} exchanges with the other ranks ({', '.join(sorted(words))})"
+    return f"{who} communicates with the other ranks ({', '.join(sorted(words))})"
 
 
 def _exchange_names(names: set[str]) -> set[str]:

@@ -20,7 +20,7 @@ METRICS = "torchmetrics"
 """Its modules keep sums over rows in attributes, which are the same however batches are split."""
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """A tensor that a module keeps. ``number``: of the root module (the model, or one held by its trainer)."""
 
     number: int
@@ -134,12 +134,14 @@ def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any], ask_one
     return next((f"the {'buffer' if key.is_buffer else 'attribute'} {key.name}" for key in moved), None)
 
 
-def _changed_keys(before: Mapping[Kept, torch.Tensor], after: Mapping[Kept, torch.Tensor]) -> list[Kept]:
+def _changed_keys(
+    before: Mapping[KeptTensor, torch.Tensor], after: Mapping[KeptTensor, torch.Tensor]
+) -> list[KeptTensor]:
     """Return the keys for which another tensor has other values."""
     return [key for key in before if key in after and not _is_equal(before[key], after[key])]
 
 
-def _buffers(model: nn.Module, owner: Any) -> dict[Kept, torch.Tensor]:
+def _buffers(model: nn.Module, owner: Any) -> dict[KeptTensor, torch.Tensor]:
     """Return the buffers of all modules, and tensors that user modules keep as attributes."""
     found = {}
     for number, one in enumerate(_root_modules(model, owner)):
@@ -148,7 +150,7 @@ def _buffers(model: nn.Module, owner: Any) -> dict[Kept, torch.Tensor]:
             kept = {} if is_metric or comes_from(type(module), *PUBLIC) else vars(module)
             for name, value in (*kept.items(), *module._buffers.items()):
                 if type(value) is torch.Tensor and not value.requires_grad and _has_values(value):
-                    found[Kept(number, f"{path}.{name}" if path else name, name in module._buffers)] = value
+                    found[KeptTensor(number, f"{path}.{name}" if path else name, name in module._buffers)] = value
     return found
 
 
