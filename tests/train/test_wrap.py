@@ -70,15 +70,15 @@ def that_writes(output, target):
 
 
 LOSSES = {
-    "module": (nn.CrossEntropyLoss(), "labels", "_unreduced"),
-    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), "labels", "_unreduced"),
-    "sum": (nn.CrossEntropyLoss(reduction="sum"), "sum", "_unreduced"),
-    "none": (nn.CrossEntropyLoss(reduction="none"), "rows", "_as_it_is"),
-    "function": (functional.cross_entropy, "labels", "_unreduced"),
-    "own function": (lambda o, y: functional.cross_entropy(o, y, label_smoothing=0.1), "labels", "_mapped"),
-    "own sum": (lambda o, y: functional.cross_entropy(o, y, reduction="sum"), "sum", "_mapped"),
-    "looks at numbers": (with_numbers, "labels", "_looped"),
-    "writes": (that_writes, "labels", "_mapped"),
+    "module": (nn.CrossEntropyLoss(), "labels", "_by_reduction_none"),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), "labels", "_by_reduction_none"),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), "sum", "_by_reduction_none"),
+    "none": (nn.CrossEntropyLoss(reduction="none"), "rows", "_directly"),
+    "function": (functional.cross_entropy, "labels", "_by_reduction_none"),
+    "own function": (lambda o, y: functional.cross_entropy(o, y, label_smoothing=0.1), "labels", "_by_vmap"),
+    "own sum": (lambda o, y: functional.cross_entropy(o, y, reduction="sum"), "sum", "_by_vmap"),
+    "looks at numbers": (with_numbers, "labels", "_by_loop"),
+    "writes": (that_writes, "labels", "_by_vmap"),
 }
 
 
@@ -316,7 +316,7 @@ def test_modules_with_several_outputs(tmp_path, kind):
     memory = MemorySettings(memory_control=True, max_batch_size=4)
     runs = [fit(wrap(Two(OUTPUTS[kind]), both), tmp_path, TRIPLES, memory=m) for m in (None, memory)]
     (trainer, whole), (_, chunked) = runs
-    assert trainer.model.row_loss._row_method.__name__ == "_mapped"
+    assert trainer.model.row_loss._row_method.__name__ == "_by_vmap"
     assert all(error_of(a, b) < 1e-5 for a, b in zip(chunked.weights, whole.weights, strict=True))
     predictions = trainer.predict(TRIPLES).predictions
     assert [part.shape for part in predictions] == [(ROWS, CLASSES)] * 2

@@ -108,9 +108,8 @@ class CurriculumLoop(Loop):
             return None
         self._check_settings()  # arguments, data and sampler may have changed since the trainer was created
         trainer, args, rows = self.trainer, self.trainer.args, self.trainer.train_dataset
-        may_skip_rows = not set(BY_LOSS).isdisjoint(
-            self.settings.methods
-        )  # a single row may be left for the last batch
+        # Methods that leave rows out may leave a single row for the last batch.
+        may_skip_rows = not set(BY_LOSS).isdisjoint(self.settings.methods)
         needs_two = may_skip_rows and any(map(is_batch_norm, trainer.model.modules()))
         self.sampler = CurriculumSampler(
             lengths_of(rows, args.length_column_name),
@@ -132,7 +131,7 @@ class CurriculumLoop(Loop):
         self.counts, self.totals, self._totals_before = DeliveryCounts(), DeliveryCounts(), DeliveryCounts()
         self.notices, self.newest = [], None
         self.adjustments = 0  # how often rows were chosen again within this epoch
-        self.has_unrecorded_epoch = False  # the last epoch was saved before its row of curriculum.json was written
+        self.has_unrecorded_epoch = False  # whether the last epoch was saved before its row was written
         self._resumed_at: Optional[tuple[int, float]] = None
         self._seen, self._deliveries = SeenLosses(), Deliveries(trainer.model)
         self._make_row_weights()

@@ -91,10 +91,8 @@ class Distillation(Loop):
             return task
         distance = distance_to(teacher_logits.to(logits.device), logits[learned], self.temperature) / divisor
         loss = (1 - self.weight) * task + self.weight * distance
-        self._last_losses = (
-            loss.detach().clone(),
-            task.detach(),
-        )  # a copy, because the stock Trainer scales loss in place
+        # A copy, because the stock Trainer scales the loss in place.
+        self._last_losses = loss.detach().clone(), task.detach()
         return loss
 
     def task_loss(self, loss: torch.Tensor) -> Optional[torch.Tensor]:

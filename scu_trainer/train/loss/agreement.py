@@ -39,20 +39,20 @@ HIDDEN_ROUNDING, GRADIENT_ROUNDING = 2.5, 20
 
 OWN_ATTENTION = "the model has its own attention code, which does not know where rows end"
 
-LEAK = 1e-4
+LEAK_TOLERANCE = 1e-4
 """Relative change of a row caused by another row that still counts as rounding, because both are computed alike."""
 
 
 def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
     """Check the loss without materialized logits on the first columns of the first row, with every token learned."""
-    model, short = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
-    if short is None:
+    model, short_row = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
+    if short_row is None:
         return False, "the batch has no input_ids of shape (rows, time) with labels to compare it on"
 
     def compare() -> Found:
         stock, ours = (
-            float(_loss(trainer, short, way))
-            for way in (contextlib.nullcontext(), headless(model, None, _ignore_losses))
+            float(_loss(trainer, short_row, context))
+            for context in (contextlib.nullcontext(), headless(model, None, _ignore_losses))
         )
         return _compare_losses(tolerance_of(trainer), stock, ours)
 
@@ -66,16 +66,16 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_pref
     first row does not change the second. ``shares_prefixes``: the rows begin with the same tokens, which are computed
     once. Then the model must not draw random numbers either, because each row should get its own.
     """
-    model, alike = trainer.model, FEWEST_TOKENS if shares_prefixes else 0
+    model, shared_tokens = trainer.model, FEWEST_TOKENS if shares_prefixes else 0
 
     def compare() -> Found:
-        two = type(inputs)(_two_rows(_shared_vocabulary(model), inputs["input_ids"].device, alike))
-        if shares_prefixes and _draws_random_numbers(trainer, two):
+        batch = type(inputs)(_two_rows(_shared_vocabulary(model), inputs["input_ids"].device, shared_tokens))
+        if shares_prefixes and _draws_random_numbers(trainer, batch):
             return False, "the model draws random numbers (dropout)"
-        rows = end_to_end(two, shares_prefixes=shares_prefixes)
-        stock, states, gradient = _loss_states_and_gradient(trainer, two, rows, contextlib.nullcontext())
+        rows = end_to_end(batch, shares_prefixes=shares_prefixes)
+        stock, states, gradient = _loss_states_and_gradient(trainer, batch, rows, contextlib.nullcontext())
         ours, our_states, our_gradient = _loss_states_and_gradient(
-            trainer, two, rows, opened(model, None, _ignore_losses, rows)
+            trainer, batch, rows, opened(model, None, _ignore_losses, rows)
         )
         bound = tolerance_of(trainer)
         same, reason = _compare_losses(bound, stock, ours)
@@ -87,7 +87,7 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_pref
             return False, f"the gradient differs from the model's own by {distance:.2g} (relative)"
         if _looks_past_borders(model, rows):
             return False, OWN_ATTENTION
-        changed = _with_changed_first_row(two, alike)
+        changed = _with_changed_first_row(batch, shared_tokens)
         _, other_states, _ = _loss_states_and_gradient(
             trainer, changed, rows, opened(model, None, _ignore_losses, rows)
         )
@@ -115,29 +115,29 @@ def follows_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
 
     Checked on the first columns of the first row, with every token learned.
     """
-    model, short = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
-    if short is None:
+    model, short_row = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
+    if short_row is None:
         return False
-    items = short["labels"].ne(NOT_LEARNED).sum()
+    items = short_row["labels"].ne(NOT_LEARNED).sum()
 
     def compare() -> Found:
-        weights = (short["labels"].new_full((1,), factor, dtype=torch.float32) for factor in (1, 2))
+        weights = (short_row["labels"].new_full((1,), factor, dtype=torch.float32) for factor in (1, 2))
         once, twice = (
-            float(_loss(trainer, short, opened(model, one, _ignore_losses), num_items=items)) for one in weights
+            float(_loss(trainer, short_row, opened(model, one, _ignore_losses), num_items=items)) for one in weights
         )
         return _compare_losses(tolerance_of(trainer), 2 * once, twice)
 
     return bool(_run_check(model, compare, "a short row")[0])
 
 
-Way = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
+MakeContext = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
 """(rows end to end, or None; a list) -> a context in which a forward appends the losses of its rows to the list."""
 
 
 def agrees_on_rows(
     model: torch.nn.Module,
     device: torch.device,
-    way: Way,
+    context: MakeContext,
     low_precision: bool,
     padding_free: bool,
     shares_prefixes: bool = False,
@@ -147,22 +147,22 @@ def agrees_on_rows(
     With ``padding_free``, the first row must not change the second. ``shares_prefixes``: the rows begin with the same
     tokens, which are computed once.
     """
-    alike = FEWEST_TOKENS if shares_prefixes else 0
+    shared_tokens = FEWEST_TOKENS if shares_prefixes else 0
 
     def losses_and_states(
         batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]
     ) -> tuple[list[float], list[torch.Tensor]]:
         seen: list[RowLosses] = []
-        with way(rows, seen), _record_output(inner_model(model).base_model) as states:
+        with context(rows, seen), _record_output(inner_model(model).base_model) as states:
             loss = model(**batch, use_cache=False).loss
         return [float(loss), *seen[-1].sums.tolist()], states
 
     def compare() -> Found:
-        two = _two_rows(_shared_vocabulary(model), device, alike)
-        rows = end_to_end(two, shares_prefixes=shares_prefixes) if padding_free else None
-        stock = model(**two, use_cache=False)
-        wanted = [float(stock.loss), *row_scores(stock.logits, two["labels"])[:, 0].tolist()]
-        losses, states = losses_and_states(two, rows)
+        batch = _two_rows(_shared_vocabulary(model), device, shared_tokens)
+        rows = end_to_end(batch, shares_prefixes=shares_prefixes) if padding_free else None
+        stock = model(**batch, use_cache=False)
+        wanted = [float(stock.loss), *row_scores(stock.logits, batch["labels"])[:, 0].tolist()]
+        losses, states = losses_and_states(batch, rows)
         for one, other in zip(wanted, losses, strict=True):
             same, reason = _compare_losses(tolerance(model, low_precision), one, other)
             if not same:
@@ -171,7 +171,7 @@ def agrees_on_rows(
             return True, None
         if _looks_past_borders(model, rows):
             return False, OWN_ATTENTION
-        _, others = losses_and_states(_with_changed_first_row(two, alike), rows)
+        _, others = losses_and_states(_with_changed_first_row(batch, shared_tokens), rows)
         return _compare_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].cpu().double() for kept in (others, states)))
 
     with torch.no_grad():
@@ -206,8 +206,8 @@ def _compare_states(found: torch.Tensor, wanted: torch.Tensor) -> Found:
     """Compare the states of the second row before and after the first row was changed."""
     distance = _relative_distance(found, wanted)
     return (
-        distance <= LEAK,
-        None if distance <= LEAK else f"one row changes the states of the next by {distance:.2g} (relative)",
+        distance <= LEAK_TOLERANCE,
+        None if distance <= LEAK_TOLERANCE else f"one row changes the states of the next by {distance:.2g} (relative)",
     )
 
 
@@ -219,22 +219,22 @@ def _relative_distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def _loss(
     trainer: Trainer,
     batch: Any,
-    way: contextlib.AbstractContextManager[None],
+    context: contextlib.AbstractContextManager[None],
     with_gradient: bool = False,
     num_items: Any = None,
 ) -> torch.Tensor:
-    with torch.set_grad_enabled(with_gradient), way, trainer.compute_loss_context_manager():
+    with torch.set_grad_enabled(with_gradient), context, trainer.compute_loss_context_manager():
         return trainer._stock_loss(trainer.model, type(batch)(batch), False, num_items)
 
 
 def _loss_states_and_gradient(
-    trainer: Trainer, batch: Any, rows: EndToEnd, way: contextlib.AbstractContextManager[None]
+    trainer: Trainer, batch: Any, rows: EndToEnd, context: contextlib.AbstractContextManager[None]
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
     """Return (loss, states (tokens, size) of the rows one after the other, gradient of some small weights)."""
     model = trainer.model
     few = [p for p in model.parameters() if p.requires_grad and p.numel() <= MOST_VALUES][:MOST_WEIGHTS]
     with _record_output(inner_model(model).base_model) as outputs:
-        loss = _loss(trainer, batch, way, with_gradient=bool(few))
+        loss = _loss(trainer, batch, context, with_gradient=bool(few))
     found = torch.autograd.grad(loss, few, allow_unused=True) if few else ()
     gradient = [torch.zeros(1, dtype=torch.float64), *(g.flatten().cpu().double() for g in found if g is not None)]
     states = outputs[0].detach().flatten(0, 1).cpu().double()
@@ -253,12 +253,12 @@ def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
     ids = inputs.get("input_ids")
     if not torch.is_tensor(ids) or ids.dim() != 2 or not has_time("labels", inputs.get("labels")):
         return None
-    short = {
+    short_row = {
         name: value[:1, :MOST_COLUMNS] for name, value in inputs.items() if name in PADDING and has_time(name, value)
     }
-    if "attention_mask" in short:
-        short["attention_mask"] = torch.ones_like(short["attention_mask"])
-    return type(inputs)({**short, "labels": short["input_ids"].clamp(max=words - 1)})
+    if "attention_mask" in short_row:
+        short_row["attention_mask"] = torch.ones_like(short_row["attention_mask"])
+    return type(inputs)({**short_row, "labels": short_row["input_ids"].clamp(max=words - 1)})
 
 
 def _shared_vocabulary(model: torch.nn.Module) -> int:
@@ -266,17 +266,17 @@ def _shared_vocabulary(model: torch.nn.Module) -> int:
     return min(head_of(model).out_features, len(model.get_input_embeddings().weight))
 
 
-def _two_rows(words: int, device: torch.device, alike: int) -> dict[str, torch.Tensor]:
-    """Return two rows of made-up tokens: the first ``alike`` tokens are the same, and the second row is padded."""
+def _two_rows(words: int, device: torch.device, shared_tokens: int) -> dict[str, torch.Tensor]:
+    """Return two rows of made-up tokens: the first ``shared_tokens`` are the same, and the second row is padded."""
     shape = len(LENGTHS), max(LENGTHS)
     ids = (torch.arange(shape[0] * shape[1]) * 7 + 1).reshape(shape) % words
-    ids[1, :alike] = ids[0, :alike]
+    ids[1, :shared_tokens] = ids[0, :shared_tokens]
     mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS).unsqueeze(1)).long()
     labels = ids.masked_fill(mask == 0, NOT_LEARNED)
     return placed({"input_ids": ids, "attention_mask": mask, "labels": labels}, device)
 
 
-def _with_changed_first_row(two: Mapping[str, torch.Tensor], alike: int) -> Any:
-    changed = type(two)({**two, "input_ids": two["input_ids"].clone()})
-    changed["input_ids"][0, alike:] = changed["input_ids"][0, alike:].flip(0)
+def _with_changed_first_row(batch: Mapping[str, torch.Tensor], shared_tokens: int) -> Any:
+    changed = type(batch)({**batch, "input_ids": batch["input_ids"].clone()})
+    changed["input_ids"][0, shared_tokens:] = changed["input_ids"][0, shared_tokens:].flip(0)
     return changed

@@ -115,6 +115,7 @@ class LossPath:
 
     @functools.cached_property
     def _max_row_tokens(self) -> Optional[int]:
+        """Rows that are longer than a sliding window cannot run end to end."""
         return sliding_window_of(self.trainer.model)
 
     def stay_padded(self, reason: Optional[str] = None) -> None:
@@ -168,6 +169,7 @@ class LossPath:
         return found
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
+        """Return the training loss of a batch, without rows of non-finite loss, and report the losses of its rows."""
         self.was_asked = True
         if not self._is_recording:
             return self._unrecorded_loss(model, inputs, num_items)
@@ -232,6 +234,7 @@ class LossPath:
     # -- losses that the model returns ---------------------------------------------------------------------------------
 
     def _loss_from_outputs(self, model, inputs, num_items, ids) -> Forward:
+        """Return the loss that the model computes itself, and its rows' losses as read from its outputs."""
         labels = inputs.get("labels")
         seen = LossCalls()
         with contextlib.nullcontext() if self._has_reading or self.trainer.args.torch_compile else seen:
@@ -240,10 +243,10 @@ class LossPath:
         if not self._has_reading:
             self.reading = self._find_reading(outputs, labels, loss, num_items, seen.calls)
             may_fit_by_chance = not seen.calls and self._may_fit_by_chance(labels, outputs)
-            tells, asks = self._combine_over_ranks(bool(torch.isfinite(loss)), may_fit_by_chance)
-            if tells:  # otherwise this batch only shows which of its rows must be set aside
+            shows_reading, needs_check = self._combine_over_ranks(bool(torch.isfinite(loss)), may_fit_by_chance)
+            if shows_reading:  # otherwise this batch only shows which of its rows must be set aside
                 # If one rank asks, all ranks do, including those that learn nothing from their own batch.
-                fits = not asks or self._fits_other_labels(inputs, outputs, num_items)
+                fits = not needs_check or self._fits_other_labels(inputs, outputs, num_items)
                 if may_fit_by_chance and not fits:
                     self.reading = replace(self.reading, exact=False)
                 if self.reading is not None and loss.requires_grad:
@@ -280,17 +283,18 @@ class LossPath:
             return False
         return torch.is_tensor(labels) and not labels.is_floating_point() and logits_of(outputs) is not None
 
-    def _combine_over_ranks(self, tells: bool, asks: bool) -> tuple[bool, bool]:
+    def _combine_over_ranks(self, shows_reading: bool, needs_check: bool) -> tuple[bool, bool]:
         """Combine over ranks whether the first batch shows the reading and whether to check it with other labels.
 
-        Only where a forward pass needs all ranks; otherwise the arguments are returned unchanged.
+        Only if a forward pass needs all ranks; otherwise the arguments are returned unchanged.
         """
         if not needs_all_ranks(self.trainer):
-            return tells, asks
-        found = gather_object([(tells, asks)])
-        return all(told for told, _ in found), any(asked for _, asked in found)
+            return shows_reading, needs_check
+        found = gather_object([(shows_reading, needs_check)])
+        return all(shown for shown, _ in found), any(needed for _, needed in found)
 
     def _fits_other_labels(self, inputs, outputs, num_items) -> bool:
+        """Return whether the reading also explains the loss when the labels are replaced by others."""
         labels, logits, changed = inputs.get("labels"), logits_of(outputs), {}
         if self._may_fit_by_chance(labels, outputs):
             changed = {"labels": with_labels_of_others(labels, logits.size(-1))}

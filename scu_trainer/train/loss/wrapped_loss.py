@@ -45,7 +45,7 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 logger = logging.getLogger("scu_trainer")
 
-MOST_QUESTIONS = 5
+MOST_SINGLE_CLASS_STEPS = 5
 """Steps with a single class that are skipped in the hope that another class follows."""
 
 MOST_CHECKS = 200
@@ -84,9 +84,9 @@ class RowLoss(nn.Module):
         self.loss = loss
         self._findings = _LossFindings()
         self.seen: set[int] = set()
-        self._asked = 0
+        self._steps_seen = 0
         self.asks_alone = True
-        self._row_method: Callable[[Any, torch.Tensor], torch.Tensor] = self._looped
+        self._row_method: Callable[[Any, torch.Tensor], torch.Tensor] = self._by_loop
 
     @property
     def kind(self) -> Optional[str]:
@@ -138,7 +138,7 @@ class RowLoss(nn.Module):
     @property
     def is_settled(self) -> bool:
         """Whether no further step can show anything new."""
-        if self.kind not in (None, "labels", "rows") or self._row_method == self._as_it_is:
+        if self.kind not in (None, "labels", "rows") or self._row_method == self._directly:
             return True
         is_conclusive = self._findings.known or is_known(self.loss) or self._findings.checks >= MOST_CHECKS
         return self.kind is not None and is_conclusive
@@ -147,7 +147,7 @@ class RowLoss(nn.Module):
         """Return whether a step with these ``targets`` may show something new about the loss."""
         if self.kind is None or self.is_settled:
             return self.kind is None
-        return any(are_classes(some) and not self.seen.issuperset(some.unique().tolist()) for some in targets)
+        return any(are_classes(target) and not self.seen.issuperset(target.unique().tolist()) for target in targets)
 
     @torch.no_grad()
     def ask(self, outputs: Any, targets: torch.Tensor) -> None:
@@ -156,7 +156,7 @@ class RowLoss(nn.Module):
         ``outputs``: None if they do not have one entry per row. Raises ModelError if new classes show that the loss
         weights classes, so that the rows trained so far were weighted wrongly.
         """
-        self._asked += 1
+        self._steps_seen += 1
         if outputs is None:
             self._fall_back_to_whole(NO_ROWS)
             return
@@ -165,18 +165,19 @@ class RowLoss(nn.Module):
         with LossCalls() as seen, _explain_class_errors(few_outputs, few_targets):
             whole = self._call_loss(copied(few_outputs), few_targets)
         if whole.numel() > 1:
-            self._findings, self._row_method = _LossFindings("rows"), self._as_it_is
+            self._findings, self._row_method = _LossFindings("rows"), self._directly
             return
         divisor = divisor_of(seen.calls, {TARGET: few_targets}, len(few_targets))
-        stated = divisor and divisor.targets
-        if self.kind is None and stated is not None and stated.kind == "targets":
-            self._findings.targets = stated  # a class may have weight 0: the mean over only its rows is undefined
+        declared_targets = divisor and divisor.targets
+        if self.kind is None and declared_targets is not None and declared_targets.kind == "targets":
+            # A class may have weight 0, and then the mean over only its rows is undefined.
+            self._findings.targets = declared_targets
         row_losses = torch.stack(
             [self._loss_of_row(copied(few_outputs), few_targets, row) for row in range(len(rows))]
         ).float()
         is_finite = bool(torch.isfinite(row_losses).all() & torch.isfinite(whole).all())
         if is_finite and (bool(row_losses.any()) or bool(whole.any())):
-            self._decide(few_outputs, few_targets, whole, row_losses, stated)
+            self._decide(few_outputs, few_targets, whole, row_losses, declared_targets)
 
     def _decide(
         self,
@@ -184,48 +185,50 @@ class RowLoss(nn.Module):
         few_targets: torch.Tensor,
         whole: torch.Tensor,
         row_losses: torch.Tensor,
-        stated: Optional[Targets],
+        declared_targets: Optional[Targets],
     ) -> None:
         """Set ``kind`` and the method for the rows' losses.
 
-        ``whole``: the loss of all ``few`` rows. ``alone``: (rows,), the loss of each. ``stated``: what a public loss
-        function that was called says about its class weights.
+        ``whole``: the loss of all these rows. ``row_losses``: (rows,), the loss of each. ``declared_targets``: how a
+        public loss function that was called counts and weights its targets.
         """
         tolerance = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
         if self.kind is not None:
             self._check_new_classes(few_outputs, few_targets)
             return
-        is_known_way = is_known(self.loss) or stated is not None
+        is_public = is_known(self.loss) or declared_targets is not None
         kind = (
-            self._match_kind(few_outputs, few_targets, stated, tolerance)
+            self._match_kind(few_outputs, few_targets, declared_targets, tolerance)
             if len(few_targets) > 1
-            else self._kind_from_single_row(stated)
+            else self._kind_from_single_row(declared_targets)
         )
         if len(few_targets) > 1 and kind is None:
             self._fall_back_to_whole("the loss of several rows is neither the mean nor the sum of their losses")
             return
-        has_one_class = kind == "labels" and len(few_targets.unique()) == 1 and not is_known_way
-        if kind is None or (has_one_class and self._asked < MOST_QUESTIONS):
+        has_one_class = kind == "labels" and len(few_targets.unique()) == 1 and not is_public
+        if kind is None or (has_one_class and self._steps_seen < MOST_SINGLE_CLASS_STEPS):
             return  # class weights only show between different classes
-        self._findings = _LossFindings(kind, stated if kind == "targets" else None, stated is not None)
+        self._findings = _LossFindings(
+            kind, declared_targets if kind == "targets" else None, declared_targets is not None
+        )
         self._remember_classes(few_targets)
-        methods = [self._mapped, self._looped]
+        methods = [self._by_vmap, self._by_loop]
         if self._without_reduction() is not None:
-            methods.insert(0, self._unreduced)
+            methods.insert(0, self._by_reduction_none)
         self._row_method = next(
             method for method in methods if self._agrees(method, few_outputs, few_targets, row_losses, tolerance)
         )
         self._findings.is_plain = kind != "targets" and _is_plain(few_outputs, few_targets, row_losses, tolerance)
 
     def _match_kind(
-        self, few_outputs: Any, few_targets: torch.Tensor, stated: Optional[Targets], tolerance: float
+        self, few_outputs: Any, few_targets: torch.Tensor, declared_targets: Optional[Targets], tolerance: float
     ) -> Optional[str]:
         """Return the first kind that explains the loss of all rows, in value and gradient; None if none does."""
         observed = self._observe(few_outputs, few_targets)
         kinds = ["labels", "rows", "sum"] if few_targets.dtype in LABELS else ["rows", "sum"]
-        if stated is not None and stated.kind == "targets":
+        if declared_targets is not None and declared_targets.kind == "targets":
             kinds.insert(0, "targets")
-        return next((kind for kind in kinds if observed.error(kind, stated) <= tolerance), None)
+        return next((kind for kind in kinds if observed.error(kind, declared_targets) <= tolerance), None)
 
     def _observe(self, few_outputs: Any, few_targets: torch.Tensor) -> Observation:
         """Return the loss of all rows and of each row, with gradients with respect to the outputs."""
@@ -246,17 +249,18 @@ class RowLoss(nn.Module):
             ]
         return Observation({TARGET: few_targets}, len(few_targets), whole, parts)
 
-    def _kind_from_single_row(self, stated: Optional[Targets]) -> Optional[str]:
+    def _kind_from_single_row(self, declared_targets: Optional[Targets]) -> Optional[str]:
         """Return the kind that a single row shows, because a single row is both its own mean and its own sum."""
-        if stated is not None:
-            return stated.kind
+        if declared_targets is not None:
+            return declared_targets.kind
         if _declared_option(self.loss, "reduction") == "sum":
             return "sum"
-        if self._asked == MOST_QUESTIONS and not is_known(self.loss):
+        if self._steps_seen == MOST_SINGLE_CLASS_STEPS and not is_known(self.loss):
             logger.warning("steps of a single row do not show how the loss combines rows: it is assumed to be a mean")
         return None
 
     def _check_new_classes(self, few_outputs: Any, few_targets: torch.Tensor) -> None:
+        """Raise ModelError if the loss weights the new classes differently from those seen before."""
         self._findings.checks += 1
         new = ", ".join(str(label) for label in sorted(set(few_targets.tolist()) - self.seen)[:3])
         if len(few_targets) > 1 and self._observe(few_outputs, few_targets).error(self.kind) > ROUGH:
@@ -277,6 +281,7 @@ class RowLoss(nn.Module):
         logger.warning("batches run whole, and the losses of single rows are unknown: %s", reason)
 
     def _call_loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the user's loss: a single number, or one entry per row. Raises ModelError for anything else."""
         value = self.loss(outputs, targets)
         if not torch.is_tensor(value):
             raise ModelError(
@@ -298,12 +303,12 @@ class RowLoss(nn.Module):
             0.0,
         )[0]
 
-    # -- methods that give the losses of all rows, each the mean over what counts in the row ---------------------------
+    # -- methods that return the losses of all rows, each the mean over what counts in the row -------------------------
 
     def _agrees(
         self, method: Callable, outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tolerance: float
     ) -> bool:
-        if method == self._looped:
+        if method == self._by_loop:
             return True
         try:
             found = method(copied(outputs), targets)
@@ -314,6 +319,7 @@ class RowLoss(nn.Module):
         )
 
     def _without_reduction(self) -> Optional[Callable[[Any, Any], torch.Tensor]]:
+        """Return the loss with ``reduction="none"``; None if it has no such option."""
         loss = self.loss
         if isinstance(loss, nn.Module):
             if getattr(loss, "reduction", None) not in ("mean", "sum"):
@@ -327,7 +333,8 @@ class RowLoss(nn.Module):
             takes = False
         return functools.partial(loss, reduction="none") if takes else None
 
-    def _unreduced(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def _by_reduction_none(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Call the loss once with ``reduction="none"``."""
         elements = self._without_reduction()(outputs, targets).reshape(len(targets), -1)
         if self.kind == "sum":
             return elements.sum(dim=1)
@@ -336,17 +343,18 @@ class RowLoss(nn.Module):
         counts = self._counts(targets)
         return elements.sum(dim=1) / torch.where(counts > 0, counts, 1.0)
 
-    def _as_it_is(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def _directly(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Call a loss that returns one entry per row anyway."""
         return self._call_loss(outputs, targets).reshape(len(targets), -1).mean(dim=1)
 
-    def _mapped(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def _by_vmap(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         def loss_of_row(output: Any, target: torch.Tensor) -> torch.Tensor:
             outputs = recursively_apply(lambda tensor: tensor.unsqueeze(0), output)
             return self.loss(outputs, target.unsqueeze(0)).reshape(())
 
         return torch.vmap(loss_of_row)(outputs, self._with_counted_class(targets))
 
-    def _looped(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def _by_loop(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._loss_of_row(outputs, targets, row) for row in range(len(targets))])
 
     def _row_sums_and_counts(self, outputs: Any, targets: torch.Tensor) -> Rows:

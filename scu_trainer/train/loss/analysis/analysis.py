@@ -44,7 +44,7 @@ SHARDED = (
     "(block_size), use more ranks, or offload weights to the CPU. The failed allocation said:"
 )
 
-MOST_QUESTIONS = 5
+MOST_TRIALS = 5
 """Maximum number of windows with trials about padding, or with trials that show nothing. If no trial showed anything at
 all, trials are repeated in the windows 8, 16, 32, ..."""
 
@@ -160,6 +160,7 @@ class LossAnalysis:
         return is_new
 
     def _run_trial(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
+        """Run a trial with rows of ``batches`` if there are suitable ones. Returns whether it showed anything."""
         keys, classes = _keys(batches), self._new_classes(batches)
         known, to_ask = self._by_keys.get(keys), rows_to_ask(batches, self._seen)
         can_tell = to_ask is not None  # otherwise, as with single rows, the model is not called
@@ -202,7 +203,7 @@ class LossAnalysis:
         """Return whether inputs, padding or classes are new, or rows differ in a way that tells kinds apart."""
         known = self._by_keys.get(_keys(batches))
         if known is None and not self._by_keys:  # trials take about ten short forwards: not in every step
-            return self._trials < MOST_QUESTIONS or self._reads.bit_count() == 1  # a power of two
+            return self._trials < MOST_TRIALS or self._reads.bit_count() == 1  # a power of two
         if known is None:  # if batches are never split any more, other inputs need no trial
             return any(one.is_exact for one in self._by_keys.values())
         if not known.is_exact:
@@ -223,7 +224,8 @@ class LossAnalysis:
         return not self._seen.issuperset(torch.cat(labels).unique().tolist())
 
     def _limit_padding_trials(self, found: Optional[Reduction]) -> Optional[Reduction]:
-        if self._trials < MOST_QUESTIONS or found is None or found.trims is not None:
+        """After too many trials without a padded row, conclude that padding must stay."""
+        if self._trials < MOST_TRIALS or found is None or found.trims is not None:
             return found
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
@@ -364,6 +366,7 @@ class LossAnalysis:
         return self.trainer.state.global_step + 1
 
     def _stop_splitting(self, found: Audited) -> None:
+        """Stop splitting batches because an audit failed."""
         if found.of_value > tolerance_of(self.trainer):
             parts = f"but the sum over their micro-batches is {found.parts:.6g}"
             reason, of = f"the loss of {found.rows} rows together is {found.whole:.6g}, {parts}", found.of_value

@@ -34,7 +34,7 @@ from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
 
 logger = logging.getLogger("scu_trainer")
 
-LOOKS = 3
+MOST_SEARCHES = 3
 """Number of windows with split batches in which counters are searched; walking through attributes takes time."""
 
 Counts = dict[tuple[str, str], int]
@@ -171,7 +171,9 @@ class _Watch:
         return found
 
     def wrap_prepare_inputs(self, prepare):
-        def prepared(inputs):
+        """Wrap ``_prepare_inputs`` to follow the batch to its copy on the device."""
+
+        def prepare_and_record(inputs):
             self._look_for_draws()
             is_given = self._expected_inputs == _tensor_versions(inputs)
             found = prepare(inputs)
@@ -180,10 +182,12 @@ class _Watch:
                 self._expected_inputs = _tensor_versions(found)
             return found
 
-        return prepared
+        return prepare_and_record
 
     def wrap_compute_loss(self, compute_loss):
-        def asked(model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Wrap ``compute_loss`` to record what it is called with."""
+
+        def recorded(model, inputs, return_outputs=False, num_items_in_batch=None):
             self._look_for_draws()
             self._random = None
             seen = _tensor_versions(inputs)
@@ -192,17 +196,21 @@ class _Watch:
             self._loss_calls.append((seen, num_items_in_batch, loss.grad_fn))
             return found
 
-        return Measured(compute_loss, asked)
+        return Measured(compute_loss, recorded)
 
     def wrap_backward(self, backward):
-        def back(loss, **kwargs):
+        """Wrap ``backward`` to record which loss it is called with, and what it changes."""
+
+        def watched_backward(loss, **kwargs):
             before, clears = self._state(), self._clears
-            is_asked = all(self._is_scaled_as_stock(loss.grad_fn, asked) for _, _, asked in self._loss_calls)
+            is_recorded_loss = all(
+                self._is_scaled_as_stock(loss.grad_fn, recorded) for _, _, recorded in self._loss_calls
+            )
             backward(loss, **kwargs)
             self._clears = clears  # DeepSpeed's engine steps during backward and then clears gradients
-            self._backwards.append((is_asked, before, self._state()))
+            self._backwards.append((is_recorded_loss, before, self._state()))
 
-        return back
+        return watched_backward
 
     @contextlib.contextmanager
     def watch_zero_grad(self) -> Iterator[None]:
@@ -217,11 +225,11 @@ class _Watch:
 
     def _wrap_zero_grad(self, zero_grad):
         @functools.wraps(zero_grad)  # accelerate inspects its arguments
-        def cleared(*given, **named):
+        def zero_grad_and_record(*given, **named):
             self._clears = True
             return zero_grad(*given, **named)
 
-        return cleared
+        return zero_grad_and_record
 
     def _look_for_draws(self) -> None:
         """Detect random numbers drawn before the loss, which are drawn once per batch; later draws are per row."""
@@ -229,14 +237,15 @@ class _Watch:
             self._draws |= self._random != _random_states(self._trainer.model)
 
     def deviation(self) -> Optional[str]:
+        """Return how the step differs from the stock one, as the end of a sentence; None if it does not."""
         if len(self._loss_calls) != 1 or len(self._backwards) != 1:
             return f"runs compute_loss {len(self._loss_calls)} × and backward {len(self._backwards)} ×"
-        (seen, num_items, _), (is_asked, before, after) = self._loss_calls[0], self._backwards[0]
+        (seen, num_items, _), (is_recorded_loss, before, after) = self._loss_calls[0], self._backwards[0]
         if seen != self._expected_inputs:
             return "changes the batch before its loss is computed"
         if num_items is not self._num_items:
             return "does not pass num_items_in_batch to compute_loss"
-        if not is_asked:
+        if not is_recorded_loss:
             return "runs backward on another loss than that of compute_loss"
         if self._clears or before != self._initial_state or after != self._state():
             return "changes weights or gradients outside the backward pass of its loss"
@@ -257,7 +266,7 @@ class CallCounters:
 
     def __init__(self, holders: Collection[Any]) -> None:
         self._holders = [one for one in holders if _user_class_name(one)]
-        self._left = LOOKS
+        self._left = MOST_SEARCHES
 
     def counts(self) -> Counts:
         """Return all whole numbers as they are now; empty when the search is over."""

@@ -38,7 +38,7 @@ from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, retry_unchanged
 
-FOLLOWS = 0.75
+HALVED = 0.75
 """Given twice the item count, a loss divided by it halves, or nearly so if one of its terms is not divided by it."""
 
 
@@ -99,6 +99,7 @@ def _try_beginnings(trial: _Trial) -> Optional[Reduction]:
 
 
 def _try_rows(trial: _Trial) -> Optional[Reduction]:
+    """Try the whole rows, first without their padding; a single row if several cannot be run together."""
     reasons, takes_few = [], True
     for trim in (True, False):
         try:
@@ -118,6 +119,7 @@ def _try_rows(trial: _Trial) -> Optional[Reduction]:
 
 
 def _try_as_many_as_fit(trial: _Trial, trim: bool) -> Optional[Reduction]:
+    """Try all rows of the trial, or only two if more do not fit in memory."""
     if len(trial.rows) < 3:
         return _reduction_with_retry(trial, trim)
     with CatchOutOfMemory():
@@ -133,6 +135,8 @@ def _reduction_with_retry(trial: _Trial, trim: bool) -> Optional[Reduction]:
 
 @dataclass
 class _Trial:
+    """The rows of one trial, and what is known about the loss beforehand. Fields as in ``analyze``."""
+
     meter: Meter
     tolerance: float
     batches: Sequence[Batch]
@@ -143,12 +147,13 @@ class _Trial:
     owner: Any = None
 
     def reduction(self, trim: bool) -> Optional[Reduction]:
+        """Measure the rows together and one by one, and return how the loss combines them. ``trim``: cut padding."""
         meter, rows = self.meter, len(self.rows)
         together = in_order(self.batches, self.rows, self.pad_token_id, trim)
         other = with_other_labels(together, rows)
         strongest = together if other is None else other
         whole, calls = meter.first(strongest, gradient=not self.is_public)
-        known, follows = (
+        known, relative_loss = (
             self._known_divisor(strongest, float(whole[0]), calls),
             self._effect_of_items(strongest, float(whole[0])),
         )
@@ -156,10 +161,10 @@ class _Trial:
         if gradient and self.is_public:
             whole = meter.measure(strongest)
         observations = [self._observe(strongest, whole, gradient)]
-        reduction = self._reduction_from(observations, known, follows)
+        reduction = self._reduction_from(observations, known, relative_loss)
         if other is not None and reduction is not None and reduction.known is None:
             observations.insert(0, self._observe(together, meter.measure(together, gradient=False), gradient=False))
-            reduction = self._reduction_from(observations, known, follows)
+            reduction = self._reduction_from(observations, known, relative_loss)
         if reduction is None:
             return None
         if reduction.is_exact and not self.is_public:
@@ -176,11 +181,12 @@ class _Trial:
         return replace(reduction, trims=trims, reads_padding=reads_padding, left_out_by=left_out)
 
     def _reduction_from(
-        self, observations: list[Optional[Observation]], known: Optional[Divisor], follows: Optional[float]
+        self, observations: list[Optional[Observation]], known: Optional[Divisor], relative_loss: Optional[float]
     ) -> Optional[Reduction]:
+        """Return the reduction that explains all observations; None if they do not show it."""
         if any(one is None for one in observations):
             return None
-        errors = self._errors(observations, known, follows)
+        errors = self._errors(observations, known, relative_loss)
         kind, tied = self._decide(errors, observations, known)
         if kind is None:
             return None
@@ -209,11 +215,11 @@ class _Trial:
         return pick(inputs, torch.tensor([row]), len(self.rows))
 
     def _errors(
-        self, observations: Sequence[Observation], known: Optional[Divisor], follows: Optional[float]
+        self, observations: Sequence[Observation], known: Optional[Divisor], relative_loss: Optional[float]
     ) -> dict[str, float]:
         """Return, for each kind, how far the whole is from what the kind predicts."""
-        if follows is not None and follows < FOLLOWS:
-            honoured = 0.0 if abs(2 * follows - 1) <= self.tolerance else math.inf
+        if relative_loss is not None and relative_loss < HALVED:
+            honoured = 0.0 if abs(2 * relative_loss - 1) <= self.tolerance else math.inf
             return {"num_items": max(honoured, *(one.error("num_items") for one in observations))}
         targets = known and known.targets
         kinds = _kinds(observations[0].inputs, self.shifts, targets)
@@ -283,8 +289,8 @@ class _Trial:
         try:
             one = self._first_row()
             loss, calls = self.meter.first(one, gradient=False)
-            follows = self._effect_of_items(one, float(loss))
-            if follows is not None and follows < FOLLOWS:
+            relative_loss = self._effect_of_items(one, float(loss))
+            if relative_loss is not None and relative_loss < HALVED:
                 kind, known = "num_items", replace(self, rows=self.rows[:1])._known_divisor(one, float(loss), calls)
                 name = known.name if known and known.kind == "sum" else None
         except Exception as error:  # if training fails in the same way, it will report why
