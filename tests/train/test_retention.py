@@ -477,7 +477,7 @@ def test_which_actuator_is_used_and_why():
     assert chosen(100, 900) == (True, "100 rows to train on, 1.0 passes over them at a share of 10%")
     assert chosen(100, 9000) == (False, "100 rows to train on, 10.0 passes over them at a share of 10% are more than 4")
     assert chosen(100, 9000, retain_actuator="replay")[0]
-    assert chosen(100, 900, retain_actuator="lambda") == (False, "as asked for")
+    assert chosen(100, 900, retain_actuator="lambda") == (False, "as requested")
     assert chosen(0, 900) == (False, "no rows are left to train on")
     for rows, planned, has_lambda, settings in (
         (100, 9000, False, {}),

@@ -141,6 +141,7 @@ def _make_regularization(trainer: Trainer, settings: RegularizationSettings, tok
 
 
 def _make_efficiency_loops(trainer: Trainer, settings: EfficiencySettings) -> list[Loop]:
+    """Apply the efficiency settings to the trainer, and return the loops that they need."""
     if settings.channels_last and not apply_channels_last(trainer.model):
         logger.warning("channels_last has no effect: the model has no convolution over images")
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark or torch.backends.cudnn.benchmark

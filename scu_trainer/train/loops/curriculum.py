@@ -140,6 +140,7 @@ class CurriculumLoop(Loop):
         return self._stock_loader(rows)
 
     def _stock_loader(self, rows: Any) -> torch.utils.data.DataLoader:
+        """Return the Trainer's own data loader with this curriculum as its sampler, over numbered rows."""
         trainer = self.trainer
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
@@ -257,6 +258,7 @@ class CurriculumLoop(Loop):
             logger.warning(note)
 
     def _update_memory_costs(self) -> None:
+        """Tell the sampler how much memory is free and how much each row takes, the same on all ranks."""
         if not self._tracks_difficulty or self._micro_batches is None:
             return
         loop, lengths = self._micro_batches.loop, self.sampler.lengths

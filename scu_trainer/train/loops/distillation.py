@@ -96,6 +96,7 @@ class Distillation(Loop):
         return loss
 
     def task_loss(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
+        """Return the task's part of ``loss``, scaled as the Trainer scaled the whole; None if no teacher took part."""
         if self._last_losses is None:
             return None
         whole, task = self._last_losses
@@ -165,6 +166,7 @@ def distance_to(teacher: torch.Tensor, student: torch.Tensor, temperature: float
 
 
 def _require_plain_loss(trainer: Trainer) -> None:
+    """Raise ControlError if the loss of the model or trainer is not the plain cross-entropy."""
     model = inner_model(trainer.model)
     kind = getattr(model, "loss_type", None)
     config = getattr(model, "config", None)

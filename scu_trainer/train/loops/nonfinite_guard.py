@@ -158,12 +158,14 @@ class NonFiniteGuard(Loop):
         self._disabled_step.close()
 
     def _disable_optimizer_step(self, fault: str) -> None:
+        """Let the optimizer's next step do nothing except update the loss scaler."""
         optimizer, scaler = self.trainer.optimizer, self.trainer.accelerator.scaler
         if self.trainer.is_deepspeed_enabled:  # DeepSpeed's engine has skipped it itself
             return
 
         def skip_step(closure: Any = None) -> None:
-            if scaler is not None and scaler.is_enabled():  # ROWS has no gradients, so the scaler found no scale
+            # The scaler has unscaled the gradients; a step without rows had none, so its scale must stay the same.
+            if scaler is not None and scaler.is_enabled():
                 scaler.update(scaler.get_scale() if fault == ROWS else None)
 
         self._disabled_step.enter_context(replaced(optimizer, "step", skip_step))
@@ -183,6 +185,7 @@ class NonFiniteGuard(Loop):
         return self.trainer.loss_path is not None and self.trainer.loss_path.rows is not None
 
     def _find_fault(self, norm: Any) -> Optional[str]:
+        """Return what is wrong with the step (LOSS, GRADIENT, ROWS or SPIKE); None if nothing is."""
         check = functools.partial(self._check_over_ranks, self._gradient_norm(norm))
         bad_loss, bad_gradient, has_learned, *numbers = second_try(
             check, "checking whether loss and gradient are finite"
@@ -241,6 +244,7 @@ class NonFiniteGuard(Loop):
     # -- a bad step ----------------------------------------------------------------------------------------------------
 
     def _skip(self, fault: str) -> None:
+        """Undo and skip the step, report why, and end the run if too many steps in a row were skipped."""
         self._is_skipping = True
         self._undo_step()
         finding = self._find_source(fault)

@@ -157,6 +157,7 @@ class RegularizationLoop(Loop):
     # -- a decision ----------------------------------------------------------------------------------------------------
 
     def _record_decision(self, row: dict[str, Any], step: int, control) -> None:
+        """Write the row of a decision and its notices, and stop the run if it should stop at the target."""
         if self.history is not None and not self._is_described:
             self._write_config()
             self._is_described = True
@@ -289,6 +290,7 @@ def _measured_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tracking(regularizer: Regularizer, rows: list[dict[str, Any]], target: Optional[float]) -> dict[str, Any]:
+    """Return the verdict on how S was controlled, with tracking figures if it was."""
     if not regularizer.steers:
         return {"verdict": MEASURED}
     if regularizer.settings.law in ACT_BY_LAMBDA:

@@ -142,6 +142,7 @@ class Throughput(Loop):
         }
 
     def _rates(self, interval: Work) -> dict[str, Optional[float]]:
+        """Return the rates of an interval, named as in ``RATES``; None for those that are unknown."""
         if not interval.seconds:
             return dict.fromkeys(RATES)
         seconds, ranks = interval.seconds, self.trainer.accelerator.num_processes

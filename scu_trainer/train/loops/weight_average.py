@@ -326,6 +326,7 @@ def check_schedule_free(
 
 
 def check_own_schedule_free(optim: str, steers: bool, averages: bool) -> None:
+    """Raise SettingsError if other code changes or averages the weights of a schedule-free optimizer."""
     require(
         not steers,
         f"the regularization loop changes the weights of the training step, but {optim} switches to others "
@@ -333,17 +334,18 @@ def check_own_schedule_free(optim: str, steers: bool, averages: bool) -> None:
     )
     require(
         not averages,
-        f"{optim} already averages the weights, and ema_decay would average those before averaging; drop ema_decay",
+        f"{optim} already averages the weights, but ema_decay would average the weights before that; drop ema_decay",
     )
 
 
 def _check_schedule(training: TrainingArguments, efficiency: Optional[EfficiencySettings]) -> None:
+    """Raise SettingsError for a learning rate schedule or warm-up that a schedule-free optimizer cannot use."""
     optim, kind = plain(training.optim), plain(training.lr_scheduler_type)
     steps = efficiency is not None and efficiency.has_lr_steps
     require(
         kind == "constant" and not steps,
         f"optim: {optim} replaces the schedule, but lr_scheduler_type is {kind}"
-        f"{' with steps of the rate' if steps else ''}; set only lr_scheduler_type: constant",
+        f"{' with learning rate steps' if steps else ''}; set only lr_scheduler_type: constant",
     )
     require(
         not 0 < training.warmup_steps < 1,

@@ -179,6 +179,7 @@ def agrees_on_rows(
 
 
 def _run_check(model: torch.nn.Module, compare: Callable[[], Found], what: str) -> Found:
+    """Run a check without changing the model. If the model fails on such rows, the failure is the reason."""
     try:
         with untouched(model):
             return compare()
@@ -223,6 +224,7 @@ def _loss(
     with_gradient: bool = False,
     num_items: Any = None,
 ) -> torch.Tensor:
+    """Return the loss as the trainer computes it inside ``context``."""
     with torch.set_grad_enabled(with_gradient), context, trainer.compute_loss_context_manager():
         return trainer._stock_loss(trainer.model, type(batch)(batch), False, num_items)
 
@@ -250,6 +252,7 @@ def _record_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
+    """Return the first columns of the first row, with every token learned; None if the batch is not text."""
     ids = inputs.get("input_ids")
     if not torch.is_tensor(ids) or ids.dim() != 2 or not has_time("labels", inputs.get("labels")):
         return None

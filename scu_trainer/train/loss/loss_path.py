@@ -217,6 +217,7 @@ class LossPath:
         return True
 
     def _forward(self, model, inputs, num_items, ids: Optional[torch.Tensor]) -> Forward:
+        """Return the loss of a batch and the losses of its rows, computed as ``kind`` says."""
         kind = self.kind or self._choose_kind(inputs)
         if kind == "returned":
             if self.rows is None:

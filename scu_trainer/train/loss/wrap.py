@@ -155,6 +155,7 @@ class WrappedModule(nn.Module):
         return self._outputs(inputs), targets
 
     def _keeps_fewer_rows(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the outputs still have one entry per row with another number of rows."""
         try:
             outputs, targets = self._outputs_and_targets(inputs)
         except (RuntimeError, ValueError, IndexError) as error:  # for instance, the module needs an even number of rows

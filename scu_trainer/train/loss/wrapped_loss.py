@@ -308,6 +308,7 @@ class RowLoss(nn.Module):
     def _agrees(
         self, method: Callable, outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tolerance: float
     ) -> bool:
+        """Return whether a method gives the same losses of rows as calling the loss row by row."""
         if method == self._by_loop:
             return True
         try:
@@ -426,6 +427,7 @@ def _declared_option(loss: Any, name: str) -> Any:
 
 
 def _is_plain(outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tolerance: float) -> bool:
+    """Return whether the losses of rows are the plain cross-entropy of (rows, classes) logits."""
     is_classes = torch.is_tensor(outputs) and outputs.dim() == 2 and targets.dim() == 1 and targets.dtype is torch.int64
     if not is_classes:
         return False

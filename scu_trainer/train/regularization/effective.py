@@ -112,6 +112,7 @@ def other_updates(model: nn.Module, position: Mapping[int, int]) -> Iterator[Dor
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, float, nn.Parameter, nn.Parameter]]:
+    """Yield (module, adapter name, scale, A, B) of every LoRA adapter in the model."""
     for module in model.modules():
         scaling = getattr(module, "scaling", None)
         if not isinstance(scaling, dict):

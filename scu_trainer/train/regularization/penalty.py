@@ -94,6 +94,7 @@ class Prior:
         self._group_weights(model)
 
     def _group_weights(self, model: nn.Module) -> None:
+        """Group low-rank pairs by shape, and separate weights with other updates and plain weights."""
         position = {id(p): i for i, p in enumerate(self.weights)}
         is_effective = self.measure == "effective"
         pairs = list(low_rank_pairs(model, position)) if is_effective else []
@@ -310,6 +311,7 @@ def _decayed_copy(weight: torch.Tensor, start: torch.Tensor, shrink: float) -> t
 
 
 def _reject_unusable(named: dict[str, nn.Parameter]) -> None:
+    """Raise ControlError for trainable weights that cannot be decayed here."""
     for name, parameter in named.items():
         if parameter.dtype == torch.float16:
             raise ControlError(

@@ -136,6 +136,7 @@ class Regularizer:
         self._loaded = saved
 
     def _check_same_measure(self, saved: dict[str, Any]) -> None:
+        """Raise CheckpointError if S was measured with other settings in the checkpoint."""
         for name in ("law", "measure", "prior", "sigma", "tokens"):
             if saved.get(name) != getattr(self.settings, name):
                 raise CheckpointError(
@@ -202,6 +203,7 @@ class Regularizer:
         return self._row(measurement, shrink)
 
     def _close_window(self, items: Optional[torch.Tensor]) -> None:
+        """Add up the losses of the step, and keep them with its tokens until the next measurement."""
         if items is None and self.progress.tokens_n is None:
             raise ControlError(
                 "the stock loop does not count supervised tokens for this model, so N of ParamBPT is unknown; "
@@ -260,6 +262,7 @@ class Regularizer:
     # -- can it act, can it arrive -------------------------------------------------------------------------------------
 
     def _check_progress(self, measurement: control.Measurement) -> None:
+        """Check whether the loop can act and reach its target, and add notices if not."""
         count = self.state.decisions
         # At powers of two: the gain changes when adapters have moved far from their start, and a probe costs a
         # measurement.
@@ -270,6 +273,7 @@ class Regularizer:
             self._check_response()
 
     def _probe_gain(self) -> None:
+        """Measure how strongly decay changes the description length, and add a notice if it hardly does."""
         gain = self.prior.measured_gain()
         if gain is None:
             return
@@ -282,6 +286,7 @@ class Regularizer:
             self.progress.gain = gain
 
     def _predict_end(self, measurement: control.Measurement) -> None:
+        """Add a notice if S will not reach its target by the end of the run."""
         y, last = self.state.log_ratio, self.law.max_steps
         if self.progress.outlook_done or y is None:
             return
@@ -293,7 +298,7 @@ class Regularizer:
             if measurement.step >= last and self.state.s_ema < (1 - BAND) * self.state.target_s:
                 self._add_notice(
                     f"SCU slowed S before its target: S is {self.state.s_ema:.3g} after {last} steps, below the target "
-                    f"{self.state.target_s:.3g}, because S is let up to it over a few times scu_time_constant "
+                    f"{self.state.target_s:.3g}, because S approaches it over a few times scu_time_constant "
                     f"({self.law.time_constant:g} steps); lower scu_time_constant, or train longer"
                 )
             return
@@ -318,6 +323,7 @@ class Regularizer:
             )
 
     def _check_response(self) -> None:
+        """Add a notice if S stays above target although lambda has been at its upper bound for long."""
         self.progress.stuck_decisions = self.progress.stuck_decisions + 1 if self.state.saturated == "high" else 0
         if self.progress.stuck_decisions >= STUCK_DECISIONS and self.state.s_ema > (1 + BAND) * self.state.target_s:
             self._add_notice(
@@ -328,6 +334,7 @@ class Regularizer:
             )
 
     def _check_penalty_acts(self, loss_scale: float) -> None:
+        """Add a notice if the penalty is too weak to matter, even at the highest lambda."""
         if self.state.decisions != PROBE_DECISION:
             return
         gradient, distance = self.prior.gradient_norms()

@@ -111,8 +111,8 @@ class Retention(Loop):
         self._measured = self._parts["measured"]
         self._base: dict[str, numpy.ndarray] = {}
         self._resumed_from: Optional[Path] = None
-        self._next_step, self._every, self._sample_start = 1, self.settings.retain_frequency or 0, 0
-        usual_rows = control.MOST_ROWS // 2 if self._every else control.FEWEST_ROWS
+        self._next_step, self._steps_between, self._sample_start = 1, self.settings.retain_frequency or 0, 0
+        usual_rows = control.MOST_ROWS // 2 if self._steps_between else control.FEWEST_ROWS
         self._sample_rows = min(usual_rows, len(self._measured))
         self._timed_from = self._row_s = math.nan
         self.seconds = self._train_s = self.seconds_at_the_ends = 0.0
@@ -125,7 +125,7 @@ class Retention(Loop):
         return position
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        started_s, self._first_step = time.perf_counter(), state.global_step
+        started_s, self._step_at_start = time.perf_counter(), state.global_step
         if self._resumed_from is not None:
             self._load_base_scores(self._resumed_from)
         else:
@@ -137,6 +137,7 @@ class Retention(Loop):
         self._started_s = time.perf_counter()
 
     def _require_finite(self) -> None:
+        """Raise ControlError if the base has a non-finite loss on a row of the anchor."""
         for part, scores in self._base.items():
             bad = int((~numpy.isfinite(scores[:, 0])).sum())
             if bad:
@@ -195,14 +196,14 @@ class Retention(Loop):
         if not self.replays:
             regularizer = self.trainer.regularizer
             regularizer.state = replace(regularizer.state, lam=self.lam)
-        if state.global_step + 1 == self._first_step + TIMED[0] and not self._every:
+        if state.global_step + 1 == self._step_at_start + TIMED[0] and not self._steps_between:
             wait_for(args.device)
             self._timed_from, self._measuring_before = time.perf_counter(), self.seconds
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step == self._first_step + TIMED[1]:
+        if state.global_step == self._step_at_start + TIMED[1]:
             self._choose_frequency(state.max_steps)
         if state.global_step >= self._next_step or state.global_step == state.max_steps:
             with self._timed():
@@ -217,7 +218,7 @@ class Retention(Loop):
 
     def _choose_frequency(self, max_steps: int) -> None:
         """Decide how often to measure, by the clock of the main process: all ranks must measure at the same steps."""
-        if self._every or math.isnan(self._timed_from):
+        if self._steps_between or math.isnan(self._timed_from):
             return
         wait_for(self.trainer.args.device)
         steps = TIMED[1] - TIMED[0] + 1
@@ -226,10 +227,11 @@ class Retention(Loop):
         chosen = [control.cadence(step_s, self._row_s, done, max_steps, most_rows, self.seconds)]
         if self.trainer.accelerator.num_processes > 1:
             broadcast_object_list(chosen)
-        self._every, self._sample_rows = chosen[0]
-        self._log(f"retain: {self._sample_rows} rows are measured every {self._every} optimizer steps")
+        self._steps_between, self._sample_rows = chosen[0]
+        self._log(f"retain: {self._sample_rows} rows are measured every {self._steps_between} optimizer steps")
 
     def _measure(self, state: Any, flow: Any) -> None:
+        """Score the next sample of the anchor, let the law decide on the effort, and record the decision."""
         step = state.global_step
         if step <= self.state.step:
             return
@@ -250,7 +252,7 @@ class Retention(Loop):
 
     def _step_of_next_measurement(self, step: int) -> int:
         early = next((number for number in EARLY if number > step), math.inf)
-        usual = step + self._every if self._every else math.inf
+        usual = step + self._steps_between if self._steps_between else math.inf
         return int(min(early, usual)) if min(early, usual) < math.inf else step + 1
 
     @property
@@ -279,6 +281,7 @@ class Retention(Loop):
             self._log(f"retain: step {step}: the anchor has no finite loss; the effort stays as it is")
 
     def _report_lost_budget(self, was: control.RetentionState, step: int, flow: Any) -> None:
+        """Warn once when the budget can no longer be kept, and stop the run if the settings say so."""
         if not self.state.is_lost or was.is_lost:
             return
         most = f"{self.share:.0%} of each batch replayed" if self.replays else f"lambda {self.lam:.3g}"
@@ -307,13 +310,14 @@ class Retention(Loop):
             return
         started_s = time.perf_counter()
         self.judged = verdict(self)
-        said = [*self._noise_notices(), *self.judged.notices]
-        self.notices += said
-        for text in said:
+        lines = [*self._noise_notices(), *self.judged.notices]
+        self.notices += lines
+        for text in lines:
             self._log(text)
         self.seconds_at_the_ends += time.perf_counter() - started_s
 
     def _noise_notices(self) -> list[str]:
+        """Return a notice if the measurements were too noisy for the budget."""
         error, budget = self.state.error_bits, self.law.budget_bits
         if not self.state.measurements or error <= budget / 2:
             return []
@@ -335,7 +339,7 @@ class Retention(Loop):
         return {
             "law": self.state.to_dict(),
             "next_step": self._next_step,
-            "every": self._every,
+            "every": self._steps_between,
             "sample_rows": self._sample_rows,
             "measured": self._sample_start,
             "replayed": self._replayed_rows,
@@ -362,7 +366,7 @@ class Retention(Loop):
         self._require_same_anchor(Path(self.state_file), state["fingerprint"])
         self.state = control.RetentionState.from_dict(state["law"])
         self._next_step, self._sample_start = state["next_step"], state["measured"]
-        self._every = self.settings.retain_frequency or state["every"]
+        self._steps_between = self.settings.retain_frequency or state["every"]
         self._sample_rows = state["sample_rows"]
         self.notices, self.newest = list(state["notices"]), state.get("newest")  # older checkpoints do not hold it
         if self.replays:
@@ -399,7 +403,7 @@ class Retention(Loop):
             "reason": self.anchor.reason,
             "measurements": self.state.measurements,
             "skipped_measurements": self.state.skipped,
-            "steps_between_measurements": self._every,
+            "steps_between_measurements": self._steps_between,
             "rows_of_a_measurement": self._sample_rows,
             "replayed_rows": self._replayed_rows,
             "held_while_training": self.state.level_bits <= self.law.budget_bits,

@@ -93,6 +93,7 @@ def _scale_to_budget(loop: Any, judged: Judged) -> float:
 
 
 def _load_scalable_update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
+    """Return the update of the model as an object that can scale it; None, with a notice, if that is impossible."""
     model = loop.trainer.model
     is_adapter = hasattr(model, "peft_config")
     try:

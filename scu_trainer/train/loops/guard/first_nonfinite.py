@@ -117,6 +117,7 @@ def has_nonfinite(value: Any) -> bool:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights and BatchNorm statistics with phrases that name them; of sharded ones, this rank's part."""
     for name, parameter in model.named_parameters():
         own = _local_zero3_part(parameter) if hasattr(parameter, "ds_tensor") else parameter
         own = own.to_local() if hasattr(own, "to_local") else own
@@ -141,6 +142,7 @@ def _local_zero3_part(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _find_bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[NonFinitePlace]:
+    """Return the first input with a non-finite number; None if there is none."""
     for number, inputs in enumerate(batches):
         count = rows_of(trainer.model, inputs).rows
         for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
@@ -169,6 +171,7 @@ def _summarize_rows(names: Sequence[str], parts: Sequence[Part]) -> tuple[str, .
 
 @torch.no_grad()
 def _search_forward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
+    """Run the parts forward, and return the first module with a non-finite output; None if all are finite."""
     place, rows = None, []
     for part in parts:
         watch = _Watch(trainer.model, len(part.rows))
@@ -183,6 +186,7 @@ def _search_forward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> 
 
 
 def _search_backward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
+    """Run the parts backward, and return the weight where backward first gave a non-finite gradient."""
     named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     weights, place, rows = [p for _, p in named], None, []
     for part in parts:
@@ -226,6 +230,7 @@ class _Watch:
         return self._order.get(weight.rpartition(".")[0], -1)
 
     def _check_output(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Record the order of modules and the first non-finite output (a forward hook)."""
         self._order[self._names[module]] = len(self._order)
         if self.place is not None:
             return
@@ -245,11 +250,11 @@ def _iterate_nonfinite(value: Any) -> Iterator[torch.Tensor | float]:
     """Yield the tensors and floats in ``value`` that are not finite, in order. A container may contain itself."""
     waiting, seen = [value], {}
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, (Mapping, list, tuple, deque)) and id(one) not in seen:
-            seen[id(one)] = one  # kept alive, so that no other object gets its id
-            waiting += reversed([*(one.values() if isinstance(one, Mapping) else one)])
-        elif isinstance(one, float) and not math.isfinite(one):
-            yield one
-        elif torch.is_tensor(one) and one.is_floating_point() and not bool(torch.isfinite(one).all()):
-            yield one
+        item = waiting.pop()
+        if isinstance(item, (Mapping, list, tuple, deque)) and id(item) not in seen:
+            seen[id(item)] = item  # kept alive, so that no other object gets its id
+            waiting += reversed([*(item.values() if isinstance(item, Mapping) else item)])
+        elif isinstance(item, float) and not math.isfinite(item):
+            yield item
+        elif torch.is_tensor(item) and item.is_floating_point() and not bool(torch.isfinite(item).all()):
+            yield item

@@ -63,6 +63,7 @@ def far_rows(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple[
 def _measure_parts(
     trainer: Trainer, batches: Sequence[Any], num_items: Any
 ) -> tuple[list[_PartGradient], Optional[str]]:
+    """Return the gradient norms of all parts on this rank, and why there are none if running them failed."""
     weights = [p for p in trainer.model.parameters() if p.requires_grad]
     measured, reason = [], None
     with unchanged(trainer):
@@ -90,6 +91,7 @@ def _samples(part: Part) -> tuple[int, ...]:
 
 
 def _pick_far_parts(measured: Sequence[_PartGradient]) -> tuple[NonFinitePlace, tuple[int, ...]]:
+    """Return the parts with a gradient norm far above the median."""
     if len(measured) == 1:
         (part,) = measured
         if len(part.names) == 1:

@@ -151,7 +151,7 @@ class LossAnalysis:
         if ranks.even_micro_batches and ranks.world_size > 1:
             # The forward passes of a trial depend on its rows, and sharded weights need all ranks in each of them.
             can_tell = asked is not None and rows_to_ask(asked, self._seen) is not None
-            few = [replace(one, inputs=send_to_device(one.inputs, CPU)) for one in asked] if can_tell else None
+            few = [replace(entry, inputs=send_to_device(entry.inputs, CPU)) for entry in asked] if can_tell else None
             urgency = 1 + _are_padded(asked) if can_tell else 0
             asked = of_one_rank(few, urgency, self.trainer.accelerator.device) or asked
         is_new = asked is not None and self._run_trial(asked, num_items, pad_token_id)
@@ -172,7 +172,7 @@ class LossAnalysis:
         self._seen |= seen
         self._found = self._limit_padding_trials(found or known)
         if self._found is not None:
-            was_exact = any(one.is_exact for one in self._by_keys.values())
+            was_exact = any(entry.is_exact for entry in self._by_keys.values())
             self._by_keys[keys] = self._found
             if was_exact and not self._found.is_exact:
                 self._end_splitting(self._found.mixes, self._found.mixes)
@@ -195,7 +195,7 @@ class LossAnalysis:
 
     def _end_splitting(self, mixes: str, reason: str) -> None:
         """Stop splitting batches with any inputs, because trials with other inputs are not reliable either."""
-        self._by_keys = {keys: replace(one, mixes=mixes) for keys, one in self._by_keys.items()}
+        self._by_keys = {keys: replace(entry, mixes=mixes) for keys, entry in self._by_keys.items()}
         self._found = replace(self._found, mixes=mixes)
         self._warn_about_change(reason)
 
@@ -205,7 +205,7 @@ class LossAnalysis:
         if known is None and not self._by_keys:  # trials take about ten short forwards: not in every step
             return self._trials < MOST_TRIALS or self._reads.bit_count() == 1  # a power of two
         if known is None:  # if batches are never split any more, other inputs need no trial
-            return any(one.is_exact for one in self._by_keys.values())
+            return any(entry.is_exact for entry in self._by_keys.values())
         if not known.is_exact:
             return False
         if known.trims is None and _are_padded(batches):
@@ -230,6 +230,7 @@ class LossAnalysis:
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
+        """Run a trial on a few rows of ``batches``. If a rank is lost or out of memory, all ranks fail together."""
         trainer, lost = self.trainer, []
         waits = needs_all_ranks(trainer)
 
@@ -344,6 +345,7 @@ class LossAnalysis:
     def _audit(
         self, window: AccumulationWindow, micro_batches: Sequence[MicroBatch], num_items: Any
     ) -> Optional[Audited]:
+        """Audit the window, with smaller samples if memory runs out; None if it shows nothing."""
         trainer = self.trainer
         if self._auditor is None:
             self._auditor = Auditor(trainer.model, partial(training_loss, trainer), trainer)
@@ -376,6 +378,7 @@ class LossAnalysis:
         self._end_splitting(reason, f"{reason}, a relative difference of {of:.2g}")
 
     def _warn_about_change(self, reason: str) -> None:
+        """Report since when gradients may have been wrong."""
         since = "no step was split before" if self._step == 1 else f"steps 1 to {self._step - 1} were not audited"
         if self.last_good_step is not None:
             first, last = self.last_good_step + 1, self._step - 1

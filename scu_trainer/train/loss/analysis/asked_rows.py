@@ -82,13 +82,14 @@ def rows_to_ask(batches: Sequence[Batch], seen: Collection[int] = (), more: bool
 def _pick_different_rows(
     batches: Sequence[Batch], chosen: list[Row], others: list[Row], seen: Collection[int]
 ) -> list[Row]:
+    """Return rows with classes that the ``chosen`` rows do not have, or simply more rows."""
     others = [row for row in others if row not in chosen]
     if not are_classes(batches[chosen[0][0]].inputs.get("labels")):
         return others[: MOST_ROWS - len(chosen)]
     labels = {row: int(batches[row[0]].inputs["labels"][row[1]]) for row in (*chosen, *others)}
     of_class: dict[int, Row] = {}
     for row in sorted(others, key=lambda row: labels[row] in seen):
-        if labels[row] not in {labels[one] for one in chosen}:
+        if labels[row] not in {labels[chosen_row] for chosen_row in chosen}:
             of_class.setdefault(labels[row], row)
     unseen = [row for label, row in of_class.items() if label not in seen]
     known = [row for label, row in of_class.items() if label in seen]

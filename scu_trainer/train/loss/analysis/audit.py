@@ -103,6 +103,7 @@ class Auditor:
     def _compare(
         self, window: AccumulationWindow, groups: list[list[Row]], num_items: Any, own: bool
     ) -> Optional[Audited]:
+        """Compare sampled rows of a batch as a whole with their groups; None if nothing in them is learned."""
         rows = [row for group in groups for row in group]
         items = window.items_of(rows)
         if window.reduction.is_mean and not sum(items):

@@ -41,7 +41,7 @@ def exchange_in(trainer: Trainer) -> Optional[str]:
         name = waiting.pop()
         if name not in seen:
             seen.add(name)
-            found = [_code(vars(one)[name]) for one in (trainer, *own) if name in vars(one)]
+            found = [_code(vars(holder)[name]) for holder in (trainer, *own) if name in vars(holder)]
             codes += found
             waiting += [word for code in found for word in _names_in(code)]
     words = next((words for code in codes if (words := _exchange_names(_names_in(code)))), None)
@@ -65,6 +65,8 @@ def seen_exchange(loss_of: Callable[[Any], Any], batches: Iterable[Any]) -> Opti
 
 
 class _Watch(TorchDispatchMode):
+    """Records the names of communication operators."""
+
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()

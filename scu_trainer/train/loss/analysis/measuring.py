@@ -124,7 +124,7 @@ def gradient_error(whole: torch.Tensor, shared: list[torch.Tensor]) -> float:
     difference = float((torch.stack(shared).sum(dim=0) - whole)[1:].norm())
     if not math.isfinite(difference):
         return math.inf if bool(whole.isfinite().all()) else 0.0
-    scale = max(float(one[1:].norm()) for one in (whole, *shared))
+    scale = max(float(measured[1:].norm()) for measured in (whole, *shared))
     return difference / scale if scale else 0.0
 
 
@@ -151,8 +151,8 @@ class Observation:
         ]
         if not shared:
             return math.inf
-        difference = sum(float(one[0]) for one in shared) - float(self.whole[0])
-        of_value = abs(difference) / max(abs(float(one[0])) for one in (self.whole, *shared))
+        difference = sum(float(measured[0]) for measured in shared) - float(self.whole[0])
+        of_value = abs(difference) / max(abs(float(measured[0])) for measured in (self.whole, *shared))
         error = max(of_value, gradient_error(self.whole, shared))
         return error if math.isfinite(error) else math.inf
 
@@ -181,6 +181,7 @@ def measured_weights(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def _smallest_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the smallest trained weights, within the limits; none if weights are sharded."""
     trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     if any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in trained):
         return []

@@ -86,10 +86,10 @@ def _holders(model: nn.Module, owner: Any) -> list[Any]:
     found: dict[int, Any] = {}
     waiting = [*model.modules(), *([] if owner is None else [owner])]
     while waiting:
-        one = waiting.pop()
-        if id(one) not in found:
-            found[id(one)] = one
-            held = (value.__self__ if isinstance(value, MethodType) else value for value in vars(one).values())
+        holder = waiting.pop()
+        if id(holder) not in found:
+            found[id(holder)] = holder
+            held = (value.__self__ if isinstance(value, MethodType) else value for value in vars(holder).values())
             for own in filter(_is_user_code, held):
                 waiting += own.modules() if isinstance(own, nn.Module) else [own]
     return list(found.values())
@@ -115,20 +115,20 @@ def _restore_buffers(buffers: list) -> None:
             refill(registered[name], value)
 
 
-def _attributes_of(one: Any, of_data: frozenset[str] = frozenset()) -> tuple:
+def _attributes_of(holder: Any, of_data: frozenset[str] = frozenset()) -> tuple:
     """Return the attributes of an object with their contents, for ``put_back_attributes``.
 
     ``of_data``: names of attributes with contents that nobody changes.
     """
-    is_ours = isinstance(one, nn.Module) and comes_from(type(one), "scu_trainer")  # they keep what trials found
+    is_ours = isinstance(holder, nn.Module) and comes_from(type(holder), "scu_trainer")  # they keep what trials found
     seen: set[int] = set()
     known = {
         name: (value, None if name in of_data else contents(value, of_array, seen))
-        for name, value in vars(one).items()
+        for name, value in vars(holder).items()
         if name not in OF_TORCH and (isinstance(value, PLAIN) or not is_ours)
     }
     names = None if is_ours else {*known, *OF_TORCH}
-    return one, known, names, lambda value: True
+    return holder, known, names, lambda value: True
 
 
 def rng_state(model: nn.Module) -> list[torch.Tensor]:

@@ -90,7 +90,7 @@ class _LossWithDraws(WithoutNoise):
     def _enter(self, module: nn.Module, given: Any) -> None:
         if self._depth:
             self._depth += 1
-        elif all(comes_from(type(one), *OTHER_PACKAGES) for one in module.modules()):
+        elif all(comes_from(type(child), *OTHER_PACKAGES) for child in module.modules()):
             self._depth, self._outside = 1, states()
 
     def _leave(self, module: nn.Module, given: Any, output: Any) -> None:

@@ -216,11 +216,11 @@ class _Watch:
     def watch_zero_grad(self) -> Iterator[None]:
         """Watch ``zero_grad``: in a first step there are no gradients to compare, but later it would delete some."""
         trainer = self._trainer
-        owners = {id(one): one for one in (trainer.model, trainer.model_wrapped, trainer.optimizer)}
+        owners = {id(holder): holder for holder in (trainer.model, trainer.model_wrapped, trainer.optimizer)}
         owners[0] = inner_optimizer(trainer.optimizer)
         with contextlib.ExitStack() as stack:
-            for one in owners.values():
-                stack.enter_context(replaced(one, "zero_grad", self._wrap_zero_grad(one.zero_grad)))
+            for holder in owners.values():
+                stack.enter_context(replaced(holder, "zero_grad", self._wrap_zero_grad(holder.zero_grad)))
             yield
 
     def _wrap_zero_grad(self, zero_grad):
@@ -265,14 +265,18 @@ class CallCounters:
     """Find numbers in ``holders`` that go up by one per call, and would count differently when batches are split."""
 
     def __init__(self, holders: Collection[Any]) -> None:
-        self._holders = [one for one in holders if _user_class_name(one)]
+        self._holders = [holder for holder in holders if _user_class_name(holder)]
         self._left = MOST_SEARCHES
 
     def counts(self) -> Counts:
         """Return all whole numbers as they are now; empty when the search is over."""
         if not self._left:
             return {}
-        return {(_user_class_name(one), name): value for one in self._holders for name, value in _whole_numbers(one)}
+        return {
+            (_user_class_name(holder), name): value
+            for holder in self._holders
+            for name, value in _whole_numbers(holder)
+        }
 
     def tell(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
         """Warn about numbers that counted ``micro_batches`` since ``before`` and not ``batches``, as in the stock loop.
@@ -293,17 +297,17 @@ class CallCounters:
             )  # fmt: skip
 
 
-def _whole_numbers(one: Any) -> Iterator[tuple[str, float]]:
+def _whole_numbers(holder: Any) -> Iterator[tuple[str, float]]:
     """Yield whole numbers among the attributes of an object, and its buffers with one number."""
-    yield from ((name, value) for name, value in vars(one).items() if type(value) is int)
-    for name, buffer in vars(one).get("_buffers", {}).items():
+    yield from ((name, value) for name, value in vars(holder).items() if type(value) is int)
+    for name, buffer in vars(holder).get("_buffers", {}).items():
         if buffer is not None and buffer.numel() == 1 and not buffer.is_meta:
             yield name, buffer.item()
 
 
-def _user_class_name(one: Any) -> str:
+def _user_class_name(holder: Any) -> str:
     """Return the name of the user's own class in the object's class hierarchy; empty if there is none."""
-    return next((kind.__name__ for kind in type(one).__mro__ if not comes_from(kind, *PUBLIC)), "")
+    return next((kind.__name__ for kind in type(holder).__mro__ if not comes_from(kind, *PUBLIC)), "")
 
 
 def has_own_hook(weight: torch.nn.Parameter) -> bool:

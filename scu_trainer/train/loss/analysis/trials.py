@@ -184,7 +184,7 @@ class _Trial:
         self, observations: list[Optional[Observation]], known: Optional[Divisor], relative_loss: Optional[float]
     ) -> Optional[Reduction]:
         """Return the reduction that explains all observations; None if they do not show it."""
-        if any(one is None for one in observations):
+        if any(item is None for item in observations):
             return None
         errors = self._errors(observations, known, relative_loss)
         kind, tied = self._decide(errors, observations, known)
@@ -220,10 +220,10 @@ class _Trial:
         """Return, for each kind, how far the whole is from what the kind predicts."""
         if relative_loss is not None and relative_loss < HALVED:
             honoured = 0.0 if abs(2 * relative_loss - 1) <= self.tolerance else math.inf
-            return {"num_items": max(honoured, *(one.error("num_items") for one in observations))}
+            return {"num_items": max(honoured, *(item.error("num_items") for item in observations))}
         targets = known and known.targets
         kinds = _kinds(observations[0].inputs, self.shifts, targets)
-        return {kind: max(one.error(kind, targets) for one in observations) for kind in kinds}
+        return {kind: max(item.error(kind, targets) for item in observations) for kind in kinds}
 
     def _decide(
         self, errors: dict[str, float], observations: Sequence[Observation], known: Optional[Divisor]
@@ -237,12 +237,12 @@ class _Trial:
             return stated, ()
         first, *rest = fitting
         targets = known and known.targets
-        if any(one.shares(kind, targets) != one.shares(first, targets) for one in observations for kind in rest):
+        if any(item.shares(kind, targets) != item.shares(first, targets) for item in observations for kind in rest):
             return None, ()
         alike = [
             kind
             for kind in kinds_of_counts(observations[0].inputs)
-            if all(one.shares(kind) == one.shares(first) for one in observations)
+            if all(item.shares(kind) == item.shares(first) for item in observations)
         ]
         return first, (*rest, *alike)
 
@@ -287,11 +287,11 @@ class _Trial:
         """Return what a single row shows if several cannot be run: a public function that only divides by the count."""
         kind, name = "rows", None
         try:
-            one = self._first_row()
-            loss, calls = self.meter.first(one, gradient=False)
-            relative_loss = self._effect_of_items(one, float(loss))
+            item = self._first_row()
+            loss, calls = self.meter.first(item, gradient=False)
+            relative_loss = self._effect_of_items(item, float(loss))
             if relative_loss is not None and relative_loss < HALVED:
-                kind, known = "num_items", replace(self, rows=self.rows[:1])._known_divisor(one, float(loss), calls)
+                kind, known = "num_items", replace(self, rows=self.rows[:1])._known_divisor(item, float(loss), calls)
                 name = known.name if known and known.kind == "sum" else None
         except Exception as error:  # if training fails in the same way, it will report why
             forget_traceback(error)
@@ -336,8 +336,8 @@ def mixing_modules(model: nn.Module) -> Optional[str]:
     if names:
         return f"{first_few(names)} (BatchNorm)"
     config = getattr(model, "config", None)
-    for where, one in (("config", config), ("config.text_config", getattr(config, "text_config", None))):
-        if getattr(one, "output_router_logits", False) and getattr(one, "router_aux_loss_coef", 0):
+    for where, item in (("config", config), ("config.text_config", getattr(config, "text_config", None))):
+        if getattr(item, "output_router_logits", False) and getattr(item, "router_aux_loss_coef", 0):
             return f"the router's auxiliary losses ({where}.router_aux_loss_coef)"
     return None
 

@@ -132,6 +132,7 @@ def _ignored_entry(call: Call, widths: set[int]) -> Optional[int]:
 
 
 def _divisor(call: Call, inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:
+    """Return what a single call divides by; None if that is unknown or changes."""
     if call.arguments["reduction"] == "sum":  # others: "mean", "batchmean"
         return Divisor("sum")
     if not call.is_of_classes:

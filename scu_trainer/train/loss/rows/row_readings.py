@@ -180,6 +180,7 @@ def with_labels_of_others(labels: torch.Tensor, classes: int) -> torch.Tensor:
 
 
 def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processes: int) -> Iterator[tuple[str, float]]:
+    """Yield (name, number) of everything that losses are commonly divided by, the likeliest first."""
     of_batch = [("counts", max(1.0, float(counts.sum()))), ("rows", float(len(sums))), ("nothing", 1.0)]
     if num_items is not None:
         items = float(torch.as_tensor(num_items).float().mean())
@@ -192,6 +193,7 @@ def _divisors(sums: torch.Tensor, counts: torch.Tensor, num_items: Any, processe
 
 
 def _candidates(outputs: Any, labels: Any, shifts: bool) -> Iterator[str]:
+    """Yield the kinds that fit the shapes of outputs and labels, the likelier first."""
     if isinstance(outputs, Mapping) and torch.is_tensor(outputs.get("losses")):
         yield "own"
     if isinstance(outputs, Mapping) and torch.is_tensor(outputs.get("log_probs")) and "label_mask" in outputs:
@@ -233,6 +235,7 @@ def _targets(kind: str, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_and_counts(kind: str, outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss sums of rows and their number of terms, (rows,) each."""
     if kind == "own":
         losses = outputs["losses"].float()
         losses = losses if torch.is_grad_enabled() else losses.detach()
