@@ -206,7 +206,10 @@ def test_means_that_the_stock_loop_adds_up_over_ranks_are_averaged_and_named(ran
         (found,) = read_rows(ranks[1] / name / "classes" / "scu_history.json")
         assert found["data_bpt"] == pytest.approx(expected, rel=1e-5), name
         assert SAID[name] in said
-    assert "memory low) and average_tokens_across_devices: false" in said and "To avoid it, set gradient_acc" in said
+    assert (
+        "To avoid it, set gradient_accumulation_steps: 1 with a larger batch (micro-batches keep its memory low) and "
+        "average_tokens_across_devices: false"
+    ) in said
 
 
 def test_ranks_agree_on_what_the_loss_does_with_the_count(ranks):
