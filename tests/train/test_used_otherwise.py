@@ -188,7 +188,7 @@ class OwnLoss(SCUTrainer):
 def test_who_chooses_samples_and_losses_past_a_curriculum_is_told(tmp_path):
     with pytest.raises(ControlError, match=r"get_train_dataloader of OwnLoader .* super\(\)\.get_train_dataloader"):
         made(tmp_path, OwnLoader, **LOOPS).train()
-    with pytest.raises(ControlError, match=r"that of OwnLoss does not call it; .* super\(\)\.compute_loss"):
+    with pytest.raises(ControlError, match=r"compute_loss of OwnLoss does not call it; .* super\(\)\.compute_loss"):
         made(tmp_path, OwnLoss, **LOOPS).train()
     only_statistics = made(tmp_path, OwnLoss, **LOOPS | {"curriculum": CurriculumSettings("none")})
     only_statistics.train()

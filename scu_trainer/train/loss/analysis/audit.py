@@ -150,7 +150,7 @@ class Auditor:
 
 
 def with_scaled_gradient(loss: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Like ``with_gradient``, but scale a small loss by a power of two, because float16 rounds small numbers a lot."""
+    """Like ``with_gradient``, but scale a small loss by a power of two, because float16 has few digits there."""
     value = abs(float(loss.detach())) if loss.requires_grad and weights else 1.0
     if not 0 < value < 0.5:
         return with_gradient(loss, weights)
