@@ -1,8 +1,8 @@
-"""The largest share of a trained update whose cost stays within a budget. Pure arithmetic.
+"""A search for the largest share of a trained update whose cost stays within a budget.
 
-cost(share) is 0 at share 0 and need not grow evenly: on the way from a base to what was tuned from it the loss on other
-text usually rises, but may dip first. So the whole update is tried, and else the interval is halved, always between a
-share that keeps the budget and one that does not.
+cost(share) is 0 at share 0 and need not be monotonic: from a base model to its tuned version, the loss on other text
+usually rises, but it may fall first. The search therefore tries the whole update first. Only if that exceeds the
+budget, it bisects between a share that keeps the budget and one that does not.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 HALVINGS = 7
-"""To within 1/128 of the update."""
+"""Number of bisections; 7 find the share to within 1/128 of the update."""
 
 SOLVED_AT = 0.93
-"""Confidence of the two-sided interval whose upper end is to stay within the budget. Documents that decide scatter, and
-as many that judge scatter as much again: the difference has sqrt(2) times the standard error, and nine of ten verdicts
-keep the budget where the margin is 1.28 x sqrt(2) = 1.81 standard errors."""
+"""Confidence of the two-sided interval whose upper end must stay within the budget.
+
+The share is chosen on some documents and the verdict is given on as many others, so their difference has sqrt(2) times
+the standard error of each. A margin of 1.28 x sqrt(2) = 1.81 standard errors lets nine of ten verdicts keep the
+budget."""
 
 
 def largest_share(cost: Callable[[float], float], budget: float) -> float:
-    """The largest of the shares in [0, 1] that were tried with ``cost(share) <= budget``; 0 where none was.
+    """Return the largest tried share in [0, 1] with ``cost(share) <= budget``; 0 if no tried share keeps the budget.
 
-    Raises ValueError for a budget below 0: share 0 costs nothing.
+    Raises ValueError for a budget below 0.
     """
     if not budget >= 0:
         raise ValueError(f"the budget is {budget}; it must be 0 or more")

@@ -1,12 +1,12 @@
-"""What a micro-batch will take, learned from those that ran: bytes above its base ≈ a + b * tokens + c * rows *
-length^2.
+"""A model of the memory of a micro-batch, fitted to those that ran: bytes ≈ a + b * tokens + c * rows * length^2.
 
-Measured on small language models, three micro-batches of at least an eighth of the largest predict the rest within 6 %
-with a and b alone, within 0.5 % where attention scores are kept and c belongs in. Micro-batches smaller than that
-mislead (by 27 to 1,000 %): allocators round, and buffers of a fixed size outweigh what grows.
+The bytes are those above the memory in use before the micro-batch. On small language models, three micro-batches of at
+least an eighth of the largest one's tokens predicted all others within 6 % with a and b alone, and within 0.5 % with c
+where attention scores are kept. Smaller micro-batches mislead the fit (errors of 27 to 1,000 %), because allocators
+round up and buffers of a fixed size dominate.
 
-Coefficients are never negative: a micro-batch does not get cheaper by growing. c joins only where the micro-batches
-that ran tell it apart from b, which takes rows of different lengths.
+Coefficients are never negative, because a larger micro-batch never takes less memory. c is used only if the observed
+micro-batches distinguish it from b, which requires rows of different lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Optional
 import numpy as np
 
 CAPACITY = 32
-"""Observations kept."""
+"""Number of observations that are kept."""
 
 SMALLEST_SHARE = 1 / 8
 """Observations of fewer tokens than this share of the largest one's are left out of the fit."""
@@ -30,19 +30,19 @@ SMALLEST_SPAN = 1.5
 """The fit needs observations that differ by this factor in tokens, or slope and offset cannot be distinguished."""
 
 WORTH_MEASURING = 2.0
-"""Times as large as all that ran, in tokens or rows * length^2: from there on a micro-batch tells something new."""
+"""A micro-batch is worth measuring if it is this many times as large as all before, in tokens or rows * length^2."""
 
 LARGEST_EXTRAPOLATION = 8.0
 """Predictions reach this many times beyond the largest observation, in tokens and in rows * length^2."""
 
 WORTHWHILE_RESIDUAL = 0.01
-"""c is looked for only if a and b alone leave this relative error (root mean square)."""
+"""c is fitted only if a and b alone leave at least this relative error (root mean square)."""
 
 SMALLEST_DIFFERENCE = 1e-5
-"""Smallest singular value, as a share of the largest, of columns that can be told apart."""
+"""Columns count as distinguishable if their smallest singular value is at least this share of the largest."""
 
 RECENT = 16
-"""Observations whose residuals count for the margin."""
+"""Number of newest observations whose residuals enter the margin."""
 
 LARGEST_SHORTFALL = 0.5
 """Bound on the part of the margin that comes from residuals: one outlier must not rule out every size."""
@@ -50,7 +50,7 @@ LARGEST_SHORTFALL = 0.5
 
 @dataclass(frozen=True)
 class Observation:
-    """One micro-batch that ran. ``bytes``: its peak above what was in use before it."""
+    """One micro-batch that ran. ``quadratic``: rows * length^2. ``bytes``: its peak minus the use before it."""
 
     tokens: int
     quadratic: int
@@ -63,7 +63,8 @@ class Observation:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """``fixed`` in bytes, ``per_token`` in bytes per padded token, ``per_square`` in bytes per rows * length^2."""
+    """The fit: ``fixed`` in bytes, ``per_token`` in bytes per padded token, ``per_square`` in bytes per rows *
+    length^2."""
 
     fixed: float
     per_token: float
@@ -75,18 +76,18 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Observations, oldest first, one per shape; everything else follows from them."""
+    """The observations, oldest first, one per shape; everything else is computed from them."""
 
     observations: tuple[Observation, ...] = ()
 
     def observe(self, tokens: int, quadratic: int, bytes_: int) -> CostModel:
-        """The model after one more micro-batch. A micro-batch that took nothing new, within memory held already, says
-        nothing."""
+        """Return the model with one more observation. A micro-batch that took 0 bytes is ignored: it fitted into memory
+        that the process already held."""
         newest = Observation(tokens, quadratic, bytes_)
         if min(tokens, quadratic, bytes_) <= 0 or newest in self.observations:
             return self
         kept = [old for old in self.observations if old.shape != newest.shape]
-        return CostModel(tuple(_spread([*kept, newest])))
+        return CostModel(tuple(_most_diverse([*kept, newest])))
 
     @property
     def fitted(self) -> bool:
@@ -94,7 +95,7 @@ class CostModel:
 
     @cached_property
     def coefficients(self) -> Optional[Coefficients]:
-        """Least squares over the usable observations; None while they are too few or too alike."""
+        """The least-squares fit to the usable observations; None while there are too few or they are too similar."""
         usable = self._usable
         if len(usable) < 3 or usable[-1].tokens < SMALLEST_SPAN * usable[0].tokens:
             return None
@@ -102,41 +103,48 @@ class CostModel:
         if len(usable) < 4 or _relative_error(linear, usable) < WORTHWHILE_RESIDUAL:
             return linear
         curved = _least_squares(usable, (0, 1, 2))
-        # A third coefficient always fits a little better; it has to earn its place.
-        return curved if _squares(curved, usable) < 0.5 * _squares(linear, usable) else linear
+        # A third coefficient always fits slightly better, so it must halve the squared error.
+        return curved if _squared_error(curved, usable) < 0.5 * _squared_error(linear, usable) else linear
 
     @cached_property
     def shortfall(self) -> float:
-        """Largest relative excess of a recent observation over its prediction: how far the fit may be too low."""
+        """Largest relative amount by which a recent observation exceeded its prediction."""
         if self.coefficients is None:
             return 0.0
-        recent = [seen for seen in self.observations[-RECENT:] if seen.tokens >= self._usable[0].tokens]
-        excess = [seen.bytes / self.coefficients.bytes_of(*seen.shape) - 1.0 for seen in recent]
+        recent = [
+            observation for observation in self.observations[-RECENT:] if observation.tokens >= self._usable[0].tokens
+        ]
+        excess = [observation.bytes / self.coefficients.bytes_of(*observation.shape) - 1.0 for observation in recent]
         return min(LARGEST_SHORTFALL, max([0.0, *excess]))
 
     def predict(self, tokens: int, quadratic: int) -> Optional[float]:
-        """Bytes above the base, without any margin. None before the fit, and for micro-batches far beyond those that
-        ran."""
+        """Return the predicted bytes of a micro-batch, without margin; None without a fit, or if the micro-batch is far
+        larger than all observed ones."""
         if self.coefficients is None or tokens > self._tokens_in_reach or quadratic > self._quadratic_in_reach:
             return None
         return self.coefficients.bytes_of(tokens, quadratic)
 
     def is_news(self, tokens: int, quadratic: int) -> bool:
-        """Whether a micro-batch is much larger than all that ran."""
+        """Whether a micro-batch is so much larger than all observed ones that measuring it improves the fit."""
         share = WORTH_MEASURING / LARGEST_EXTRAPOLATION
         return tokens > share * self._tokens_in_reach or quadratic > share * self._quadratic_in_reach
 
     def most(self, tokens: int, quadratic: int) -> float:
-        """Bytes above the base that are not exceeded, however large the micro-batch: as coefficients are not negative,
-        nothing grows faster than both tokens and rows * length^2."""
-        bounds = (seen.bytes * max(1.0, tokens / seen.tokens, quadratic / seen.quadratic) for seen in self._usable)
+        """Return an upper bound on the bytes of a micro-batch of any size; infinite without observations.
+
+        Coefficients are not negative, so bytes grow no faster than the faster of tokens and rows * length^2.
+        """
+        bounds = (
+            observation.bytes * max(1.0, tokens / observation.tokens, quadratic / observation.quadratic)
+            for observation in self._usable
+        )
         return min(bounds, default=math.inf)
 
     def largest_tokens(self, budget_bytes: float, length: int, margin: float = 0.08) -> Optional[int]:
-        """Most padded tokens, in rows of ``length`` tokens, that take at most ``budget_bytes`` with ``margin`` added.
+        """Return how many padded tokens, in rows of ``length`` tokens, fit in ``budget_bytes`` with ``margin`` added.
 
-        The margin is relative and grows by ``shortfall``. 0 if nothing fits; None if the model cannot say; never more
-        than the model's reach.
+        The margin is relative, and ``shortfall`` is added to it. The result is 0 if nothing fits, None if the model
+        cannot tell, and never beyond the range in which the model extrapolates.
         """
         reach = min(self._tokens_in_reach, self._quadratic_in_reach / length)
         if self.coefficients is None or reach < 1:
@@ -148,7 +156,11 @@ class CostModel:
         return int(min(reach, room_bytes / bytes_per_token)) if bytes_per_token > 0 else int(reach)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"observations": [[seen.tokens, seen.quadratic, seen.bytes] for seen in self.observations]}
+        return {
+            "observations": [
+                [observation.tokens, observation.quadratic, observation.bytes] for observation in self.observations
+            ]
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CostModel:
@@ -156,59 +168,63 @@ class CostModel:
 
     @cached_property
     def _usable(self) -> list[Observation]:
-        """Observations large enough to be trusted, by ascending tokens."""
-        largest = max((seen.tokens for seen in self.observations), default=0)
-        usable = [seen for seen in self.observations if seen.tokens >= SMALLEST_SHARE * largest]
-        return sorted(usable, key=lambda seen: seen.shape)
+        """Observations that are large enough for the fit, by ascending tokens."""
+        largest = max((observation.tokens for observation in self.observations), default=0)
+        usable = [observation for observation in self.observations if observation.tokens >= SMALLEST_SHARE * largest]
+        return sorted(usable, key=lambda observation: observation.shape)
 
     @cached_property
     def _tokens_in_reach(self) -> float:
-        return LARGEST_EXTRAPOLATION * max((seen.tokens for seen in self.observations), default=0)
+        return LARGEST_EXTRAPOLATION * max((observation.tokens for observation in self.observations), default=0)
 
     @cached_property
     def _quadratic_in_reach(self) -> float:
-        return LARGEST_EXTRAPOLATION * max((seen.quadratic for seen in self.observations), default=0)
+        return LARGEST_EXTRAPOLATION * max((observation.quadratic for observation in self.observations), default=0)
 
 
-def _spread(observations: list[Observation]) -> list[Observation]:
-    """At most CAPACITY observations: the older of the two most alike goes, so that many alike never push out the rest.
+def _most_diverse(observations: list[Observation]) -> list[Observation]:
+    """Return at most CAPACITY observations. The older one of the two most similar observations is dropped, so that many
+    similar ones never displace the rest.
 
     ``observations``: oldest first.
     """
     if len(observations) <= CAPACITY:
         return observations
     by_size = sorted(range(len(observations)), key=lambda i: observations[i].shape)
-    alike = min(pairwise(by_size), key=lambda pair: _distance(observations[pair[0]], observations[pair[1]]))
+    alike = min(pairwise(by_size), key=lambda pair: _log_distance(observations[pair[0]], observations[pair[1]]))
     dropped = min(alike)
-    return [seen for i, seen in enumerate(observations) if i != dropped]
+    return [observation for i, observation in enumerate(observations) if i != dropped]
 
 
-def _distance(one: Observation, other: Observation) -> float:
-    return abs(math.log(one.tokens / other.tokens)) + abs(math.log(max(1, one.quadratic) / max(1, other.quadratic)))
+def _log_distance(first: Observation, second: Observation) -> float:
+    return abs(math.log(first.tokens / second.tokens)) + abs(
+        math.log(max(1, first.quadratic) / max(1, second.quadratic))
+    )
 
 
 def _least_squares(observations: Sequence[Observation], columns: Sequence[int]) -> Coefficients:
-    """Non-negative least squares in the named ``columns`` of (1, tokens, quadratic).
+    """Fit non-negative coefficients for the given ``columns`` of (1, tokens, quadratic).
 
-    Where the plain solution has a negative coefficient, or cannot tell the columns apart, one of them is left out.
+    If the plain solution has a negative coefficient or the columns are not distinguishable, one column is left out: the
+    one that leaves the smallest squared error.
     """
-    table = np.array([(1.0, *seen.shape, seen.bytes) for seen in observations], dtype=float)
+    table = np.array([(1.0, *observation.shape, observation.bytes) for observation in observations], dtype=float)
     scales = table.max(axis=0)
     scaled, used = table / scales, list(columns)
     solution, _, rank, _ = np.linalg.lstsq(scaled[:, used], scaled[:, 3], rcond=SMALLEST_DIFFERENCE)
     if rank < len(used) or solution.min() < 0:
         fits = [_least_squares(observations, fewer) for fewer in combinations(used, len(used) - 1)]
-        return min(fits, key=lambda fit: _squares(fit, observations))
-    found = np.zeros(3)
-    found[used] = solution * scales[3] / scales[used]
-    return Coefficients(*found.tolist())
+        return min(fits, key=lambda fit: _squared_error(fit, observations))
+    coefficients = np.zeros(3)
+    coefficients[used] = solution * scales[3] / scales[used]
+    return Coefficients(*coefficients.tolist())
 
 
-def _squares(fit: Coefficients, observations: Iterable[Observation]) -> float:
-    return sum((fit.bytes_of(*seen.shape) - seen.bytes) ** 2 for seen in observations)
+def _squared_error(fit: Coefficients, observations: Iterable[Observation]) -> float:
+    return sum((fit.bytes_of(*observation.shape) - observation.bytes) ** 2 for observation in observations)
 
 
 def _relative_error(fit: Coefficients, observations: Sequence[Observation]) -> float:
-    """Root mean square of the residuals over the mean of what was observed."""
-    mean_bytes = sum(seen.bytes for seen in observations) / len(observations)
-    return math.sqrt(_squares(fit, observations) / len(observations)) / mean_bytes
+    """Return the root mean square of the residuals, relative to the mean of the observed bytes."""
+    mean_bytes = sum(observation.bytes for observation in observations) / len(observations)
+    return math.sqrt(_squared_error(fit, observations) / len(observations)) / mean_bytes

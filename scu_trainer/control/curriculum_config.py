@@ -1,4 +1,4 @@
-"""What a curriculum does: its methods, and their bounds."""
+"""The configuration of a curriculum: its methods and their parameters."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Optional
 @dataclass(frozen=True)
 class CurriculumConfig:
     methods: tuple[str, ...]
-    """Of token_budget, noise_guard, acmds, infobatch, length_warmup. None of them: uniform."""
+    """Any of token_budget, noise_guard, acmds, infobatch, length_warmup; empty: uniform sampling."""
     rows_per_batch: int
     token_budget: Optional[int] = None
-    """Padded tokens per micro-batch. None: what makes as many micro-batches as ``rows_per_batch`` rows each would."""
+    """Padded tokens per micro-batch. None: chosen so that there are as many micro-batches as with ``rows_per_batch``
+    rows each."""
     fewest_rows: int = 1
-    """Of a uniform micro-batch, if there are more in the epoch."""
+    """Smallest number of rows of a uniform micro-batch, if the epoch has more than one micro-batch."""
     window_epochs: int = 3
-    """acmds: every sample is seen at least once in this many epochs in a row."""
+    """acmds: every sample is seen at least once in any this many consecutive epochs."""
     classes: Optional[int] = None
-    """noise_guard: number of classes. None: not a classification."""
+    """noise_guard: number of classes. None: the task is not a classification."""
     guard_max_fraction: float = 0.5
     guard_readmit: float = 0.1
     guard_observations: Optional[int] = None
-    """noise_guard: losses of a row that must be known before it can be excluded. None: 3 with classes, else 2."""
+    """noise_guard: number of losses of a row that must be known before it can be excluded. None: 3 with classes, else
+    2."""
     prune_ratio: float = 0.5
     """infobatch: probability, below 1, that a well-learned row is left out."""
     final_full_fraction: float = 0.125
-    """infobatch: share of the epochs, at the end, that see every row; at least one epoch."""
+    """infobatch: share of the epochs, at the end, that include every row; at least one epoch."""
     acmds_fraction: float = 0.75
-    """acmds: share of the rows that an epoch sees."""
+    """acmds: share of the rows that an epoch includes."""
     warmup_share: float = 0.3
     """length_warmup: share of the steps over which sequences grow."""
     warmup_start_tokens: int = 64

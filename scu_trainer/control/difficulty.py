@@ -1,4 +1,4 @@
-"""How hard each sample is: a moving average of its loss in training, and how old that knowledge is.
+"""The difficulty of each sample: a moving average of its training loss, and the epoch of its newest loss.
 
 >>> import numpy as np
 >>> difficulty = Difficulty(samples=4, alpha=0.5, window_epochs=3)
@@ -18,7 +18,7 @@ from typing import Optional
 import numpy as np
 
 LARGEST_SCORE = float(np.finfo(np.float32).max)
-"""A loss above this would be infinite as a score; it counts as not finite."""
+"""A loss above this would be infinite as a float32 score, so it counts as not finite."""
 
 QUANTILES = (0, 10, 25, 50, 75, 90, 100)
 STATE_TYPES = {
@@ -33,7 +33,7 @@ STATE_TYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What was known of every sample at one moment; an epoch is planned from it.
+    """The statistics of all samples at one moment, from which an epoch is planned.
 
     All arrays have the shape (samples,) and are read-only.
     """
@@ -41,33 +41,33 @@ class Snapshot:
     scores: np.ndarray
     """float32, nats; NaN where no finite loss was seen."""
     observations: np.ndarray
-    """int32, finite losses seen."""
+    """int32, number of finite losses seen."""
     last_epoch: np.ndarray
     """int32, epoch of the newest finite loss; -1 for none."""
     quarantined: np.ndarray
-    """bool, gave a loss that is not finite."""
+    """bool, whether the sample had a loss that is not finite."""
     means: Optional[np.ndarray] = None
-    """float32, nats: plain mean of all finite losses seen; NaN where unseen. None: the scores."""
+    """float32, nats: plain mean of all finite losses seen; NaN where unseen. None: use the scores."""
     labels: Optional[np.ndarray] = None
-    """int32, class of the sample; -1 where it is not known. None: not a classification."""
+    """int32, class of the sample; -1 where it is not known. None: the task is not a classification."""
     availability: float = 1.0
     """Free share of memory, 0 to 1."""
     costs: Optional[np.ndarray] = None
-    """float32, memory that a sample takes, in any unit (tokens, bytes). None: its length says it."""
+    """float32, memory that a sample takes, in any unit (tokens, bytes). None: use its length."""
 
     def __post_init__(self) -> None:
         if self.means is None:
             object.__setattr__(self, "means", self.scores)
-        for name, kind in {**STATE_TYPES, "costs": np.float32}.items():
+        for name, dtype in {**STATE_TYPES, "costs": np.float32}.items():
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _frozen(getattr(self, name), kind))
+                object.__setattr__(self, name, _read_only(getattr(self, name), dtype))
 
 
 class Difficulty:
-    """Moving average of each sample's loss: the first loss as it is, then ``score += alpha * (loss - score)``.
+    """Moving average of each sample's loss: starts at the first loss, then ``score += alpha * (loss - score)``.
 
-    ``scores``, ``observations``, ``last_epoch``, ``quarantined``, ``means`` and ``labels`` are as in ``Snapshot``, but
-    live: 17 bytes per sample, 21 once a label is known.
+    ``scores``, ``observations``, ``last_epoch``, ``quarantined``, ``means`` and ``labels`` are the live arrays that
+    ``Snapshot`` describes. They take 17 bytes per sample, and 21 once a label is known.
     """
 
     def __init__(self, samples: int, alpha: float, window_epochs: int):
@@ -78,13 +78,13 @@ class Difficulty:
         self.last_epoch = np.full(samples, -1, dtype=np.int32)
         self.quarantined = np.zeros(samples, dtype=np.bool_)
         self.means = np.full(samples, np.nan, dtype=np.float32)
-        self.labels: Optional[np.ndarray] = None  # none is known
+        self.labels: Optional[np.ndarray] = None  # until the first label is known
 
     def update(self, ids: np.ndarray, losses: np.ndarray, epoch: int, labels: Optional[np.ndarray] = None) -> None:
-        """Record losses (nats, shape (k,)) of the samples ``ids`` (shape (k,)), in this order where an id occurs twice.
+        """Record losses (nats, shape (k,)) of the samples ``ids`` (shape (k,)), in this order if an id occurs twice.
 
-        ``labels``: their classes, shape (k,), where they have one; below 0 where not.
-        A loss that is not finite quarantines its sample and leaves its score. Raises ValueError for an unknown id.
+        ``labels``: their classes, shape (k,), below 0 where there is none. A loss that is not finite quarantines its
+        sample and does not change its score. Raises ValueError for an unknown id.
         """
         ids, losses = np.asarray(ids, dtype=np.int64), np.asarray(losses, dtype=np.float64)
         self._check(ids, losses)
@@ -94,25 +94,26 @@ class Difficulty:
         finite = np.abs(losses) <= LARGEST_SCORE
         self.quarantined[ids[~finite]] = True
         ids, losses = ids[finite], losses[finite]
-        for part in _without_repeats(ids):
-            self._book(ids[part], losses[part], epoch)
+        for part in _positions_without_repeats(ids):
+            self._record(ids[part], losses[part], epoch)
 
     def see(self, ids: np.ndarray, epoch: int) -> None:
-        """Rows that were trained on without a loss that is known: only when they were seen is noted."""
+        """Record the epoch of samples that were trained on if their losses are not known."""
         self.last_epoch[ids] = np.maximum(self.last_epoch[ids], epoch)
 
     def stale(self, epoch: int) -> np.ndarray:
-        """Mask, shape (samples,): seen, in use, but not seen for more than ``window_epochs`` epochs."""
+        """Return a mask, shape (samples,), of the samples that were seen, but not for more than ``window_epochs``
+        epochs, and that are not quarantined."""
         return (self.last_epoch >= 0) & (epoch - self.last_epoch > self.window_epochs) & ~self.quarantined
 
     def quantiles(self) -> dict[str, Optional[float]]:
-        """Quantiles p0 to p100 of the known scores, in nats; None where nothing is known."""
+        """Return the quantiles p0 to p100 of the known scores, in nats; None if no score is known."""
         known = self.scores[~np.isnan(self.scores)]
         values = np.percentile(known, QUANTILES).tolist() if known.size else [None] * len(QUANTILES)
         return {f"p{share}": value for share, value in zip(QUANTILES, values, strict=True)}
 
     def counts(self, epoch: int) -> dict[str, int]:
-        """Samples that are never seen, stale, or quarantined; nothing is counted twice."""
+        """Return the number of samples that are unseen, stale, and quarantined; each sample is counted at most once."""
         return {
             "unseen": int(np.count_nonzero((self.last_epoch < 0) & ~self.quarantined)),
             "stale": int(np.count_nonzero(self.stale(epoch))),
@@ -120,33 +121,36 @@ class Difficulty:
         }
 
     def snapshot(self, availability: float = 1.0, costs: Optional[np.ndarray] = None) -> Snapshot:
-        """A copy that later updates do not touch."""
+        """Return a copy that later updates do not change."""
         copies = {name: array.copy() for name, array in self._known().items()}
         return Snapshot(**copies, availability=availability, costs=None if costs is None else costs.copy())
 
     def view(self, availability: float = 1.0, costs: Optional[np.ndarray] = None) -> Snapshot:
-        """The same without copying, for what is decided before the next update."""
+        """Return a snapshot of the live arrays without copying, for decisions before the next update."""
         return Snapshot(**self._known(), availability=availability, costs=costs)
 
     def _known(self) -> dict[str, np.ndarray]:
-        """The live arrays; labels only where some are known."""
+        """Return the live arrays by name, ``labels`` only if at least one label is known."""
         arrays = self.arrays()
         if self.labels is not None and not (self.labels >= 0).any():
             del arrays["labels"]
         return arrays
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The live arrays; ``labels`` only once one was recorded."""
+        """Return the live arrays by name, ``labels`` only if that array exists."""
         arrays = {name: getattr(self, name) for name in STATE_TYPES}
         return {name: array for name, array in arrays.items() if array is not None}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the arrays."""
+        """Return copies of the arrays by name."""
         return {name: array.copy() for name, array in self.arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what ``state_dict`` gave, bit for bit. Raises ValueError if it is of another number of samples; an
-        error of the storage in the middle leaves some arrays of each."""
+        """Load what ``state_dict`` returned, bit for bit.
+
+        Raises ValueError if an array is missing or has another number of samples. If reading ``state`` from storage
+        fails halfway, some arrays are already replaced.
+        """
         for name in STATE_TYPES:
             if name == "labels" and name not in state:
                 continue
@@ -158,7 +162,7 @@ class Difficulty:
         elif self.labels is None:
             self.labels = np.full(self.scores.size, -1, dtype=np.int32)
         for name, array in self.arrays().items():
-            array[:] = state[name]  # in place: one array at a time where ``state`` reads them from a file
+            array[:] = state[name]  # in place: a lazy ``state`` then reads one array at a time
 
     def _check(self, ids: np.ndarray, losses: np.ndarray) -> None:
         samples = self.scores.size
@@ -167,7 +171,7 @@ class Difficulty:
         if ids.size and (ids.min() < 0 or ids.max() >= samples):
             raise ValueError(f"sample numbers {ids.min()} to {ids.max()}; 0 to {samples - 1} are known")
 
-    def _book(self, ids: np.ndarray, losses: np.ndarray, epoch: int) -> None:
+    def _record(self, ids: np.ndarray, losses: np.ndarray, epoch: int) -> None:
         before = self.scores[ids].astype(np.float64)
         moved = before + self.alpha * (losses - before)
         self.scores[ids] = np.where(self.observations[ids] == 0, losses, moved)
@@ -177,14 +181,14 @@ class Difficulty:
         self.last_epoch[ids] = np.maximum(self.last_epoch[ids], epoch)
 
 
-def _frozen(values: np.ndarray, kind: type) -> np.ndarray:
-    view: np.ndarray = np.asarray(values, dtype=kind).view()
+def _read_only(values: np.ndarray, dtype: type) -> np.ndarray:
+    view: np.ndarray = np.asarray(values, dtype=dtype).view()
     view.setflags(write=False)
     return view
 
 
-def _without_repeats(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """Positions in ``ids`` in parts without a repeat: the first occurrence of every id, the second, and so on."""
+def _positions_without_repeats(ids: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield positions in ``ids``: the first occurrences of all ids, then the second occurrences, and so on."""
     left = np.arange(ids.size)
     while left.size:
         _, first = np.unique(ids[left], return_index=True)

@@ -1,4 +1,4 @@
-"""What the memory law reads and writes: its constants, one step's measurements, its state, its decision."""
+"""The values of the memory controller: its configuration, the measurements of a step, its state, and its decision."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ Pressure = Literal["low", "moderate", "high", "critical"]
 
 @dataclass(frozen=True)
 class SizerConfig:
-    """What the decisions depend on besides measurements.
+    """Parameters of the memory controller.
 
-    ``headroom_bytes``: stays free, else ``headroom_share`` of the limit. ``gc_threshold_bytes``: with less free at the
-    peak memory is collected at once; default a quarter of the headroom. ``kp``, ``ki``, ``kd``: ln(cap) per unit of
-    used fraction, per optimizer step. ``integral_clamp``: bound on the summed error. ``deadband``: width of the band
-    below the target in which nothing moves, and smallest relative change of the cap. ``patience_steps``: steps without
-    pressure before the cap grows. ``max_growth``, ``max_shrink``: bounds of the PID factor in one step; the cost model
-    may shrink the cap further. ``margin``: relative, on predictions. ``forget_oom_steps``: when a size that ran out of
-    memory may be tried again in the same room, if the cost model agrees, or learns nothing as the smallest size runs.
+    ``headroom_bytes``: memory that stays free; None means ``headroom_share`` of the limit. ``gc_threshold_bytes``: if
+    less is free at the peak, garbage is collected at once; default: a quarter of the headroom. ``kp``, ``ki``, ``kd``:
+    gains, ln(cap) per unit of used fraction, per optimizer step. ``integral_clamp``: bound on the summed error.
+    ``deadband``: width of the band below the target in which the cap does not change, and smallest relative change of
+    the cap. ``patience_steps``: steps without pressure before the cap grows. ``max_growth``, ``max_shrink``: bounds of
+    the PID factor in one step; the cost model may shrink the cap further. ``margin``: relative safety margin on
+    predictions. ``forget_oom_steps``: steps after which a size that ran out of memory may be tried again with the same
+    free memory, if the cost model allows it or if only the smallest size runs, which teaches the model nothing.
     """
 
     headroom_share: float = 0.08
@@ -38,7 +39,7 @@ class SizerConfig:
     forget_oom_steps: int = 50
 
     def free_bytes_wanted(self, limit_bytes: int) -> float:
-        """What must stay free at the peak: the headroom, or the threshold of collecting if that is more."""
+        """Return the bytes that must stay free at the peak: the larger of headroom and garbage-collection threshold."""
         return max(self.headroom_of(limit_bytes), self.gc_threshold_of(limit_bytes))
 
     def headroom_of(self, limit_bytes: int) -> float:
@@ -50,12 +51,13 @@ class SizerConfig:
 
 @dataclass(frozen=True)
 class MemoryMeasurement:
-    """What one optimizer step showed. Bytes count everybody who draws on the limit.
+    """Memory use of one optimizer step. Bytes include all processes that share the limit.
 
-    ``used_bytes``: in use with no micro-batch running; measure it at the same point of every step, and alike for
-    ``after_oom``. ``peak_bytes``: highest since the step began. ``ceiling_tokens``: padded tokens per micro-batch that
-    the configuration allows in this step. ``floor_tokens``: what the smallest allowed micro-batch of the longest rows
-    takes. ``longest_row``: tokens. ``largest_micro_batch_tokens``: padded tokens of the largest micro-batch that ran.
+    ``used_bytes``: in use while no micro-batch runs; measure it at the same point of every step, also for
+    ``after_oom``. ``peak_bytes``: the maximum since the step began. ``ceiling_tokens``: padded tokens per micro-batch
+    that the configuration allows in this step. ``floor_tokens``: padded tokens of the smallest allowed micro-batch of
+    the longest rows. ``longest_row``: in tokens. ``largest_micro_batch_tokens``: padded tokens of the largest
+    micro-batch that ran.
     """
 
     step: int
@@ -82,12 +84,12 @@ class MemoryMeasurement:
 
 @dataclass(frozen=True)
 class SizerState:
-    """Everything that a decision depends on; JSON-safe, kept in checkpoints.
+    """State of the memory controller; JSON-safe, saved in checkpoints.
 
-    ``cap_tokens``: None without pressure. ``former_tokens``: the largest ceiling since the cap was put on; reaching it
-    ends the restriction. ``calm_steps``: in a row, with room for a larger cap. ``failed_tokens``: size that ran out of
-    memory, in ``failed_room_bytes`` (limit - use). ``proven_tokens``: the largest ceiling that micro-batches filled
-    without cap or pressure, in ``proven_room_bytes``.
+    ``cap_tokens``: None without pressure. ``former_tokens``: the largest ceiling since the cap was set; when the cap
+    reaches it, it is removed. ``calm_steps``: steps in a row with room for a larger cap. ``failed_tokens``: the size
+    that ran out of memory, with ``failed_room_bytes`` (limit minus use) free. ``proven_tokens``: the largest ceiling
+    that micro-batches reached without cap or pressure, with ``proven_room_bytes`` free.
     """
 
     cap_tokens: Optional[int] = None
@@ -114,7 +116,8 @@ class SizerState:
 
 @dataclass(frozen=True)
 class Decision:
-    """``reason``: for the log, None exactly when the cap stays. ``collect``: memory should be collected now."""
+    """The next state. ``reason``: a text for the log, None if and only if the cap stays the same. ``collect``: whether
+    garbage should be collected now."""
 
     state: SizerState
     reason: Optional[str]
@@ -122,13 +125,16 @@ class Decision:
     pressure: Pressure
 
 
-def pressure(law: SizerConfig, limit_bytes: int, peak_bytes: int) -> Pressure:
-    """Critical: less than the threshold of collecting is free at the peak. High: above the target. Low: below the
-    band under it."""
+def pressure(config: SizerConfig, limit_bytes: int, peak_bytes: int) -> Pressure:
+    """Return how full memory was at the peak.
+
+    critical: less than the garbage-collection threshold was free; high: above the target; moderate: within the deadband
+    below the target; low: below the deadband.
+    """
     free_bytes = limit_bytes - peak_bytes
-    if free_bytes < law.gc_threshold_of(limit_bytes):
+    if free_bytes < config.gc_threshold_of(limit_bytes):
         return "critical"
-    target_bytes = limit_bytes - law.free_bytes_wanted(limit_bytes)
+    target_bytes = limit_bytes - config.free_bytes_wanted(limit_bytes)
     if peak_bytes > target_bytes:
         return "high"
-    return "moderate" if peak_bytes >= (1.0 - law.deadband) * target_bytes else "low"
+    return "moderate" if peak_bytes >= (1.0 - config.deadband) * target_bytes else "low"

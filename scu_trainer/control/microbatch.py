@@ -1,22 +1,23 @@
-"""How large a micro-batch may be, in padded tokens, decided once per optimizer step from how full memory was.
+"""The controller of the micro-batch size: a cap in padded tokens, updated once per optimizer step from memory use.
 
-A PID law moves the cap: with e = aim - peak / limit, the used fraction that is missing to the aim,
+A PID controller moves the cap. With the error e = aim - peak / limit, as fractions of the memory limit,
 
-    cap <- cap * exp(clip(kp * e + ki * sum(e) + kd * (e - e before)))
+    cap <- cap * exp(clip(kp * e + ki * sum(e) + kd * (e - previous e)))
 
-and a cost model, once it has learned what micro-batches take, says at once which cap would fill memory to its target.
-The integral grows only while the output acts and no bound holds it (conditional integration, Åström and Hägglund,
-Advanced PID Control, 2006, 3.5), and starts over where the error changes its sign (Clegg, 1958).
+Once a cost model has learned how many bytes micro-batches take, it computes the cap that fills memory to its target.
+The integral grows only while the output takes effect and is not clipped (conditional integration, Åström and Hägglund,
+Advanced PID Control, 2006, 3.5), and it is reset when the error changes sign (Clegg, 1958).
 
-The cap shrinks in the step that shows pressure; it grows after some calm steps, into room that is there. Between the
-two lies a band in which nothing moves. Without pressure there is no cap (None) and nothing here ever makes one: runs on
-a machine with memory to spare are the same runs, whatever the gauge reads.
+The cap shrinks in the step that shows pressure, and grows only after several calm steps with enough free memory.
+Between the two is a deadband in which the cap does not change. Without pressure there is no cap (None) and none is ever
+set: with enough memory a run is the same whatever the memory gauge reads.
 
-In a loop of one's own; ``used_bytes``, ``peak_bytes`` and ``limit_bytes`` would come from a gauge. Here a micro-batch
-takes 2 bytes per token over 100 for the model, on a device of 2000 bytes of which a neighbour takes 600 for a while:
+The following example uses the controller in a custom loop. There, ``used_bytes``, ``peak_bytes`` and ``limit_bytes``
+would come from a memory gauge. Here the model takes 100 bytes and a micro-batch 2 bytes per token, on a device of 2000
+bytes, and another process takes 600 bytes for three steps:
 
 >>> from scu_trainer.control import splitting, microbatch
->>> law, state = microbatch.SizerConfig(headroom_share=0.1), microbatch.SizerState()
+>>> config, state = microbatch.SizerConfig(headroom_share=0.1), microbatch.SizerState()
 >>> lengths, sizes = [50] * 16, []
 >>> for step in range(12):
 ...     used_bytes = 100 + (600 if step in (2, 3, 4) else 0)
@@ -26,10 +27,10 @@ takes 2 bytes per token over 100 for the model, on a device of 2000 bytes of whi
 ...         micro_batch_bytes = 2 * plan.tokens  # run it forward and backward; measure the peak above the use before it
 ...         state = microbatch.with_observation(state, plan.tokens, plan.quadratic, micro_batch_bytes)
 ...     largest = max(plan.tokens for plan in planned)
-...     seen = microbatch.MemoryMeasurement(
+...     measurement = microbatch.MemoryMeasurement(
 ...         step, limit_bytes=2000, used_bytes=used_bytes, peak_bytes=used_bytes + 2 * largest,
 ...         ceiling_tokens=800, floor_tokens=50, longest_row=50, largest_micro_batch_tokens=largest)
-...     decision = microbatch.decide(law, state, seen)
+...     decision = microbatch.decide(config, state, measurement)
 ...     state = decision.state
 ...     sizes.append(largest)
 ...     if decision.reason:
@@ -49,35 +50,36 @@ from typing import Any, Optional
 from scu_trainer.control.memory_values import Decision, MemoryMeasurement, Pressure, SizerConfig, SizerState, pressure
 
 SAFE_SHARE_OF_FAILED = 0.75
-"""A cap grows no further than this share of a size that ran out of memory, while the room is what it was."""
+"""After a size ran out of memory, the cap stays below this share of it until more memory is free."""
 
 URGENT_GROWTH = 1.5
-"""Room for a cap this many times as large is taken after ``patience_steps``; less is worth little and may be noise."""
+"""The cap grows after ``patience_steps`` if it can grow by at least this factor. Smaller growth gains little and its
+cause may be noise, so it waits longer."""
 
 LONG_PATIENCE = 8
-"""Times ``patience_steps`` that smaller growth waits."""
+"""Growth by less than URGENT_GROWTH waits this many times ``patience_steps``."""
 
 UNRESTRICTED = 2**62
-"""``cap_to_share`` of a rank without a cap: larger than any cap, and an int64."""
+"""The value of ``cap_to_share`` on a rank without a cap: larger than any cap, and still an int64."""
 
 
 def applied_cap(state: SizerState, ceiling_tokens: int, floor_tokens: int) -> int:
-    """Padded tokens per micro-batch in a step with this ceiling and floor; the floor wins over both."""
+    """Return the padded tokens allowed per micro-batch in this step. The floor overrides cap and ceiling."""
     cap = ceiling_tokens if state.cap_tokens is None else min(state.cap_tokens, ceiling_tokens)
     return max(cap, floor_tokens)
 
 
-def decide(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> Decision:
-    """The cap for the next optimizer step."""
-    level = pressure(law, seen.limit_bytes, seen.peak_bytes)
-    after = _decide(law, _booked(law, state, seen, level), seen)
+def decide(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement) -> Decision:
+    """Return the decision, with the cap for the next optimizer step."""
+    pressure_level = pressure(config, measurement.limit_bytes, measurement.peak_bytes)
+    after = _next_state(config, _with_measurement(config, state, measurement, pressure_level), measurement)
     changed = after.cap_tokens != state.cap_tokens
-    reason = _reason(law, after, seen) if changed else None
-    return Decision(after, reason, level == "critical", level)
+    reason = _log_reason(config, after, measurement) if changed else None
+    return Decision(after, reason, pressure_level == "critical", pressure_level)
 
 
 def after_oom(
-    law: SizerConfig,
+    config: SizerConfig,
     state: SizerState,
     failed_tokens: int,
     floor_tokens: int,
@@ -85,12 +87,15 @@ def after_oom(
     used_bytes: int,
     row_length: int,
 ) -> SizerState:
-    """The state once a micro-batch of ``failed_tokens`` (rows of ``row_length``) did not fit: half of it, or what the
-    cost model sees fit if that is less. ``used_bytes``: after the failed micro-batch has been freed."""
+    """Return the state after a micro-batch of ``failed_tokens`` (rows of ``row_length``) ran out of memory.
+
+    The new cap is half of the failed size, or the size that fits by the cost model if that is smaller. Measure
+    ``used_bytes`` after the failed micro-batch has been freed.
+    """
     room_bytes = limit_bytes - used_bytes
     half = min(failed_tokens // 2, cap_to_share(state))
-    room_to_target_bytes = room_bytes - law.free_bytes_wanted(limit_bytes)
-    fit = state.cost.largest_tokens(room_to_target_bytes, row_length, law.margin)
+    room_to_target_bytes = room_bytes - config.free_bytes_wanted(limit_bytes)
+    fit = state.cost.largest_tokens(room_to_target_bytes, row_length, config.margin)
     return replace(
         _with_failure(state, failed_tokens, room_bytes),
         cap_tokens=max(1, floor_tokens, half if fit is None else min(half, fit)),
@@ -98,58 +103,61 @@ def after_oom(
         calm_steps=0,
         steps_since_oom=0,
         oom_count=state.oom_count + 1,
-        proven_tokens=0 if _contradicts(law, state, room_bytes) else state.proven_tokens,
+        proven_tokens=0 if _contradicts_proof(config, state, room_bytes) else state.proven_tokens,
     )
 
 
-def fitting_tokens(law: SizerConfig, state: SizerState, room_bytes: float, length: int) -> Optional[int]:
-    """Most padded tokens of rows of ``length`` that will fit in ``room_bytes``, margin included. None: cannot say."""
-    fit = state.cost.largest_tokens(room_bytes, length, law.margin)
-    blocked = None if fit is None else _blocked_tokens(law, state, room_bytes, fit)
+def fitting_tokens(config: SizerConfig, state: SizerState, room_bytes: float, length: int) -> Optional[int]:
+    """Return how many padded tokens, in rows of ``length``, fit in ``room_bytes`` with the safety margin; None if the
+    cost model cannot tell yet."""
+    fit = state.cost.largest_tokens(room_bytes, length, config.margin)
+    blocked = None if fit is None else _blocked_tokens(config, state, room_bytes, fit)
     return fit if fit is None or blocked is None else int(min(fit, blocked))
 
 
 def with_observation(state: SizerState, tokens: int, quadratic: int, micro_batch_bytes: int) -> SizerState:
-    """Record what a micro-batch took: its peak above what was in use before it."""
+    """Record the memory of a micro-batch: its peak minus the bytes in use before it."""
     return replace(state, cost=state.cost.observe(tokens, quadratic, micro_batch_bytes))
 
 
 def cap_to_share(state: SizerState) -> int:
-    """The cap as a number whose minimum over ranks every rank adopts, by ``with_shared_cap``, after each decision."""
+    """Return the cap as an int. After each decision all ranks take the minimum and pass it to ``with_shared_cap``."""
     return UNRESTRICTED if state.cap_tokens is None else state.cap_tokens
 
 
 def with_shared_cap(state: SizerState, smallest: int) -> SizerState:
-    """Adopt the smallest ``cap_to_share`` of all ranks. What a rank learned alone stays its own."""
-    return _changed(state, cap_tokens=None if smallest >= UNRESTRICTED else smallest)
+    """Adopt the smallest ``cap_to_share`` of all ranks. Everything else in the state stays local to its rank."""
+    return _replaced_if_different(state, cap_tokens=None if smallest >= UNRESTRICTED else smallest)
 
 
-def _booked(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, level: Pressure) -> SizerState:
-    """What the step showed, before any decision."""
-    quiet = level in ("low", "moderate") and not _oom_is_fresh(state)
-    state = _changed(state, pressure=level, calm_steps=state.calm_steps if quiet else 0)
-    if _has_run_since(law, state, seen):
+def _with_measurement(
+    config: SizerConfig, state: SizerState, measurement: MemoryMeasurement, pressure_level: Pressure
+) -> SizerState:
+    """Return the state with the step's measurement recorded, before any decision."""
+    quiet = pressure_level in ("low", "moderate") and not _oom_is_fresh(state)
+    state = _replaced_if_different(state, pressure=pressure_level, calm_steps=state.calm_steps if quiet else 0)
+    if _failed_size_has_run(config, state, measurement):
         state = replace(state, failed_tokens=None)
     if state.cap_tokens is None:
-        return _with_proof(law, state, seen) if quiet else state
-    return _changed(state, former_tokens=max(state.former_tokens or 0, seen.ceiling_tokens))
+        return _with_proven_size(config, state, measurement) if quiet else state
+    return _replaced_if_different(state, former_tokens=max(state.former_tokens or 0, measurement.ceiling_tokens))
 
 
-def _changed(state: SizerState, **values: Any) -> SizerState:
-    """``replace``, which takes as long as all else of a calm step, only where a value is another one."""
+def _replaced_if_different(state: SizerState, **values: Any) -> SizerState:
+    """Call ``replace`` only if a value differs, because ``replace`` takes as long as the rest of a calm step."""
     return state if all(getattr(state, name) == value for name, value in values.items()) else replace(state, **values)
 
 
-def _decide(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> SizerState:
+def _next_state(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement) -> SizerState:
     if _oom_is_fresh(state):
-        # This step's peak is the failed micro-batch's, and the cap has been cut for it already.
+        # The failed micro-batch caused this step's peak, and the cap has already been reduced for it.
         return replace(state, steps_since_oom=1, previous_error=None)
-    error = _error(law, seen)
+    error = _error(config, measurement)
     after = state
     if state.pressure in ("high", "critical"):
-        after = _shrunk(law, state, seen, error)
+        after = _with_smaller_cap(config, state, measurement, error)
     elif state.cap_tokens is not None:
-        after = _grown(law, state, seen, error)
+        after = _with_larger_cap(config, state, measurement, error)
     settled = after.cap_tokens is None or state.pressure == "moderate"
     return replace(
         after,
@@ -159,171 +167,184 @@ def _decide(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> Siz
     )
 
 
-def _error(law: SizerConfig, seen: MemoryMeasurement) -> float:
-    """Used fraction missing to the aim, the middle of the band under the target."""
-    target_fraction = 1.0 - law.free_bytes_wanted(seen.limit_bytes) / seen.limit_bytes
-    return (1.0 - law.deadband / 2) * target_fraction - seen.peak_fraction
+def _error(config: SizerConfig, measurement: MemoryMeasurement) -> float:
+    """Return the aim, which is the middle of the deadband below the target, minus the used fraction."""
+    target_fraction = 1.0 - config.free_bytes_wanted(measurement.limit_bytes) / measurement.limit_bytes
+    return (1.0 - config.deadband / 2) * target_fraction - measurement.peak_fraction
 
 
-def _output(law: SizerConfig, state: SizerState, error: float) -> tuple[float, float]:
-    """Factor on the cap, and the integral that goes with it."""
-    before = 0.0 if state.integral * error < 0 else state.integral
-    integral = max(-law.integral_clamp, min(law.integral_clamp, before + error))
+def _pid_factor(config: SizerConfig, state: SizerState, error: float) -> tuple[float, float]:
+    """Return the PID controller's factor for the cap, and the new integral."""
+    integral_before = 0.0 if state.integral * error < 0 else state.integral
+    integral = max(-config.integral_clamp, min(config.integral_clamp, integral_before + error))
     change = 0.0 if state.previous_error is None else error - state.previous_error
-    wanted = law.kp * error + law.ki * integral + law.kd * change
-    given = max(math.log(law.max_shrink), min(math.log(law.max_growth), wanted))
-    return math.exp(given), integral if given == wanted else before
+    wanted = config.kp * error + config.ki * integral + config.kd * change
+    bounded = max(math.log(config.max_shrink), min(math.log(config.max_growth), wanted))
+    return math.exp(bounded), integral if bounded == wanted else integral_before
 
 
-def _shrunk(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> SizerState:
-    current = applied_cap(state, seen.ceiling_tokens, seen.floor_tokens)
-    factor, integral = _output(law, state, error)
-    # From the micro-batch that ran: a cap far above it had no part in this peak.
-    wanted = min(current, seen.largest_micro_batch_tokens) * min(factor, 1.0 - law.deadband)
-    fit = _predicted_fit(law, state, seen)
-    cap = max(1, seen.floor_tokens, int(wanted if fit is None else min(wanted, fit)))
+def _with_smaller_cap(
+    config: SizerConfig, state: SizerState, measurement: MemoryMeasurement, error: float
+) -> SizerState:
+    current = applied_cap(state, measurement.ceiling_tokens, measurement.floor_tokens)
+    factor, integral = _pid_factor(config, state, error)
+    # Start from the largest micro-batch that ran: a cap far above it did not cause this peak.
+    wanted = min(current, measurement.largest_micro_batch_tokens) * min(factor, 1.0 - config.deadband)
+    fit = _predicted_fit(config, state, measurement)
+    cap = max(1, measurement.floor_tokens, int(wanted if fit is None else min(wanted, fit)))
     if cap >= current:
         return state
-    if state.cap_tokens is None and _contradicts(law, state, seen.room_bytes):
+    if state.cap_tokens is None and _contradicts_proof(config, state, measurement.room_bytes):
         state = replace(state, proven_tokens=0)
-    former = max(state.former_tokens or 0, seen.ceiling_tokens)
+    former = max(state.former_tokens or 0, measurement.ceiling_tokens)
     return replace(state, cap_tokens=cap, integral=integral, former_tokens=former)
 
 
-def _grown(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> SizerState:
-    cap, former = _sizes(state)
-    room_tokens = _room_tokens(law, state, seen, error)
-    if room_tokens < former and room_tokens < (1.0 + law.deadband) * cap:
+def _with_larger_cap(
+    config: SizerConfig, state: SizerState, measurement: MemoryMeasurement, error: float
+) -> SizerState:
+    cap, former = _cap_and_former(state)
+    room_tokens = _attainable_cap(config, state, measurement, error)
+    if room_tokens < former and room_tokens < (1.0 + config.deadband) * cap:
         return replace(state, calm_steps=0)
     state = replace(state, calm_steps=state.calm_steps + 1)
-    if state.calm_steps < _patience(law, state, room_tokens):
+    if state.calm_steps < _required_calm_steps(config, state, room_tokens):
         return state
-    if _is_proven(state, seen):
-        return _released(state)
-    factor, integral = _output(law, state, error)
+    if _is_proven(state, measurement):
+        return _without_cap(state)
+    factor, integral = _pid_factor(config, state, error)
     if state.cost.fitted:
-        factor = law.max_growth  # the model knows where to stop
-    step_tokens = max(cap + 1, int(cap * max(factor, 1.0 + law.deadband)))
+        factor = config.max_growth  # the cost model limits the growth
+    step_tokens = max(cap + 1, int(cap * max(factor, 1.0 + config.deadband)))
     if min(step_tokens, room_tokens) >= former:
-        return _released(state)
+        return _without_cap(state)
     return replace(state, cap_tokens=min(step_tokens, room_tokens), integral=integral)
 
 
-def _sizes(state: SizerState) -> tuple[int, int]:
+def _cap_and_former(state: SizerState) -> tuple[int, int]:
     """The cap and the size before it was cut: both are there, or neither."""
     assert state.cap_tokens is not None and state.former_tokens is not None
     return state.cap_tokens, state.former_tokens
 
 
-def _room_tokens(law: SizerConfig, state: SizerState, seen: MemoryMeasurement, error: float) -> int:
-    """The cap that memory has room for, at most the former size; 0 where nothing speaks for a larger one."""
-    _, former = _sizes(state)
-    if _is_proven(state, seen):
+def _attainable_cap(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement, error: float) -> int:
+    """Return the cap that fits into free memory, at most the former size; 0 if there is no reason to grow."""
+    _, former = _cap_and_former(state)
+    if _is_proven(state, measurement):
         return former
     if state.pressure != "low":
         return 0
-    fit = _predicted_fit(law, state, seen)
-    room = _proportional_fit(seen, error) if fit is None else fit
-    # Where the smallest size alone runs, the cost model learns nothing, and could never agree.
-    is_smallest = seen.largest_micro_batch_tokens <= seen.floor_tokens
-    blocked = _blocked_tokens(law, state, seen.room_bytes, room if is_smallest else fit)
+    fit = _predicted_fit(config, state, measurement)
+    room = _proportional_fit(measurement, error) if fit is None else fit
+    # While only the smallest size runs, the cost model learns nothing and could never lift the bound.
+    is_smallest = measurement.largest_micro_batch_tokens <= measurement.floor_tokens
+    blocked = _blocked_tokens(config, state, measurement.room_bytes, room if is_smallest else fit)
     return int(min(former, room, math.inf if blocked is None else blocked))
 
 
-def _patience(law: SizerConfig, state: SizerState, room_tokens: int) -> int:
-    """Steps in a row that must have had room before the cap grows into it."""
-    cap, former = _sizes(state)
+def _required_calm_steps(config: SizerConfig, state: SizerState, room_tokens: int) -> int:
+    """Return how many calm steps in a row are needed before the cap grows to ``room_tokens``."""
+    cap, former = _cap_and_former(state)
     urgent = room_tokens == former or room_tokens >= URGENT_GROWTH * cap
-    return law.patience_steps if urgent else LONG_PATIENCE * law.patience_steps
+    return config.patience_steps if urgent else LONG_PATIENCE * config.patience_steps
 
 
-def _released(state: SizerState) -> SizerState:
+def _without_cap(state: SizerState) -> SizerState:
     return replace(state, cap_tokens=None, former_tokens=None, calm_steps=0)
 
 
-def _predicted_fit(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> Optional[int]:
-    """The cap that fills memory to the target, by the cost model.
+def _predicted_fit(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement) -> Optional[int]:
+    """Return the cap that fills memory to the target according to the cost model; None if the model cannot tell.
 
-    The base is what the peak leaves after the largest micro-batch's predicted bytes: it counts gradients and whatever
-    else is there during a step but not between steps, and takes back an offset of the prediction.
+    The base is the peak minus the predicted bytes of the largest micro-batch. It therefore includes gradients and
+    everything else that exists only during a step, and it corrects a constant error of the prediction.
     """
-    largest = seen.largest_micro_batch_tokens
-    micro_batch_bytes = state.cost.predict(largest, largest * seen.longest_row)
+    largest = measurement.largest_micro_batch_tokens
+    micro_batch_bytes = state.cost.predict(largest, largest * measurement.longest_row)
     if micro_batch_bytes is None:
         return None
-    base_bytes = max(seen.used_bytes, seen.peak_bytes - micro_batch_bytes)
-    budget_bytes = seen.limit_bytes - law.free_bytes_wanted(seen.limit_bytes) - base_bytes
-    return state.cost.largest_tokens(budget_bytes, seen.longest_row, law.margin)
+    base_bytes = max(measurement.used_bytes, measurement.peak_bytes - micro_batch_bytes)
+    budget_bytes = measurement.limit_bytes - config.free_bytes_wanted(measurement.limit_bytes) - base_bytes
+    return state.cost.largest_tokens(budget_bytes, measurement.longest_row, config.margin)
 
 
-def _proportional_fit(seen: MemoryMeasurement, error: float) -> float:
-    """The cap that meets the aim if bytes above the use between steps are proportional to tokens. Growing by it is
-    safe: a fixed part only makes the truth cheaper."""
-    above_bytes = seen.peak_bytes - seen.used_bytes
+def _proportional_fit(measurement: MemoryMeasurement, error: float) -> float:
+    """Return the cap that meets the aim if the bytes above the use between steps are proportional to the tokens.
+
+    Growing to it is safe: if part of these bytes is constant, a larger micro-batch takes less than assumed.
+    """
+    above_bytes = measurement.peak_bytes - measurement.used_bytes
     if above_bytes <= 0:
         return math.inf
-    return seen.largest_micro_batch_tokens * (1.0 + error * seen.limit_bytes / above_bytes)
+    return measurement.largest_micro_batch_tokens * (1.0 + error * measurement.limit_bytes / above_bytes)
 
 
 def _oom_is_fresh(state: SizerState) -> bool:
     return state.failed_tokens is not None and state.steps_since_oom == 0
 
 
-def _has_run_since(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> bool:
-    """Whether the size that failed has run in no more room. A long row by itself says nothing of several together."""
+def _failed_size_has_run(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement) -> bool:
+    """Whether the size that ran out of memory has since run in no more free memory. A single long row does not count,
+    because it does not show that several rows fit together."""
     if state.failed_tokens is None or _oom_is_fresh(state):
         return False
-    is_as_large = seen.largest_micro_batch_tokens >= max(state.failed_tokens, seen.floor_tokens + 1)
-    return is_as_large and seen.room_bytes <= (1.0 + law.deadband) * state.failed_room_bytes
+    is_as_large = measurement.largest_micro_batch_tokens >= max(state.failed_tokens, measurement.floor_tokens + 1)
+    return is_as_large and measurement.room_bytes <= (1.0 + config.deadband) * state.failed_room_bytes
 
 
 def _with_failure(state: SizerState, tokens: int, room_bytes: int) -> SizerState:
-    """Remember the failure, unless a smaller size failed in more room: that says more."""
+    """Remember the failure, unless a smaller size is known to have failed with more free memory, which is stricter."""
     known = state.failed_tokens is not None and state.failed_tokens <= tokens
     if known and state.failed_room_bytes >= room_bytes:
         return state
     return replace(state, failed_tokens=tokens, failed_room_bytes=room_bytes)
 
 
-def _blocked_tokens(law: SizerConfig, state: SizerState, room_bytes: float, fit: Optional[float]) -> Optional[float]:
-    """Bound on the cap from the last out-of-memory; None where there is none. ``fit``: by the cost model."""
-    if state.failed_tokens is None or room_bytes > (1.0 + law.deadband) * state.failed_room_bytes:
+def _blocked_tokens(config: SizerConfig, state: SizerState, room_bytes: float, fit: Optional[float]) -> Optional[float]:
+    """Return the bound on the cap that follows from the last out-of-memory error; None if it no longer applies.
+
+    ``fit``: the cap according to the cost model.
+    """
+    if state.failed_tokens is None or room_bytes > (1.0 + config.deadband) * state.failed_room_bytes:
         return None
-    if fit is not None and fit >= state.failed_tokens and state.steps_since_oom >= law.forget_oom_steps:
+    if fit is not None and fit >= state.failed_tokens and state.steps_since_oom >= config.forget_oom_steps:
         return None
     return max(1.0, SAFE_SHARE_OF_FAILED * state.failed_tokens)
 
 
-def _with_proof(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> SizerState:
-    """Remember the largest ceiling that micro-batches filled without pressure, and the smallest room in which they
-    did."""
-    ceiling, room_bytes = seen.ceiling_tokens, seen.room_bytes
-    if ceiling < state.proven_tokens or seen.largest_micro_batch_tokens < (1.0 - law.deadband) * ceiling:
+def _with_proven_size(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement) -> SizerState:
+    """Remember the largest ceiling that micro-batches reached without pressure, and the smallest free memory in which
+    they did."""
+    ceiling, room_bytes = measurement.ceiling_tokens, measurement.room_bytes
+    if ceiling < state.proven_tokens or measurement.largest_micro_batch_tokens < (1.0 - config.deadband) * ceiling:
         return state
     if ceiling == state.proven_tokens:
         room_bytes = min(room_bytes, state.proven_room_bytes)
-    return _changed(state, proven_tokens=ceiling, proven_room_bytes=room_bytes)
+    return _replaced_if_different(state, proven_tokens=ceiling, proven_room_bytes=room_bytes)
 
 
-def _is_proven(state: SizerState, seen: MemoryMeasurement) -> bool:
-    """Whether the former size has run without pressure in no more room than there is now."""
-    return state.proven_tokens >= _sizes(state)[1] and seen.room_bytes >= state.proven_room_bytes
+def _is_proven(state: SizerState, measurement: MemoryMeasurement) -> bool:
+    """Whether the former size has run without pressure in no more free memory than there is now."""
+    return state.proven_tokens >= _cap_and_former(state)[1] and measurement.room_bytes >= state.proven_room_bytes
 
 
-def _contradicts(law: SizerConfig, state: SizerState, room_bytes: int) -> bool:
-    """Trouble in the room in which the size was proven: the proof was luck."""
-    return room_bytes >= (1.0 - law.deadband) * state.proven_room_bytes
+def _contradicts_proof(config: SizerConfig, state: SizerState, room_bytes: int) -> bool:
+    """Whether memory ran short with as much of it free as when the size was proven, which refutes the proof."""
+    return room_bytes >= (1.0 - config.deadband) * state.proven_room_bytes
 
 
-def _reason(law: SizerConfig, state: SizerState, seen: MemoryMeasurement) -> str:
+def _log_reason(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement) -> str:
     if state.cap_tokens is None:
         return "pressure is gone"
-    target = 1.0 - law.free_bytes_wanted(seen.limit_bytes) / seen.limit_bytes
-    used = f"used {100 * seen.peak_fraction:.0f} % of {_size(seen.limit_bytes)}, target {100 * target:.0f} %"
+    target = 1.0 - config.free_bytes_wanted(measurement.limit_bytes) / measurement.limit_bytes
+    used = (
+        f"used {100 * measurement.peak_fraction:.0f} % of {_format_bytes(measurement.limit_bytes)}, "
+        f"target {100 * target:.0f} %"
+    )
     return used if state.pressure in ("high", "critical") else f"{used}: room for more"
 
 
-def _size(size_bytes: float) -> str:
+def _format_bytes(size_bytes: float) -> str:
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= scale:
             return f"{size_bytes / scale:.1f} {unit}"

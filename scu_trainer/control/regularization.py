@@ -1,19 +1,19 @@
-"""From measured description lengths to the strength of the decay toward the prior.
+"""The control laws that set the strength of the decay toward the prior from measured description lengths.
 
 The information ratio is S = ParamBPT / (DataBPT + ParamBPT), so logit(S) = ln(ParamBPT / DataBPT) =: y. The decoupled
-actuator w <- w + u (w0 - w) multiplies ParamBPT by (1 - u)^2 and leaves DataBPT alone. One optimizer step therefore
-gives
+actuator w <- w + u (w0 - w) multiplies ParamBPT by (1 - u)^2 and does not change DataBPT. One optimizer step therefore
+changes y by
 
     dy = growth - gain * (-ln(1 - u)),   gain = 2,
 
-where only ``growth``, what learning adds to y in a step, is unknown. The model law estimates growth by a running
-average of dy + gain * (-ln(1 - u)) and picks the u that cancels it and takes back the error y - y* within
+where only ``growth``, the increase of y by learning, is unknown. The model law estimates growth as a running average of
+dy + gain * (-ln(1 - u)). It chooses the u that cancels this growth and removes the error y - y* within
 ``time_constant`` steps. The estimate uses the u that was applied, after its bounds, so nothing winds up while the
 actuator is saturated.
 
-The original law is the published Shannon Control Unit: lambda <- lambda * exp(kp * e + I) with e = S_ema - S*.
+The original law is that of the published Shannon Control Unit: lambda <- lambda * exp(kp * e + I) with e = S_ema - S*.
 
-Everything here is arithmetic on immutable values; ``train/regularization/regularizer.py`` measures and acts.
+This module only computes with immutable values; ``train/regularization/regularizer.py`` measures and acts.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 DECOUPLED_GAIN = 2.0
-"""-d ln(ParamBPT) / d(-ln(1 - u)): exact when every trainable weight moves toward its w0 by the same fraction u."""
+"""-d ln(ParamBPT) / d(-ln(1 - u)). Exact if every trainable weight moves toward its w0 by the same fraction u."""
 
 LARGEST_GROWTH = 0.5
-"""Bound on one estimate of growth: the first steps leave y = -inf and would otherwise dominate the average."""
+"""Bound on one estimate of growth. In the first steps y rises from -inf, which would otherwise dominate the average."""
 
 LARGEST_EXPONENT = 700.0
-"""Where exp still fits a float: a large kp drives lambda to its bound, not the run into an OverflowError."""
+"""Bound that keeps exp within a float, so that a large kp moves lambda to its bound instead of raising
+OverflowError."""
 
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """What a law needs to know, with every default resolved. Fields as in ``RegularizationSettings``."""
+    """Parameters of a control law, with every default resolved. The fields are those of ``RegularizationSettings``."""
 
     name: str
     actuator: str
@@ -61,11 +62,12 @@ class ControllerConfig:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one control step sees.
+    """The input of one control step.
 
     ``steps``: optimizer steps since the last decision. ``data_bpt``: token-weighted training loss over those steps,
-    bits per token. ``param_bpt``: description length of the weights after the last of them, bits per token.
-    ``learning_rate``: of the last of them. ``gain``: measured plant gain, DECOUPLED_GAIN when all weights shrink alike.
+    bits per token. ``param_bpt``: description length of the weights after the last of these steps, bits per token.
+    ``learning_rate``: of the last of these steps. ``gain``: measured plant gain; DECOUPLED_GAIN if all weights shrink
+    by the same fraction.
     """
 
     step: int
@@ -78,7 +80,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ControllerState:
-    """Everything that a decision depends on; JSON-safe, kept in checkpoints."""
+    """State of the controller; JSON-safe, saved in checkpoints."""
 
     lam: float = 0.0
     integral: float = 0.0
@@ -90,21 +92,21 @@ class ControllerState:
     pull: float = 0.0  # sum of -ln(1 - u) applied since the last decision
     target_s: Optional[float] = None
     reached_step: Optional[int] = None
-    saturated: str = ""  # "", "low": lambda at its floor and S below target, "high": at its ceiling and S above target
-    skipped: int = 0  # measurements that were not finite, over the run
-    skipped_steps: int = 0  # optimizer steps of those since the last decision
+    saturated: str = ""  # "", "low": lambda is at its minimum and S below target, "high": at its maximum, S above it
+    skipped: int = 0  # measurements in the run that were not finite
+    skipped_steps: int = 0  # optimizer steps of skipped measurements since the last decision
     best_held_out_bpt: Optional[float] = None
     best_held_out_s: Optional[float] = None
     held_out_misses: int = 0
 
 
-def initial_state(law: ControllerConfig) -> ControllerState:
-    starts_at_zero = law.name == "model" or (law.name == "original" and law.target_s is None)
-    return ControllerState(lam=0.0 if starts_at_zero else law.lambda_init, target_s=law.target_s)
+def initial_state(config: ControllerConfig) -> ControllerState:
+    starts_at_zero = config.name == "model" or (config.name == "original" and config.target_s is None)
+    return ControllerState(lam=0.0 if starts_at_zero else config.lambda_init, target_s=config.target_s)
 
 
 def information_ratio(param_bpt: float, data_bpt: float) -> float:
-    """S, between 0 and 1; 0 when nothing has been described yet."""
+    """Return S, between 0 and 1; 0 if both description lengths are 0."""
     total = param_bpt + data_bpt
     return param_bpt / total if total > 0 else 0.0
 
@@ -113,125 +115,139 @@ def logit(s: float) -> float:
     return math.log(s / (1.0 - s))
 
 
-def shrink_of(law: ControllerConfig, state: ControllerState, learning_rate: float) -> float:
-    """Fraction u of (w - w0) that the decoupled actuator removes in one optimizer step at this learning rate."""
-    if law.actuator != "decoupled":
+def shrink_of(config: ControllerConfig, state: ControllerState, learning_rate: float) -> float:
+    """Return the fraction u of (w - w0) that the decoupled actuator removes in one optimizer step at this learning
+    rate; 0 for another actuator."""
+    if config.actuator != "decoupled":
         return 0.0
-    return min(state.lam * learning_rate, law.max_shrink)
+    return min(state.lam * learning_rate, config.max_shrink)
 
 
 def with_shrink(state: ControllerState, shrink: float) -> ControllerState:
-    """Record a shrink that has been applied, so that the next estimate of growth can add it back."""
+    """Record a shrink that was applied, so that the next estimate of growth adds it back."""
     return state if shrink <= 0 else replace(state, pull=state.pull - math.log1p(-min(shrink, 1 - 1e-12)))
 
 
-def decide(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
-    """New state after one control step. A measurement that is not finite changes nothing and is counted."""
-    if not (math.isfinite(seen.data_bpt) and math.isfinite(seen.param_bpt)) or seen.data_bpt <= 0:
-        return replace(state, skipped=state.skipped + 1, skipped_steps=state.skipped_steps + seen.steps)
-    state = _measure(law, state, seen)
-    state = _LAWS[law.name](law, state, seen)
+def decide(config: ControllerConfig, state: ControllerState, measurement: Measurement) -> ControllerState:
+    """Return the state after one control step. A measurement that is not finite is counted and otherwise ignored."""
+    if not (math.isfinite(measurement.data_bpt) and math.isfinite(measurement.param_bpt)) or measurement.data_bpt <= 0:
+        return replace(state, skipped=state.skipped + 1, skipped_steps=state.skipped_steps + measurement.steps)
+    state = _with_averages(config, state, measurement)
+    state = _LAWS[config.name](config, state, measurement)
     return replace(state, pull=0.0, skipped_steps=0)
 
 
-def _measure(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
+def _with_averages(config: ControllerConfig, state: ControllerState, measurement: Measurement) -> ControllerState:
     count = state.decisions + 1
-    # 1/count until it meets alpha: a plain mean at first, so that the first noisy value does not linger.
-    alpha = max(_per_steps(law.ema_alpha, seen.steps), 1.0 / count)
-    if law.name == "original":
-        # The published law averages S itself.
-        s_ema = _average(state.s_ema, information_ratio(seen.param_bpt, seen.data_bpt), alpha)
-        data_ema = _average(state.data_bpt_ema, seen.data_bpt, alpha)
+    # 1/count until that is below alpha: a plain mean at first, so that the first noisy value does not dominate.
+    alpha = max(_weight_over_steps(config.ema_alpha, measurement.steps), 1.0 / count)
+    if config.name == "original":
+        # The published law averages S, the model law DataBPT.
+        s_ema = _average(state.s_ema, information_ratio(measurement.param_bpt, measurement.data_bpt), alpha)
+        data_ema = _average(state.data_bpt_ema, measurement.data_bpt, alpha)
     else:
-        data_ema = _average(state.data_bpt_ema, seen.data_bpt, alpha)
-        s_ema = information_ratio(seen.param_bpt, data_ema)
-    state = _estimate_growth(law, replace(state, decisions=count, data_bpt_ema=data_ema, s_ema=s_ema), seen)
+        data_ema = _average(state.data_bpt_ema, measurement.data_bpt, alpha)
+        s_ema = information_ratio(measurement.param_bpt, data_ema)
+    state = _estimate_growth(config, replace(state, decisions=count, data_bpt_ema=data_ema, s_ema=s_ema), measurement)
     if state.reached_step is None and state.target_s is not None and s_ema >= state.target_s:
-        state = replace(state, reached_step=seen.step)
+        state = replace(state, reached_step=measurement.step)
     return state
 
 
-def _estimate_growth(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
+def _estimate_growth(config: ControllerConfig, state: ControllerState, measurement: Measurement) -> ControllerState:
     assert state.data_bpt_ema is not None  # averaged just before
-    log_ratio = math.log(seen.param_bpt / state.data_bpt_ema) if seen.param_bpt > 0 else None
+    log_ratio = math.log(measurement.param_bpt / state.data_bpt_ema) if measurement.param_bpt > 0 else None
     growth = state.growth
     if log_ratio is not None and state.log_ratio is not None:
-        newest = (log_ratio - state.log_ratio + seen.gain * state.pull) / (seen.steps + state.skipped_steps)
+        newest = (log_ratio - state.log_ratio + measurement.gain * state.pull) / (
+            measurement.steps + state.skipped_steps
+        )
         newest = max(-LARGEST_GROWTH, min(LARGEST_GROWTH, newest))
-        growth = _average(growth, newest, _per_steps(law.growth_alpha, seen.steps))
+        growth = _average(growth, newest, _weight_over_steps(config.growth_alpha, measurement.steps))
     return replace(state, log_ratio=log_ratio, growth=growth)
 
 
-def _model_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
-    waiting = law.wait_for_target and state.reached_step is None
+def _model_law(config: ControllerConfig, state: ControllerState, measurement: Measurement) -> ControllerState:
+    waiting = config.wait_for_target and state.reached_step is None
     if state.target_s is None or state.growth is None or state.log_ratio is None or waiting:
         return replace(state, lam=0.0, saturated="")
     assert state.s_ema is not None  # averaged with the ratio
-    error = _outside_deadband(state.s_ema - state.target_s, law.deadband)
+    error = _outside_deadband(state.s_ema - state.target_s, config.deadband)
     excess = state.log_ratio - logit(state.target_s) if error else 0.0
-    # The share of an error that tau would take back over `steps` steps, spread evenly over them.
-    correction = excess * _per_steps(1.0 / max(law.time_constant, 1.0), seen.steps) / seen.steps
-    growth = state.growth if state.reached_step is not None else _coming_growth(law, state.growth, seen.step)
-    wanted = -math.expm1(-(growth + correction) / seen.gain) if seen.gain > 0 else 0.0
-    shrink = max(0.0, min(law.max_shrink, wanted))
-    free = shrink / seen.learning_rate if seen.learning_rate > 0 else state.lam
-    lam = max(law.lambda_min, min(law.lambda_max, free))
-    # Compared before and after each bound: lambda * rate differs from the shrink wanted by rounding alone.
+    # The share of the error that a time constant removes within `steps` steps, spread evenly over these steps.
+    correction = (
+        excess * _weight_over_steps(1.0 / max(config.time_constant, 1.0), measurement.steps) / measurement.steps
+    )
+    growth = state.growth if state.reached_step is not None else _coming_growth(config, state.growth, measurement.step)
+    wanted = -math.expm1(-(growth + correction) / measurement.gain) if measurement.gain > 0 else 0.0
+    shrink = max(0.0, min(config.max_shrink, wanted))
+    free = shrink / measurement.learning_rate if measurement.learning_rate > 0 else state.lam
+    lam = max(config.lambda_min, min(config.lambda_max, free))
+    # Compare the values before and after each bound, because lambda * rate differs from the shrink by rounding.
     held_back = shrink < wanted or lam < free
-    saturated = "high" if excess > 0 and held_back else "low" if excess < 0 and lam <= law.lambda_min else ""
+    saturated = "high" if excess > 0 and held_back else "low" if excess < 0 and lam <= config.lambda_min else ""
     return replace(state, lam=lam, saturated=saturated)
 
 
-def _coming_growth(law: ControllerConfig, growth: float, step: int) -> float:
-    """Mean growth per step over the next ``time_constant`` steps of a run that nothing holds back yet.
+def _coming_growth(config: ControllerConfig, growth: float, step: int) -> float:
+    """Return the expected mean growth per step over the next ``time_constant`` steps of a run before its target.
 
-    The distance from the start grows like a power of the steps taken, so growth falls as 1/step. Taking the present
-    growth for the coming one would brake a young run long before its target.
+    The distance from the initial weights grows like a power of the number of steps, so growth falls as 1/step. If the
+    present growth were used instead, the law would brake a young run long before its target.
     """
-    ratio = law.time_constant / max(step, 1)
+    ratio = config.time_constant / max(step, 1)
     return growth * math.log1p(ratio) / ratio
 
 
-def _original_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
+def _original_law(config: ControllerConfig, state: ControllerState, measurement: Measurement) -> ControllerState:
     if state.target_s is None:
         return state
     assert state.s_ema is not None  # averaged with the measurement
-    error = _outside_deadband(state.s_ema - state.target_s, law.deadband)
-    integral = max(-law.integral_clamp, min(law.integral_clamp, law.integral_leak * state.integral + law.ki * error))
-    wanted = state.lam * math.exp(min(law.kp * error + integral, LARGEST_EXPONENT))
-    lam = max(law.lambda_min, min(law.lambda_max, wanted))
-    saturated = (
-        "high" if error > 0 and wanted > law.lambda_max else "low" if error < 0 and wanted < law.lambda_min else ""
+    error = _outside_deadband(state.s_ema - state.target_s, config.deadband)
+    integral = max(
+        -config.integral_clamp, min(config.integral_clamp, config.integral_leak * state.integral + config.ki * error)
     )
-    # No wind-up: at a bound the integral has done its work, and what it still held would only delay the way back.
+    wanted = state.lam * math.exp(min(config.kp * error + integral, LARGEST_EXPONENT))
+    lam = max(config.lambda_min, min(config.lambda_max, wanted))
+    saturated = (
+        "high"
+        if error > 0 and wanted > config.lambda_max
+        else "low"
+        if error < 0 and wanted < config.lambda_min
+        else ""
+    )
+    # Anti-windup: at a bound the integral is reset, because it would only delay the return from the bound.
     return replace(state, lam=lam, integral=0.0 if saturated else integral, saturated=saturated)
 
 
-def _schedule_law(law: ControllerConfig, state: ControllerState, seen: Measurement) -> ControllerState:
-    done = min(1.0, seen.step / max(1, law.max_steps))
-    weight = done if law.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
-    return replace(state, lam=law.lambda_init + weight * (law.lambda_final - law.lambda_init))
+def _schedule_law(config: ControllerConfig, state: ControllerState, measurement: Measurement) -> ControllerState:
+    done = min(1.0, measurement.step / max(1, config.max_steps))
+    weight = done if config.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
+    return replace(state, lam=config.lambda_init + weight * (config.lambda_final - config.lambda_init))
 
 
 _LAWS: dict[str, Callable[[ControllerConfig, ControllerState, Measurement], ControllerState]] = {
     "model": _model_law,
     "original": _original_law,
-    "fixed": lambda law, state, seen: state,
+    "fixed": lambda config, state, measurement: state,
     "schedule": _schedule_law,
 }
 
 
-def observe_held_out(law: ControllerConfig, state: ControllerState, held_out_bpt: float) -> ControllerState:
-    """``target_s: auto``: S grows freely until held-out BPT has been above its best ``auto_patience`` times in a row;
-    the S of the best evaluation then becomes the target, for good. ``held_out_bpt``: bits per token."""
+def observe_held_out(config: ControllerConfig, state: ControllerState, held_out_bpt: float) -> ControllerState:
+    """Return the state after an evaluation with ``target_s: auto``.
+
+    S grows freely until the held-out bits per token have been above their best value in ``auto_patience`` evaluations
+    in a row. From then on the S of the best evaluation is the target.
+    """
     if not math.isfinite(held_out_bpt) or state.s_ema is None:
         return state
     if state.best_held_out_bpt is None or held_out_bpt < state.best_held_out_bpt:
         state = replace(state, best_held_out_bpt=held_out_bpt, held_out_misses=0)
-        # Once S is held, a better evaluation no longer moves the target: the run would chase its own noise.
+        # Once there is a target, a better evaluation no longer moves it: the target would follow the noise.
         return state if state.target_s is not None else replace(state, best_held_out_s=state.s_ema)
     state = replace(state, held_out_misses=state.held_out_misses + 1)
-    if state.target_s is None and state.held_out_misses >= law.auto_patience and state.best_held_out_s:
+    if state.target_s is None and state.held_out_misses >= config.auto_patience and state.best_held_out_s:
         state = replace(state, target_s=state.best_held_out_s)
     return state
 
@@ -240,8 +256,8 @@ def _average(old: Optional[float], new: float, alpha: float) -> float:
     return new if old is None else old + alpha * (new - old)
 
 
-def _per_steps(alpha: float, steps: int) -> float:
-    """Weight that ``steps`` averages with weight alpha leave to the newest value."""
+def _weight_over_steps(alpha: float, steps: int) -> float:
+    """Return the weight of a value that enters a running average of weight ``alpha`` for ``steps`` steps."""
     return 1.0 - (1.0 - alpha) ** steps
 
 

@@ -1,20 +1,20 @@
-"""From measured forgetting to the effort against it, so that forgetting stays within a budget. Pure arithmetic.
+"""The controller that keeps forgetting within a budget: it sets the effort against it from measurements.
 
-The excess is the loss on anchor text minus the base's own on the same text, in bits per token. It begins at exactly 0,
-and with an effort u between 0 (none) and 1 (all there is) it is taken to move by
+The excess is the loss on anchor text minus the base model's loss on the same text, in bits per token. It starts at
+exactly 0. With an effort u between 0 (none) and 1 (maximum), it is modeled as
 
     d excess / d step = slope,    d slope / d u = -growth,
 
-where ``growth``, what training would add to it in a step without any effort, is identified on the way: the positive
-slope that is seen, over the share of it that the effort leaves. Level and slope are those of a Kalman filter (Kalman
-1960) for a level that drifts, which weighs each measurement by its standard error and knows what the last change of
-effort should have done.
+where ``growth`` is the excess that one training step would add without any effort. It is estimated during training as
+the observed positive slope divided by the share that the effort leaves. Level and slope come from a Kalman filter
+(Kalman 1960) for a drifting level, which weighs each measurement by its standard error and knows the expected effect
+of the last change of effort.
 
-The law asks for the slope that would use up what is left of the budget within ``horizon`` measurements, never for the
-whole error at once: the level that counts is the one where the present slope leads, so it acts before the budget is
-reached. It changes the effort by the difference of slopes over ``growth``. What is kept is the effort as it was
-applied, after its bounds, so nothing winds up. The effort begins high, rises fast and falls slowly: what was forgotten
-comes back slower than it went.
+The controller aims at the slope that would use up the rest of the budget within ``horizon`` measurements instead of
+correcting the whole error at once. It thereby looks ahead and acts before the budget is reached. It changes the effort
+by the difference of the slopes divided by ``growth``. The state keeps the effort that was applied, after its bounds, so
+nothing winds up. The effort starts high, rises fast and falls slowly, because a model regains what it forgot more
+slowly than it forgets.
 """
 
 from __future__ import annotations
@@ -25,39 +25,42 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 UNKNOWN_SLOPE = 1.0
-"""Standard deviation of the slope before anything is measured, bits per token and step: far beyond what is seen."""
+"""Standard deviation of the slope before the first measurement, bits per token and step: far above realistic ones."""
 
 RESTLESSNESS = 0.2
-"""How much of itself the slope may change between two measurements, as the filter takes it."""
+"""Relative change of the slope between two measurements that the filter assumes (its process noise)."""
 
 SLOW_FALL = 0.9
-"""What of the growth that was seen once is still expected one measurement later, where less is seen."""
+"""An estimate of growth falls to no less than this share of itself from one measurement to the next."""
 
 SLOW_START = 4
-"""Measurement from which on the effort may fall: the first steps of a training forget least."""
+"""The effort may fall only from this measurement on, because a run forgets least in its first steps."""
 
 LOST_AFTER = 3
-"""Measurements in a row, beyond chance above the budget at full effort, after which it is said to be lost."""
+"""The budget counts as lost after this many measurements in a row that exceed it beyond chance at full effort."""
 
 PATIENCE = 4
-"""A level that comes down to the budget within so many measurements is on its way back, not lost."""
+"""A level whose slope leads back to the budget within this many measurements does not count as exceeding it."""
 
 COST = 0.016
-"""Share of the training time that measuring is planned to take: 2 % are promised, and a few steps on a clock are a
-guess."""
+"""Planned share of the training time for measuring. The documented limit is 2 %; the difference covers the error of
+timing only a few steps."""
 
 MEASUREMENTS = 16
-"""Of a run, where the rows of each can be chosen."""
+"""Number of measurements of a run, if the rows of each measurement can be chosen."""
 
 FEWEST_ROWS, MOST_ROWS = 8, 32
-"""Of a measurement."""
+"""Bounds on the number of rows of a measurement."""
 
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """``budget_bits``: per token. ``certainty``: standard errors that the level keeps away from the budget, up to half
-    of it. ``horizon``: measurements. ``first_effort``: until the first measurement. ``largest_rise`` and
-    ``largest_fall``: of the effort, at one measurement."""
+    """Parameters of the controller.
+
+    ``budget_bits``: most excess, in bits per token. ``certainty``: distance that the level keeps from the budget, in
+    standard errors, but at most half of the budget. ``horizon``: in measurements. ``first_effort``: effort until the
+    first measurement. ``largest_rise``, ``largest_fall``: bounds on the change of the effort at one measurement.
+    """
 
     budget_bits: float
     first_effort: float = 0.5
@@ -69,8 +72,8 @@ class RetentionConfig:
 
 @dataclass(frozen=True)
 class ExcessMeasurement:
-    """After ``step`` optimizer steps, on a sample: the mean excess and its standard error, bits per token.
-    ``next_steps``: optimizer steps until the next measurement."""
+    """A measurement on a sample after ``step`` optimizer steps: the mean excess and its standard error, in bits per
+    token. ``next_steps``: optimizer steps until the next measurement."""
 
     step: int
     excess_bits: float
@@ -80,9 +83,10 @@ class ExcessMeasurement:
 
 @dataclass(frozen=True)
 class RetentionState:
-    """Everything that a decision depends on; JSON-safe, kept in checkpoints. ``variance``: of level, of both, of slope.
+    """State of the controller; JSON-safe, saved in checkpoints.
 
-    ``over``: measurements in a row in which full effort did not keep the budget. ``skipped``: that were not finite.
+    ``variance``: variance of the level, covariance of level and slope, variance of the slope. ``over``: measurements in
+    a row in which full effort did not keep the budget. ``skipped``: number of measurements that were not finite.
     """
 
     effort: float
@@ -102,7 +106,8 @@ class RetentionState:
 
     @property
     def is_lost(self) -> bool:
-        """Full effort does not keep the budget: the two texts contradict each other, or the rate is too high."""
+        """Whether full effort fails to keep the budget, because the training text contradicts the anchor text or the
+        learning rate is too high."""
         return self.over >= LOST_AFTER
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,73 +122,77 @@ def initial_state(config: RetentionConfig) -> RetentionState:
     return RetentionState(effort=config.first_effort)
 
 
-def decide(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurement) -> RetentionState:
-    """The state after a measurement. One that is not finite changes nothing and is counted."""
-    if not (math.isfinite(seen.excess_bits) and math.isfinite(seen.error_bits)) or seen.error_bits < 0:
+def decide(config: RetentionConfig, state: RetentionState, measurement: ExcessMeasurement) -> RetentionState:
+    """Return the state after a measurement. A measurement that is not finite is counted and otherwise ignored."""
+    if (
+        not (math.isfinite(measurement.excess_bits) and math.isfinite(measurement.error_bits))
+        or measurement.error_bits < 0
+    ):
         return replace(state, skipped=state.skipped + 1)
-    if seen.step <= state.step:
-        raise ValueError(f"a measurement at step {seen.step} follows one at step {state.step}; steps must grow")
-    state = _filtered(config, state, seen)
-    state = replace(state, growth_bits=_growth(state), measurements=state.measurements + 1)
-    effort = min(1.0, max(0.0, state.effort + _change(config, state, seen)))
-    state = replace(state, over=state.over + 1 if _is_over(config, state, seen) else 0)
-    # The change acts on the slope from here on; what the filter expects next is without what it has just prevented.
+    if measurement.step <= state.step:
+        raise ValueError(f"a measurement at step {measurement.step} follows one at step {state.step}; steps must grow")
+    state = _kalman_update(config, state, measurement)
+    state = replace(state, growth_bits=_estimated_growth(state), measurements=state.measurements + 1)
+    effort = min(1.0, max(0.0, state.effort + _effort_change(config, state, measurement)))
+    state = replace(state, over=state.over + 1 if _exceeds_budget(config, state, measurement) else 0)
+    # The change of effort lowers the slope from here on, so the filter must expect the lower slope.
     slope = state.slope_bits - state.growth_bits * (effort - state.effort)
     return replace(state, effort=effort, slope_bits=slope)
 
 
-def _filtered(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurement) -> RetentionState:
-    """Level and slope with the measurement in them."""
-    steps = seen.step - state.step
+def _kalman_update(config: RetentionConfig, state: RetentionState, measurement: ExcessMeasurement) -> RetentionState:
+    """Return the state with level and slope updated by the measurement."""
+    steps = measurement.step - state.step
     p_level, p_both, p_slope = state.variance
     restless = (RESTLESSNESS * max(abs(state.slope_bits), config.budget_bits / (config.horizon * steps))) ** 2
     level = state.level_bits + state.slope_bits * steps
     p_level += 2 * steps * p_both + steps**2 * (p_slope + restless / 3)
     p_both += steps * (p_slope + restless / 2)
     p_slope += restless
-    total = p_level + seen.error_bits**2
+    total = p_level + measurement.error_bits**2
     to_level, to_slope = (p_level / total, p_both / total) if total > 0 else (1.0, 0.0)
-    surprise = seen.excess_bits - level
+    surprise = measurement.excess_bits - level
     variance = ((1 - to_level) * p_level, (1 - to_level) * p_both, p_slope - to_slope * p_both)
     return replace(
         state,
-        step=seen.step,
+        step=measurement.step,
         level_bits=level + to_level * surprise,
         slope_bits=state.slope_bits + to_slope * surprise,
         variance=variance,
     )
 
 
-def _growth(state: RetentionState) -> float:
-    """Without effort: what is seen over what the effort leaves of it, of late."""
+def _estimated_growth(state: RetentionState) -> float:
+    """Return the growth without effort: the present slope over the share that the effort leaves, or the slowly falling
+    earlier estimate if that is larger."""
     return max(max(0.0, state.slope_bits) / max(1.0 - state.effort, 0.2), SLOW_FALL * state.growth_bits)
 
 
-def _change(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurement) -> float:
-    """Of the effort, before its bounds."""
+def _effort_change(config: RetentionConfig, state: RetentionState, measurement: ExcessMeasurement) -> float:
+    """Return the change of the effort, before the effort is limited to [0, 1]."""
     margin = min(config.certainty * state.error_bits, config.budget_bits / 2)
     room = config.budget_bits - margin - state.level_bits
-    wanted_slope = room / (config.horizon * seen.next_steps)
-    # Never so little growth that a slope of noise would move the effort from one end to the other.
-    growth = max(state.growth_bits, config.budget_bits / (config.horizon * seen.next_steps))
+    wanted_slope = room / (config.horizon * measurement.next_steps)
+    # A lower bound on growth, so that a slope of pure noise cannot move the effort from 0 to 1.
+    growth = max(state.growth_bits, config.budget_bits / (config.horizon * measurement.next_steps))
     change = (state.slope_bits - wanted_slope) / growth
     largest_fall = config.largest_fall if state.measurements >= SLOW_START else 0.0
     return min(config.largest_rise, max(-largest_fall, change))
 
 
-def _is_over(config: RetentionConfig, state: RetentionState, seen: ExcessMeasurement) -> bool:
-    """Full effort, beyond chance above the budget, and not on the way back."""
+def _exceeds_budget(config: RetentionConfig, state: RetentionState, measurement: ExcessMeasurement) -> bool:
+    """Whether the level is above the budget beyond chance at full effort, and not about to return to it."""
     surplus = state.level_bits - config.certainty * state.error_bits - config.budget_bits
-    comes_back = state.slope_bits * PATIENCE * seen.next_steps < -surplus
+    comes_back = state.slope_bits * PATIENCE * measurement.next_steps < -surplus
     return state.effort >= 1.0 and surplus > 0 and not comes_back
 
 
 def mean_excess(extra_bits: Sequence[float], tokens: Sequence[float]) -> tuple[float, float]:
-    """Mean excess per token over documents, and its standard error. ``extra_bits``: of each document, over the base.
+    """Return the mean excess per token over documents, and its standard error.
 
-    A ratio of two sums, whose variance is that of what the documents leave unexplained; widened to the standard
-    deviation of Student's t, since few documents say little about their own spread. One document has no spread: its
-    error is its size.
+    ``extra_bits``: bits of each document above those of the base model. The mean is a ratio of two sums, and its
+    variance that of the residuals of the documents. The error is widened to the standard deviation of Student's t,
+    because few documents tell little about their own spread. With a single document the error is the absolute mean.
     """
     count, total = len(tokens), sum(tokens)
     mean = sum(extra_bits) / total
@@ -195,10 +204,11 @@ def mean_excess(extra_bits: Sequence[float], tokens: Sequence[float]) -> tuple[f
 
 
 def cadence(step_s: float, row_s: float, steps: int, max_steps: int, most_rows: int, spent_s: float) -> tuple[int, int]:
-    """(optimizer steps between two measurements, rows of each), so that measuring takes COST of the time of a run.
+    """Return (optimizer steps between two measurements, rows per measurement) for a measuring cost of COST of a run.
 
-    step_s: of an optimizer step; row_s: of measuring a row. After ``steps`` of ``max_steps``, with ``spent_s`` spent
-    on it. As many rows as allow MEASUREMENTS, within FEWEST_ROWS and MOST_ROWS; then as often as they allow.
+    ``step_s``, ``row_s``: seconds of an optimizer step and of measuring one row. ``steps`` of ``max_steps`` are done,
+    and ``spent_s`` seconds went into measuring. The rows are as many as leave time for MEASUREMENTS measurements,
+    between FEWEST_ROWS and MOST_ROWS; the frequency follows from the remaining time.
     """
     left_s = COST * step_s * max_steps - spent_s
     rows = math.floor(left_s / MEASUREMENTS / row_s) if row_s > 0 else MOST_ROWS

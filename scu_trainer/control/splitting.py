@@ -1,15 +1,15 @@
-"""Rows of uneven length into micro-batches of bounded size: which rows run together in one forward and backward.
+"""Division of rows of different lengths into micro-batches of bounded size; each runs in one forward and backward.
 
-Rows are sorted by length, so rows of like length share a micro-batch and little of it is padding. Short micro-batches
-come first: what they cost is known before the longest one runs. The cut minimizes
+Rows are sorted by length, so that rows of similar length share a micro-batch and little of it is padding. Micro-batches
+of short rows run first, so that their memory use is known before the longest one runs. The division minimizes
 
     sum over micro-batches of (rows * longest row + micro-batch cost),
 
-by dynamic programming over the sorted rows; the micro-batch cost stands for what a micro-batch takes however small it
-is. (Cutting greedily, each micro-batch as full as it goes, processes up to 10 % more tokens when lengths have a heavy
-tail.)
+by dynamic programming over the sorted rows, where the micro-batch cost is the constant overhead of a micro-batch.
+(A greedy division, which fills each micro-batch up to the cap, processes up to 10 % more tokens if the lengths have a
+heavy tail.)
 
-The unit of size is the padded token, rows times length; rows without a length, such as images, count as length 1.
+Sizes are in padded tokens, rows times length; rows without a length, such as images, count as length 1.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from dataclasses import dataclass
 from typing import Optional
 
 MICRO_BATCH_COST_SHARE = 1 / 16
-"""Fixed cost of one more micro-batch as a share of the token cap: 11-30 % more micro-batches than the fewest possible,
-5 % padding on lognormal lengths instead of 9-19 %."""
+"""Constant cost of a micro-batch as a share of the token cap. On lognormal lengths, this value gives 5 % padding
+instead of 9-19 %, with 11-30 % more micro-batches than the smallest possible number."""
 
 SIZES_PER_DOUBLING = 16
-"""Of numbers of tokens where each new one costs. A 32nd more tokens on average, a 16th at most, cost less than that."""
+"""How many sizes ``few_sizes`` uses per doubling, where each new number of tokens has a cost. Rounding up adds 1/32 of
+the tokens on average and 1/16 at most, which is cheaper."""
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """``rows``: positions in the pool, by ascending length. ``length``: tokens per row after trimming, the longest."""
+    """A micro-batch. ``rows``: positions in the pool, by ascending length. ``length``: tokens of its longest row, to
+    which all its rows are padded."""
 
     rows: tuple[int, ...]
     length: int
@@ -42,23 +44,22 @@ class MicroBatchPlan:
 
     @property
     def quadratic(self) -> int:
-        """rows * length^2: what attention scores that are kept take."""
+        """rows * length^2, to which the memory of stored attention scores is proportional."""
         return len(self.rows) * self.length**2
 
 
 def cut(
     lengths: Sequence[int], token_cap: Optional[int], max_rows: Optional[int] = None, min_rows: int = 1
 ) -> list[MicroBatchPlan]:
-    """Micro-batches of at most ``token_cap`` padded tokens and ``max_rows`` rows, ascending by length; every row in
-    one micro-batch.
+    """Divide rows into micro-batches of at most ``token_cap`` padded tokens and ``max_rows`` rows, ascending by length.
 
     ``lengths``: tokens per row, shape (rows,). ``token_cap`` None: no bound by tokens, and the fewest micro-batches
-    that ``max_rows`` allows. A row longer than the cap is a micro-batch of its own. Every micro-batch has at least
-    ``min_rows`` rows, even over the cap, and over ``max_rows`` where no other division exists; a pool smaller than
-    that is one micro-batch. Raises ValueError for bounds below 1 or ``max_rows`` below ``min_rows``.
+    that ``max_rows`` allows. A row longer than the cap is a micro-batch by itself. Every micro-batch has at least
+    ``min_rows`` rows, even if that exceeds the cap, or ``max_rows`` if no other division exists; a pool with fewer rows
+    is one micro-batch. Raises ValueError for bounds below 1 or ``max_rows`` below ``min_rows``.
     """
     _check_bounds(token_cap, max_rows, min_rows)
-    order = _by_length(lengths)
+    order = _order_by_length(lengths)
     ascending = [max(1, lengths[row]) for row in order]
 
     def most_rows(length: int) -> int:
@@ -67,15 +68,16 @@ def cut(
 
     limits = [most_rows(length) for length in ascending]
     ends = _cheapest_ends(ascending, limits, min_rows, _micro_batch_cost(ascending, token_cap))
-    return _plans(order, ends, lengths)
+    return _micro_batch_plans(order, ends, lengths)
 
 
 def cut_unpadded(
     lengths: Sequence[int], token_cap: Optional[int], max_rows: Optional[int] = None, min_rows: int = 1
 ) -> list[MicroBatchPlan]:
-    """``cut`` for a model that sees no padding: the fewest micro-batches, each filled up to ``token_cap`` tokens."""
+    """Do the same as ``cut`` for a model without padding: the fewest micro-batches, each filled up to ``token_cap``
+    tokens."""
     _check_bounds(token_cap, max_rows, min_rows)
-    order = _by_length(lengths)
+    order = _order_by_length(lengths)
     sizes: list[int] = []
     tokens, most_tokens, most_rows = 0, token_cap or math.inf, max_rows or math.inf
     for row in order:
@@ -85,11 +87,11 @@ def cut_unpadded(
             sizes.append(0)
             tokens = max(1, lengths[row])
         sizes[-1] += 1
-    return _plans(order, itertools.accumulate(_with_enough(sizes, min_rows)), lengths)
+    return _micro_batch_plans(order, itertools.accumulate(_filled_up_to_minimum(sizes, min_rows)), lengths)
 
 
-def _with_enough(sizes: Sequence[int], min_rows: int) -> list[int]:
-    """``sizes`` of micro-batches, of which the last may have too few rows: it gets them from those before it."""
+def _filled_up_to_minimum(sizes: Sequence[int], min_rows: int) -> list[int]:
+    """Return ``sizes`` with the last micro-batch filled up to ``min_rows`` rows from the micro-batches before it."""
     filled = list(sizes)
     for last in range(len(filled) - 1, 0, -1):
         wanting = max(0, min_rows - filled[last])
@@ -101,17 +103,17 @@ def _with_enough(sizes: Sequence[int], min_rows: int) -> list[int]:
 
 
 def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> int:
-    """Cap in padded tokens for rows of uneven length: what keeps the device busy, but no more than the batch asked for.
+    """Return the cap in padded tokens for ``token_cap: auto``: enough to keep the device busy, at most one batch.
 
-    ``longest_row``: tokens; a cap is never smaller. ``busy_tokens``: fewer leave the device idle at times.
-    ``largest_batch_tokens``: what one batch of the configured number of rows would take, padded.
+    ``longest_row``: in tokens; the cap is never smaller. ``busy_tokens``: with fewer tokens the device is idle at
+    times. ``largest_batch_tokens``: padded tokens of one batch of the configured number of rows.
     """
     return max(longest_row, min(busy_tokens, largest_batch_tokens))
 
 
 def few_sizes(tokens: int, most: Optional[int] = None) -> int:
-    """``tokens`` rounded up to one of SIZES_PER_DOUBLING sizes, and to a multiple of 8, but not above ``most``, unless
-    they are more themselves."""
+    """Return ``tokens`` rounded up to one of SIZES_PER_DOUBLING sizes per doubling, all multiples of 8, but not above
+    ``most`` unless ``tokens`` already exceeds it."""
     step = max(8, 2 ** (tokens.bit_length() - 1) // SIZES_PER_DOUBLING)
     size = -(-tokens // step) * step
     return size if most is None or tokens > most else min(size, most)
@@ -125,31 +127,32 @@ def _check_bounds(token_cap: Optional[int], max_rows: Optional[int], min_rows: i
         raise ValueError(f"max_rows {max_rows} is below min_rows {min_rows}")
 
 
-def _by_length(lengths: Sequence[int]) -> list[int]:
+def _order_by_length(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
 
 
-def _plans(order: Sequence[int], ends: Iterable[int], lengths: Sequence[int]) -> list[MicroBatchPlan]:
-    """Of the rows in ``order``, cut at the ``ends``."""
+def _micro_batch_plans(order: Sequence[int], ends: Iterable[int], lengths: Sequence[int]) -> list[MicroBatchPlan]:
+    """Return the plans for the rows in ``order``, divided at ``ends``."""
     parts = (tuple(order[a:b]) for a, b in itertools.pairwise([0, *ends]))
     return [MicroBatchPlan(rows, max(1, *(lengths[row] for row in rows))) for rows in parts]
 
 
 def _micro_batch_cost(ascending: Sequence[int], token_cap: Optional[int]) -> int:
-    """In padded tokens. Without a cap it outweighs all padding: as few micro-batches as possible."""
+    """Return the cost of a micro-batch in padded tokens. Without a cap it is larger than all padding, which leads to as
+    few micro-batches as possible."""
     if token_cap is None:
         return sum(ascending[-1:]) * len(ascending) + 1
     return max(1, int(token_cap * MICRO_BATCH_COST_SHARE))
 
 
 def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int, micro_batch_cost: int) -> list[int]:
-    """Where the micro-batches of the cheapest cut of the ascending ``lengths`` end.
+    """Return the ends of the micro-batches of the cheapest division of the ascending ``lengths``.
 
-    ``limits``: for each position, the most rows of a micro-batch whose longest row stands there.
+    ``limits``: for each position, the most rows of a micro-batch whose longest row is at that position.
     """
     count = len(lengths)
     runs = _run_ends(lengths)
-    # More than any cut costs: a last micro-batch that breaks its bound is taken only where nothing else is left.
+    # More than any division costs, so a last micro-batch exceeds its bound only if there is no alternative.
     forbidding = count * (sum(lengths[-1:]) + micro_batch_cost) + 1
     cheapest: list[float] = [0.0] + [math.inf] * count
     came_from = [0] * (count + 1)
@@ -170,11 +173,12 @@ def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int,
 
 
 def _possible_ends(start: int, runs: Sequence[int], limits: Sequence[int], min_rows: int) -> Iterator[int]:
-    """Ends worth trying for a micro-batch that begins at ``start``.
+    """Yield the ends worth trying for a micro-batch that begins at ``start``.
 
-    A micro-batch that ends amid rows of one length could take more of them at no cost, so it ends where that length
-    ends or where it is full. With ``min_rows`` the smallest micro-batch comes in: smallest ones, full ones and one in
-    between make every division within the bounds on rows.
+    A micro-batch that ends between rows of the same length could take more of them without padding, so only two ends
+    are useful: the last row of a length, and the position where the micro-batch is full. With ``min_rows`` above 1, the
+    smallest micro-batch is tried as well, because smallest ones, full ones and one in between make up every division
+    within the bounds on rows.
     """
     count = len(runs)
     if count - start < 2 * min_rows:
@@ -196,7 +200,7 @@ def _possible_ends(start: int, runs: Sequence[int], limits: Sequence[int], min_r
 
 
 def _run_ends(lengths: Sequence[int]) -> list[int]:
-    """For each position of the ascending ``lengths``, the first position after it with another length."""
+    """Return, for each position of the ascending ``lengths``, the first later position with another length."""
     ends = [len(lengths)] * len(lengths)
     for i in range(len(lengths) - 2, -1, -1):
         ends[i] = ends[i + 1] if lengths[i] == lengths[i + 1] else i + 1

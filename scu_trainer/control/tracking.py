@@ -1,4 +1,4 @@
-"""Did S follow its target? Figures and a verdict from a run's history, and an outlook while it is still going on."""
+"""Assessment of how well S followed its target: metrics and verdict of a run, and a forecast while it runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ BAND = 0.10
 """S counts as on target within this fraction of it."""
 
 SMALLEST_GAIN = 0.5
-"""A measured plant gain below this, where 2 is right, means that the weights did not follow the actuator."""
+"""A measured plant gain below this means that the weights did not follow the actuator; the expected gain is 2."""
 
 
 @dataclass(frozen=True)
 class Tracking:
     """How S followed its target; fractions are relative to the target, steps are optimizer steps.
 
-    ``settling_step``: first step after which S stays within BAND until the end. ``overshoot``: largest excess after the
+    ``settling_step``: first step from which S stays within BAND until the end. ``overshoot``: largest excess after the
     target was first reached. ``bias``: mean error over the second half of the steps since S first entered the band.
-    ``saturated_fraction``: share of the decisions with lambda at a bound, since S first entered the band.
+    ``saturated_fraction``: share of the decisions since S first entered the band that had lambda at a bound.
     """
 
     target_s: float
@@ -36,7 +36,7 @@ class Tracking:
 
 
 def assess(steps: Sequence[int], s_values: Sequence[float], target_s: float, saturated: Sequence[str] = ()) -> Tracking:
-    """Figures over one stretch of constant target. ``s_values``: averaged S, one per entry of ``steps``."""
+    """Assess a period with a constant target. ``s_values``: averaged S, one per entry of ``steps``."""
     errors = [s / target_s - 1.0 for s in s_values]
     inside = [abs(error) <= BAND for error in errors]
     entered = inside.index(True) if True in inside else None
@@ -46,11 +46,15 @@ def assess(steps: Sequence[int], s_values: Sequence[float], target_s: float, sat
     if entered is not None:
         late = errors[(entered + len(errors)) // 2 :]
         bias = sum(late) / len(late)
-    # On the way up lambda is at its floor because there is nothing to hold back yet; that is no trouble.
-    judged = saturated[entered or 0 :]
-    stuck = sum(bool(word) for word in judged) / len(judged) if judged else 0.0
-    behind = 1 + max((i for i, ok in enumerate(inside) if not ok), default=-1)
-    settled = behind if behind < len(inside) else None
+    # While S rises toward the target, lambda is at its minimum because nothing has to be slowed down yet.
+    saturation_since_entry = saturated[entered or 0 :]
+    saturated_fraction = (
+        sum(bool(word) for word in saturation_since_entry) / len(saturation_since_entry)
+        if saturation_since_entry
+        else 0.0
+    )
+    first_inside = 1 + max((i for i, ok in enumerate(inside) if not ok), default=-1)
+    settled = first_inside if first_inside < len(inside) else None
     return Tracking(
         target_s=target_s,
         final_s=s_values[-1] if s_values else 0.0,
@@ -58,7 +62,7 @@ def assess(steps: Sequence[int], s_values: Sequence[float], target_s: float, sat
         settling_step=None if settled is None else steps[settled],
         overshoot=overshoot,
         bias=bias,
-        saturated_fraction=stuck,
+        saturated_fraction=saturated_fraction,
         verdict=_verdict(settled, entered, overshot, errors),
     )
 
@@ -72,11 +76,11 @@ def _verdict(settled: Optional[int], entered: Optional[int], overshot: Optional[
 
 
 def foresee(early: tuple[int, float], now: tuple[int, float], last_step: int, target_s: float) -> tuple[float, bool]:
-    """(S at the last step if nothing holds it back, whether that comes within BAND of ``target_s`` or above). ``early``
-    and ``now`` are (step, logit(S)) at two steps of the run.
+    """Return (predicted S at the last step without control, whether that reaches BAND below ``target_s`` or more).
 
-    The distance of weights from their start grows like a power of the steps taken, so y is close to a straight line in
-    ln(step). Decaying learning rates bend it down: this is an upper estimate, so a target above it will be missed.
+    ``early``, ``now``: (step, logit(S)) at two steps of the run. The distance of the weights from their initial values
+    grows like a power of the number of steps, so logit(S) is nearly linear in ln(step). A decaying learning rate slows
+    this growth, so the prediction is an upper estimate, and a target above it will be missed.
     """
     (early_step, early_y), (now_step, now_y) = early, now
     slope = max(0.0, (now_y - early_y) / math.log(now_step / early_step))

@@ -59,7 +59,7 @@ def test_no_rows_are_refused_with_a_plain_sentence():
         lambda: token_budget(nothing, nothing, 10, 2, 4, np.random.default_rng(0)),
         lambda: for_ranks(Batches(nothing, nothing), 2),
     ):
-        with pytest.raises(ValueError, match="there is no row to make a micro-batch of"):
+        with pytest.raises(ValueError, match="there are no rows to make a micro-batch from"):
             cut()
 
 

@@ -143,7 +143,7 @@ def test_nothing_left_to_see_is_said(methods):
         planned(methods, 0, snapshot=nobody)
     state = Difficulty(6, 0.3, 3)
     state.update(np.arange(6), np.full(6, np.nan), 0)
-    with pytest.raises(ValueError, match="all 6 gave a loss that is not a finite number"):
+    with pytest.raises(ValueError, match="all 6 had a loss that is not a finite number"):
         planned(methods, 6, snapshot=state.snapshot())
 
 
@@ -196,7 +196,7 @@ def test_one_huge_row_stands_alone():
 def test_more_ranks_than_rows_repeats_rows_and_says_so():
     one = planned(samples=3, world=8, snapshot=Difficulty(3, 0.3, 3).snapshot())
     assert (one.micro_batches, one.rows, one.repeated.size) == (8, 8, 5)
-    assert one.notes == ("epoch 4: 3 rows cannot be dealt evenly to 8 ranks; 5 of them are used once more",)
+    assert one.notes == ("epoch 4: 3 rows cannot be divided evenly among 8 ranks; 5 of them are used twice",)
 
 
 def test_costs_of_the_snapshot_go_before_lengths():
@@ -248,7 +248,7 @@ def test_repeated_rows_of_the_old_plan_are_not_in_the_rest():
 
 def test_nothing_is_left_of_a_finished_epoch():
     old = planned(samples=21)
-    with pytest.raises(ValueError, match="there is no row"):
+    with pytest.raises(ValueError, match="there are no rows"):
         rest_of(old, old.micro_batches, 1, CurriculumConfig((), rows_per_batch=4), some_lengths(21), seed=0)
 
 

@@ -193,7 +193,7 @@ def test_quarantined_rows_are_out_and_none_left_is_said():
     assert sorted(subject.current.batches.order.tolist()) == [row for row in range(30) if row not in (4, 9)]
     assert subject.report()["quarantined"] == 2 and subject.report()["skipped"]["quarantined"] == 2
     subject.update(numpy.arange(30), numpy.full(30, numpy.nan), 2)
-    with pytest.raises(DataError, match=r"epoch 3 has nothing to train on: .* all 30 gave a loss that is not"):
+    with pytest.raises(DataError, match=r"epoch 3 has nothing to train on: .* all 30 had a loss that is not"):
         subject.set_epoch(3)
 
 

@@ -1,1 +1,1 @@
-"""Watches over a run: is a step a spike, does the loss diverge?"""
+"""Detectors that watch a run: spikes of single steps, and divergence of the loss."""

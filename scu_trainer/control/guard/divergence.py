@@ -1,15 +1,15 @@
-"""Has a training loss left its own course for good? A running mean of the loss against the best that it has been.
+"""Detection of a lasting divergence of the training loss, by comparing its running mean with the best mean so far.
 
     ceiling of a mean = mean + max((factor - 1) x level, NOISE x standard error of the mean)
-    level             = |mean|, but at least FLOOR of where the run began
-    the run diverges  : its mean, and each loss by itself, have been above the lowest ceiling so far for SUSTAINED_STEPS
+    level             = |mean|, but at least FLOOR times the first mean
+    the run diverges  : its mean and each single loss have been above the lowest ceiling so far for SUSTAINED_STEPS
 
-So a loss above zero diverges at ``factor`` times its best mean. The standard error keeps noisy losses (small batches,
-rare hard rows) from crossing by luck: the best of many noisy means flatters. The floor keeps a loss that has come down
-to nearly nothing from diverging among trifles. No value counts before its spread is known: up to FEW observations
-it is taken to be as large as the mean. A spike, a warm-up and a restart of the learning rate pass, because the excess
-must last. A run that has left its course before its first logged loss cannot be distinguished from one that begins so
-high.
+A positive loss therefore diverges at ``factor`` times its best mean. The standard error keeps noisy losses (small
+batches, rare hard rows) from crossing the ceiling by chance, because the best of many noisy means is too low. The floor
+keeps a loss that is almost zero from diverging by tiny differences. For the first FEW observations, whose spread is not
+yet known, the spread is assumed to be at least as large as the mean. A spike, a warm-up and a restart of the learning
+rate do not count as divergence, because the excess must last. A run that diverged before its first logged loss cannot
+be distinguished from one with a high initial loss.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
 
 SPAN_STEPS = 20
-"""Steps over which the running mean forgets."""
+"""Time constant of the running mean, in steps."""
 
 SUSTAINED_STEPS = 20
-"""Steps that an excess must last."""
+"""Number of steps that an excess must last."""
 
 NOISE = 10.0
-"""Standard errors of the running mean: the best of thousands lies about 4 below the truth, and 6 are left."""
+"""Distance of the ceiling in standard errors of the running mean. The best of thousands of means is about 4 standard
+errors below the true mean, so a margin of 6 remains."""
 
 FLOOR = 0.1
-"""Share of the first mean below which differences are trifles."""
+"""Lower bound on the level, as a share of the first mean."""
 
 FEW = 5
-"""Observations from which on their own spread is believed."""
+"""Number of observations from which their own variance is used."""
 
 
 @dataclass(frozen=True)
 class DivergenceState:
-    """JSON-safe. Losses in nats or whatever unit the run logs.
+    """State of the detector; JSON-safe. Losses are in nats or in whatever unit the run logs.
 
-    ``mean``, ``variance``: of the loss of one step, running. ``first``: the first mean. ``best``, ``best_step``,
-    ``ceiling``: the mean with the lowest ceiling. ``above_since``: first step of the present excess.
+    ``mean``, ``variance``: running mean and variance of the loss of one step. ``first``: the first mean. ``best``,
+    ``best_step``, ``ceiling``: the mean with the lowest ceiling, its step, and that ceiling. ``above_since``: first
+    step of the present excess.
     """
 
     observations: int = 0
@@ -62,13 +64,16 @@ class DivergenceState:
 
 
 def observe(factor: float, state: DivergenceState, *, step: int, steps: int, loss: float) -> DivergenceState:
-    """``factor``: times the best running mean at which a run is said to diverge, above 1. ``loss``: finite, the mean
-    over the ``steps`` steps that end with number ``step``."""
+    """Return the state after a logged loss; a loss that is not finite is ignored.
+
+    ``factor``: above 1; a running mean of ``factor`` times the best one counts as divergence. ``loss``: the mean over
+    the ``steps`` steps that end with number ``step``.
+    """
     if not (math.isfinite(loss) and steps > 0):
         return state
     state = _averaged(state, step, steps, loss)
     assert state.mean is not None
-    above = min(state.mean, loss) > state.ceiling  # the mean still remembers a spike that is over
+    above = min(state.mean, loss) > state.ceiling  # the mean alone stays high for a while after a spike
     state = replace(state, above_since=(state.above_since or max(1, step - steps + 1)) if above else None)
     ceiling = _ceiling(factor, state)
     if ceiling < state.ceiling:
@@ -79,7 +84,7 @@ def observe(factor: float, state: DivergenceState, *, step: int, steps: int, los
 def _averaged(state: DivergenceState, step: int, steps: int, loss: float) -> DivergenceState:
     total = state.steps + steps
     kept = 1.0 - 1.0 / SPAN_STEPS
-    # An exponential mean that starts from its first value instead of zero (Kingma and Ba, 2015, section 3).
+    # Exponential mean with bias correction, so that it starts at the first loss (Kingma and Ba, 2015, section 3).
     share = (1.0 - kept**steps) / (1.0 - kept**total)
     before = loss if state.mean is None else state.mean
     mean = before + share * (loss - before)
@@ -96,7 +101,7 @@ def _averaged(state: DivergenceState, step: int, steps: int, loss: float) -> Div
 
 
 def _ceiling(factor: float, state: DivergenceState) -> float:
-    assert state.mean is not None and state.first is not None  # there from the first loss on
+    assert state.mean is not None and state.first is not None  # set by the first loss
     level = max(abs(state.mean), FLOOR * abs(state.first))
     variance = max(state.variance, state.mean**2) if state.observations < FEW else state.variance
     error = math.sqrt(variance / min(state.steps, 2 * SPAN_STEPS - 1))

@@ -1,17 +1,18 @@
-"""Does the loss or the gradient of a step lie far outside of where they have been? A running band of their logarithms.
+"""Detection of steps with an unusually large loss or gradient norm, by a running band of their logarithms.
 
     band       = median + threshold x max(spread around, spread above, FLOOR), of the last SPAN steps without spikes
     spreads    : standard deviations of a normal distribution with the same median absolute deviation, and with the same
-                 distance from the median to the upper quartile: the upper tail of sound steps is the longer one, and up
-                 to a quarter of the steps of a band may be bad ones
-    a spike    : the logarithm of the loss, or that of the gradient's norm, lies above its band
-    a shift    : MOST_IN_A_ROW spikes one after the other, and then one more; the band starts over where it is now
+                 distance from the median to the upper quartile; the second one is used because the upper tail of normal
+                 steps is longer, and because up to a quarter of the steps of a band may be bad
+    a spike    : the logarithm of the loss or of the gradient norm is above its band
+    a shift    : the spike after MOST_IN_A_ROW consecutive ones; the band starts over at the new level
 
-Only what is too large is a spike. Logarithms, because norms of sound steps spread by factors. Median and median
-absolute deviation instead of mean and variance (ZClip, arXiv 2504.02507): sound norms have heavy tails, and one of them
-shall not widen the band for those that follow. A band of the whole gradient and not of each weight (AdaGC, arXiv
-2502.11034): the question is which step, and of which rows, not which weight. Nothing is judged before FEWEST values are
-known. A loss that is not above zero has no logarithm and is not judged.
+Only large values are spikes. It uses logarithms, because the norms of normal steps vary by factors. It uses median
+and median absolute deviation instead of mean and variance (ZClip, arXiv 2504.02507), because norms of normal steps have
+heavy tails and a single one must not widen the band for the following steps. It is a band of the whole gradient and not
+of each weight (AdaGC, arXiv 2502.11034), because the question is which step is bad and from which rows, not which
+weight. Nothing is a spike before FEWEST values are known. A loss that is not above zero has no logarithm and is never a
+spike.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ from typing import Any, Literal, Optional
 from scu_trainer.control.noise import MAD_TO_SIGMA
 
 SPAN = 128
-"""Steps whose values are the band."""
+"""Number of newest steps whose values form the band."""
 
 FEWEST = 20
-"""Values from which on there is a band."""
+"""Number of values from which on there is a band."""
 
 QUARTILE, TO_SIGMA = 0.75, 0.6745
-"""A quantile, and how many standard deviations it lies above the median of a normal distribution."""
+"""A quantile, and its distance from the median of a normal distribution in standard deviations."""
 
 MOST_IN_A_ROW = 3
-"""Spikes one after the other; one more is no spike but another level: other data, another rate."""
+"""Largest number of consecutive spikes; the next one counts as a new level, for example of other data or another
+learning rate."""
 
 FLOORS = {"loss": 0.05, "gradient": 0.1}
-"""Least standard deviation of the logarithms: in a run whose steps are all alike a trifle is no spike."""
+"""Lower bound on the standard deviation of the logarithms, so that a tiny increase is not a spike in a run of nearly
+equal steps."""
 
 
 @dataclass(frozen=True)
 class SpikeState:
-    """JSON-safe. ``losses``, ``norms``: logarithms of the newest SPAN steps that were no spikes, the oldest first.
+    """State of the detector; JSON-safe.
 
-    ``in_a_row``: spikes up to now. ``shifts``: how often the band has started over.
+    ``losses``, ``norms``: logarithms of the newest SPAN steps that were not spikes, oldest first. ``in_a_row``: number
+    of consecutive spikes up to now. ``shifts``: how often the band has started over.
     """
 
     losses: tuple[float, ...] = ()
@@ -62,7 +66,8 @@ class SpikeState:
 
 @dataclass(frozen=True)
 class Excess:
-    """``value``: of ``name``, which usually is about ``usual``; ``deviations``: how far above, in those of the band."""
+    """A value far above its band. ``value``: the value of ``name``. ``usual``: the median of the band. ``deviations``:
+    how far the value is above the median, in standard deviations of the band."""
 
     name: Literal["loss", "gradient"]
     value: float
@@ -72,8 +77,8 @@ class Excess:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``excess``: what lies outside of its band the farthest, None where nothing does. ``is_shift``: it lies there for
-    so long that the band has started over, and the step stands."""
+    """The result for one step. ``excess``: the larger excess of loss and gradient norm, None if both are in their
+    bands. ``is_shift``: so many spikes preceded it that the band has started over, and the step is kept."""
 
     excess: Optional[Excess] = None
     is_shift: bool = False
@@ -84,16 +89,19 @@ class Verdict:
 
 
 def observe(threshold: float, state: SpikeState, *, loss: float, norm: float) -> tuple[SpikeState, Verdict]:
-    """``threshold``: standard deviations above the median at which the band ends. ``loss``, ``norm``: finite, of one
-    optimizer step, the norm before clipping."""
-    found = (_excess("loss", loss, state.losses), _excess("gradient", norm, state.norms))
-    worst = max((one for one in found if one is not None), key=lambda one: one.deviations, default=None)
+    """Return the state and the verdict after one optimizer step.
+
+    ``threshold``: upper end of the band, in standard deviations above the median. ``loss``, ``norm``: finite; the norm
+    is that of the gradient before clipping.
+    """
+    excesses = (_excess("loss", loss, state.losses), _excess("gradient", norm, state.norms))
+    worst = max((item for item in excesses if item is not None), key=lambda item: item.deviations, default=None)
     if worst is None or worst.deviations <= threshold:
-        kept = replace(state, losses=_with(state.losses, loss), norms=_with(state.norms, norm), in_a_row=0)
+        kept = replace(state, losses=_appended(state.losses, loss), norms=_appended(state.norms, norm), in_a_row=0)
         return kept, Verdict()
     if state.in_a_row < MOST_IN_A_ROW:
         return replace(state, in_a_row=state.in_a_row + 1), Verdict(worst)
-    fresh = SpikeState(_with((), loss), _with((), norm), shifts=state.shifts + 1)
+    fresh = SpikeState(_appended((), loss), _appended((), norm), shifts=state.shifts + 1)
     return fresh, Verdict(worst, is_shift=True)
 
 
@@ -101,11 +109,11 @@ def _excess(name: Literal["loss", "gradient"], value: float, band: Sequence[floa
     if value <= 0 or len(band) < FEWEST:
         return None
     middle = median(band)
-    around = MAD_TO_SIGMA * median(abs(one - middle) for one in band)
+    around = MAD_TO_SIGMA * median(abs(item - middle) for item in band)
     above = (sorted(band)[int(QUARTILE * len(band))] - middle) / TO_SIGMA
     deviations = (math.log(value) - middle) / max(around, above, FLOORS[name])
     return Excess(name, value, math.exp(middle), deviations)
 
 
-def _with(band: tuple[float, ...], value: float) -> tuple[float, ...]:
+def _appended(band: tuple[float, ...], value: float) -> tuple[float, ...]:
     return (*band, math.log(value))[-SPAN:] if value > 0 else band
