@@ -244,7 +244,7 @@ def test_a_norm_that_deepspeed_does_not_hear_of_is_reported(tmp_path, norm):
     (finding,) = clipping(check(tmp_path, file, max_grad_norm=norm))
     assert finding.check == "setting-without-effect"
     assert f"max_grad_norm is {norm:g}, and" in finding.what
-    assert finding.what.endswith("changed.json has no gradient_clipping: DeepSpeed takes 1")
+    assert finding.what.endswith("changed.json has no gradient_clipping: DeepSpeed uses 1")
     assert not clipping(check(tmp_path, file, max_grad_norm=1.0))
     assert not clipping(check(tmp_path, changed(tmp_path), max_grad_norm=norm))
     assert not clipping(check(tmp_path, None, max_grad_norm=norm))

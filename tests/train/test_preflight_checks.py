@@ -327,7 +327,7 @@ def test_which_steps_round_away_is_what_bfloat16_does():
     weight = torch.nn.Parameter(torch.linspace(0.001, 0.1, 5000).to(torch.bfloat16))
     step = 5e-5
     lost = ((weight.detach() - step) == weight.detach()).float().mean().item()
-    found = weights._share_lost([weight], step)
+    found = weights._share_of_lost_updates([weight], step)
     assert 0.3 < found <= lost
 
 
@@ -396,7 +396,7 @@ def test_memory_is_compared_with_what_is_free(free_share, expected, tmp_path, mo
 )
 def test_a_metric_is_proposed_with_its_direction(task, how):
     job = job_of(task=task, eval_strategy="epoch", metric_for_best_model="f1")
-    assert [finding.fix for finding in surroundings._best_metric(job)] == [f"set metric_for_best_model {how}"]
+    assert [finding.fix for finding in surroundings._check_best_metric(job)] == [f"set metric_for_best_model {how}"]
 
 
 def test_a_limited_number_of_checkpoints_fills_no_disk(tmp_path, monkeypatch):
@@ -429,7 +429,7 @@ def test_checkpoints_of_epochs_are_those_that_are_trained(max_steps, epochs, fou
 def test_a_disk_without_inodes_is_found(tmp_path, monkeypatch):
     for files, left, expected in ((10**6, 3, ["few-inodes"]), (10**6, 10**5, []), (0, 0, [])):
         monkeypatch.setattr(os, "statvfs", lambda path, f=files, n=left: SimpleNamespace(f_files=f, f_favail=n))
-        assert ids(surroundings._inodes(tmp_path / "run")) == expected
+        assert ids(surroundings._check_inodes(tmp_path / "run")) == expected
 
 
 # -- settings and length -----------------------------------------------------------------------------------------------
@@ -572,9 +572,9 @@ def test_an_epoch_of_two_steps_is_enough():
 
 
 def test_the_last_step_of_an_epoch_has_its_own_number_of_rows():
-    said, _ = plan._of_steps(6, 8, "8 x 1 accumulated", rows=20)
+    said, _ = plan._steps_text(6, 8, "8 x 1 accumulated", rows=20)
     assert said == "6 steps of 8 rows (8 x 1 accumulated; the last step of an epoch has 4), 2.0 epochs of 20 rows"
-    said, _ = plan._of_steps(6, 8, "4 x 1 accumulated x 2 ranks", rows=20, ranks=2)
+    said, _ = plan._steps_text(6, 8, "4 x 1 accumulated x 2 ranks", rows=20, ranks=2)
     assert "ranks; the last steps of an epoch may have fewer), 2.0" in said, (
         "of 17 rows the last two steps have 7 and 2"
     )
@@ -583,23 +583,29 @@ def test_the_last_step_of_an_epoch_has_its_own_number_of_rows():
 def test_an_epoch_of_the_stock_loaders_drops_or_repeats_rows(monkeypatch):
     alone = job_of(per_device_train_batch_size=8, dataloader_drop_last=True, num_train_epochs=2)
     assert alone.planned_steps(18) == 4
-    said, _ = plan._of_steps(4, 8, "8 x 1 accumulated", rows=18, shown=plan._shown(alone, 18))
+    said, _ = plan._steps_text(4, 8, "8 x 1 accumulated", rows=18, trained_rows=plan._rows_trained_per_epoch(alone, 18))
     assert said.endswith("2.0 epochs of 18 rows, 2 of them left out by dataloader_drop_last")
 
     monkeypatch.setattr(TrainingArguments, "world_size", 3)
     shared, sorted_by = job_of(per_device_train_batch_size=8), {"train_sampling_strategy": "sequential"}
-    assert [plan._shown(shared, rows) for rows in (18, 2)] == [18, 3], "the curriculum shares out what there is"
+    assert [plan._rows_trained_per_epoch(shared, rows) for rows in (18, 2)] == [18, 3], (
+        "the curriculum shares out what there is"
+    )
     by_one = job_of(per_device_train_batch_size=1)
-    assert [plan._shown(by_one, rows) for rows in (4, 6, 2)] == [6, 6, 3], "a batch of one row cannot be shared out"
+    assert [plan._rows_trained_per_epoch(by_one, rows) for rows in (4, 6, 2)] == [6, 6, 3], (
+        "a batch of one row cannot be shared out"
+    )
     stock = job_of(per_device_train_batch_size=8, **sorted_by)
-    said, per_step = plan._of_steps(2, 24, "8 x 1 accumulated x 3 ranks", 18, 3, plan._shown(stock, 18))
+    said, per_step = plan._steps_text(
+        2, 24, "8 x 1 accumulated x 3 ranks", 18, 3, plan._rows_trained_per_epoch(stock, 18)
+    )
     assert said == (
         "2 steps of 24 rows (8 x 1 accumulated x 3 ranks), 2.0 epochs of 18 rows and 6 repeated to fill the batches of "
         "all ranks"
     )
     assert per_step == 24
     uneven = job_of(per_device_train_batch_size=8, accelerator_config='{"even_batches": false}', **sorted_by)
-    assert plan._shown(uneven, 18) == 18
+    assert plan._rows_trained_per_epoch(uneven, 18) == 18
 
 
 def test_findings_end_without_a_number_of_steps(tmp_path):
@@ -612,15 +618,15 @@ def test_findings_end_without_a_number_of_steps(tmp_path):
 def test_few_duplicates_and_few_drops_are_silent():
     statistics = SampleStatistics(read=1000, train=800, eval=200, dropped={"torn": 99}, heldout_duplicates=3)
     statistics.examples = {"torn": ["a.png"]}
-    assert ids(counts._samples(job_of(), statistics)) == []
+    assert ids(counts._check_samples(job_of(), statistics)) == []
     statistics.dropped, statistics.heldout_duplicates = {"torn": 100}, 4
-    assert ids(counts._samples(job_of(), statistics)) == ["many-dropped", "held-out-seen"]
+    assert ids(counts._check_samples(job_of(), statistics)) == ["many-dropped", "held-out-seen"]
 
 
 def test_a_class_folder_without_an_image_is_no_image_that_is_left_out():
     reasons = {"class folder without an image": 2}
     statistics = SampleStatistics(read=10, train=8, eval=2, dropped=reasons, examples={name: ["a"] for name in reasons})
-    assert ids(counts._samples(job_of(eval_strategy="no"), statistics)) == []
+    assert ids(counts._check_samples(job_of(eval_strategy="no"), statistics)) == []
 
 
 def test_folders_of_datasets_and_names_of_the_hub_are_left_alone(tmp_path):

@@ -46,7 +46,7 @@ def test_a_key_of_the_environment_is_enough(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert missing_wandb_login() is None
     monkeypatch.setenv("WANDB_API_KEY", "short")
-    assert "its key is refused: API key must have 40" in str(missing_wandb_login())
+    assert "its API key is refused: API key must have 40" in str(missing_wandb_login())
 
 
 def test_a_key_that_was_stored_is_enough_for_its_host(home, monkeypatch):

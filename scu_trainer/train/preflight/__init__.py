@@ -1,10 +1,10 @@
-"""Preflight: the user's mistakes, found before they cost an hour.
+"""Preflight: checks that find the user's mistakes before training starts.
 
-    before_loading   settings, environment and disk alone; cheap
-    before_training  the prepared data and the loaded model; under 10 seconds for any size
+    before_loading   checks of settings, environment and disk; cheap
+    before_training  checks of the prepared data and the loaded model; under 10 seconds for any size
 
-What is refused elsewhere at once (unknown keys, settings that contradict each other, a model that does not fit its
-tokenizer) is not looked for again.
+Mistakes that raise an error elsewhere (unknown keys, settings that contradict each other, a model that does not fit its
+tokenizer) are not checked again.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ EARLY = (optimization, pitfalls, length, surroundings, columns, plan)
 
 
 def before_loading(job: Job) -> list[Finding]:
-    """What settings, environment and disk tell. Raises DataError for a local dataset that cannot be read at all."""
+    """Return the findings about settings, environment and disk. Raises DataError for an unreadable local dataset."""
     return [finding for module in EARLY for finding in module.before_loading(job)]
 
 
 def before_training(job: Job, parts: TrainingComponents, output_dir: Path) -> list[Finding]:
-    """What the prepared data and the loaded model tell. Of what is large a sample is looked at, and the finding says
-    so. ``output_dir``: where checkpoints will go; it need not exist."""
+    """Return the findings about the prepared data and the loaded model.
+
+    Large data and models are sampled, and the finding then mentions the sample. ``output_dir``: the folder for
+    checkpoints; it need not exist.
+    """
     if not optimization.has_rows_per_step(job.training):
-        return []  # an error of before_loading; there is not a number of steps to go by
+        return []  # before_loading has reported this error; without it the number of steps is not defined
     train, training = parts.data.train, job.training
     count = len(train) if has_length(train) else None
     steps = training.max_steps if count is None else job.planned_steps(count)

@@ -1,4 +1,4 @@
-"""Every check by its id: what the documentation lists, and what the count of checks is."""
+"""All checks by id, for the documentation and for the number of checks in the report."""
 
 from __future__ import annotations
 

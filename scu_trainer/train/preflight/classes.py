@@ -1,4 +1,4 @@
-"""Labels of classifiers and categories of texts: out of range, lopsided, one of a kind; inputs without content."""
+"""Checks of class labels and text categories (out of range, unbalanced, nearly unique), and of constant inputs."""
 
 from __future__ import annotations
 
@@ -15,46 +15,47 @@ from scu_trainer.train.preflight.finding import Check, Finding, percent
 LABELS_OUT_OF_RANGE = Check(
     "labels-out-of-range",
     "error",
-    "a label is negative or not below the number of classes of the model: the loss would fail",
-    "give a model with as many classes as the data, or data with the classes of the model",
+    "a label is negative or not below the number of classes of the model, so the loss would fail",
+    "use a model with as many classes as the data, or data with the classes of the model",
 )
 LOPSIDED = Check(
     "classes-lopsided",
     "warning",
-    "one class makes up nine tenths of the training samples or more: always predicting it scores the same",
-    "balance the classes, and compare accuracy with the share of the largest class",
+    "one class makes up nine tenths of the training samples or more: a model that always predicts it has that accuracy",
+    "balance the classes, and compare the accuracy with the share of the largest class",
 )
 ONE_OF_A_KIND = Check(
     "labels-nearly-unique",
     "warning",
     "there are nearly as many classes as training samples: the column is probably an id",
-    "name the column of the classes with label_column_name or category_column",
+    "set label_column_name or category_column to the column of the classes",
 )
 CONSTANT_INPUTS = Check(
     "inputs-constant",
     "warning",
-    "nearly all inputs of a kind hold one value (black images, dead sensors), so there is nothing to learn from",
-    "look at the files; images that were scaled to 0..1 before they were saved as whole numbers are black",
+    "nearly all inputs of one kind are constant (black images, dead sensors), so there is nothing to learn from",
+    "look at the files; images that were scaled to 0..1 and then saved as whole numbers are black",
 )
 
 LARGEST_SHARE, UNIQUE_SHARE, CONSTANT_SHARE = 0.9, 0.5, 0.9
 FEWEST_SAMPLES = 20
 SAMPLES_LOOKED_AT = 64
 DARKEST = 2
-"""Of 255: what an image that was scaled to 0..1 and cast to whole numbers holds at most."""
+"""Largest range of values, out of 255, of an image that counts as constant: scaling an image to 0..1 and casting it to
+whole numbers leaves values of 0 and 1."""
 
 
 def before_training(job: Job, parts: TrainingComponents) -> Iterator[Finding]:
     data = parts.data
     if isinstance(data, PreparedSamples):
-        yield from _range(parts)
-        yield from _balance(data.statistics.per_class, "dataset")
-        yield from _inputs(data.train)
+        yield from _check_label_range(parts)
+        yield from _check_balance(data.statistics.per_class, "dataset")
+        yield from _check_inputs(data.train)
     else:
-        yield from _balance(getattr(data.statistics, "per_category", {}), "category_column")
+        yield from _check_balance(getattr(data.statistics, "per_category", {}), "category_column")
 
 
-def _range(parts: TrainingComponents) -> Iterator[Finding]:
+def _check_label_range(parts: TrainingComponents) -> Iterator[Finding]:
     classes = getattr(parts.model.config, "num_labels", None)
     if classes is None:
         return
@@ -66,7 +67,7 @@ def _range(parts: TrainingComponents) -> Iterator[Finding]:
             yield LABELS_OUT_OF_RANGE.found(what, "dataset, model_name_or_path")
 
 
-def _balance(counts: Mapping[str, int], where: str) -> Iterator[Finding]:
+def _check_balance(counts: Mapping[str, int], where: str) -> Iterator[Finding]:
     total = sum(counts.values())
     if total < FEWEST_SAMPLES or len(counts) < 2:
         return
@@ -78,17 +79,17 @@ def _balance(counts: Mapping[str, int], where: str) -> Iterator[Finding]:
         yield ONE_OF_A_KIND.found(f"{len(counts):,} classes in {total:,} training samples", where)
 
 
-def _inputs(rows: Any) -> Iterator[Finding]:
+def _check_inputs(rows: Any) -> Iterator[Finding]:
     numbers = numpy.linspace(0, len(rows) - 1, min(len(rows), SAMPLES_LOOKED_AT), dtype=int)
-    seen: dict[str, list[bool]] = {}
+    constant_flags: dict[str, list[bool]] = {}
     for number in numpy.unique(numbers):
         for name, value in rows[int(number)].items():
             if isinstance(value, numpy.ndarray) and value.size:
-                seen.setdefault(name, []).append(_is_constant(value))
-    for name, constant in seen.items():
-        share = sum(constant) / len(constant)
-        if len(constant) >= FEWEST_SAMPLES and share >= CONSTANT_SHARE:
-            what = f"{percent(share)} of {len(constant)} {name} in a sample hold one value"
+                constant_flags.setdefault(name, []).append(_is_constant(value))
+    for name, flags in constant_flags.items():
+        share = sum(flags) / len(flags)
+        if len(flags) >= FEWEST_SAMPLES and share >= CONSTANT_SHARE:
+            what = f"{percent(share)} of {len(flags)} {name} in a sample are constant"
             yield CONSTANT_INPUTS.found(what, f"dataset, {name}")
 
 

@@ -1,5 +1,5 @@
-"""Columns: chosen wrongly, as the first rows of a local dataset show, or not read although they look as if they
-mattered; and what a chat template leaves out of the conversations."""
+"""Checks of columns: chosen wrongly, judging from the first rows of a local dataset; not read although their name
+suggests that they matter; and parts of conversations that the chat template leaves out."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from scu_trainer.train.preflight.finding import Check, Finding, percent
 EMPTY_PROMPTS = Check(
     "prompts-empty",
     "warning",
-    "nearly all prompts are empty, so the completions are learned as answers to nothing",
+    "nearly all prompts are empty, so the model learns the completions without any prompt",
     "check the column prompt: its text may be in another column",
 )
 SAME_BOTH = Check(
     "prompt-is-completion",
     "warning",
-    "prompt and completion are the same text in most rows: the model learns to copy",
+    "prompt and completion are the same text in most rows, so the model learns to copy",
     "check how the columns were filled",
 )
 
@@ -36,25 +36,25 @@ ANSWER_NOT_READ = Check(
     "answer-not-read",
     "warning",
     "a column that looks like an answer is not read",
-    "name the columns with prompt_column and response_column, or remove the column from the data",
+    "set prompt_column and response_column, or remove the column from the data",
 )
 QUESTION_NOT_READ = Check(
     "question-not-read",
     "warning",
     "a column that looks like a question or an instruction is not read",
-    "name the columns with prompt_column and response_column, or remove the column from the data",
+    "set prompt_column and response_column, or remove the column from the data",
 )
 LABEL_NOT_READ = Check(
     "label-not-read",
     "warning",
-    "a column that looks like a label or a rating is not read: bad rows are learned like good ones",
+    "a column that looks like a label or a rating is not read, so bad rows are learned like good ones",
     "remove the rows that should not be learned, or train a reward model or a classifier with them",
 )
 WEIGHT_NOT_READ = Check(
     "weight-not-read",
     "warning",
-    "a column that looks like the weight of a row is not read: every row counts alike, also one of weight 0",
-    "remove the rows that should not be learned; a list of datasets has a weight for each (docs/data.md)",
+    "a column that looks like the weight of a row is not read, so every row counts the same, even with weight 0",
+    "remove the rows that should not be learned; in a list of datasets, each can have a weight (docs/data.md)",
 )
 PREFERENCE_NOT_READ = Check(
     "preference-not-read",
@@ -65,16 +65,16 @@ PREFERENCE_NOT_READ = Check(
 MEDIA_NOT_READ = Check(
     "media-not-read",
     "warning",
-    "a column of images, recordings or films is not read: the words are learned without what they are about",
-    "make sure that the words alone are worth learning, or remove the column from the data",
+    "a column of images, audio or videos is not read, so the text is learned without what it is about",
+    "make sure that the text is worth learning without them, or remove the column from the data",
 )
 RENDERED_AWAY = Check(
     "rendered-away",
     "warning",
-    "the chat template leaves a part of the conversations out",
-    "give a template that renders it (--chat_template qwen renders tools, calls and reasoning)",
+    "the chat template leaves out a part of the conversations",
+    "use a template that renders it (--chat_template qwen renders tools, tool calls and reasoning)",
 )
-OF_REASONING_MODELS = "none where the template is the model's own; else give one that renders it around every answer"
+OF_REASONING_MODELS = "none if the template is the model's own; otherwise use one that renders it for every answer"
 
 LOOKS_LIKE = (
     (ANSWER_NOT_READ, (*formats.ANSWERS, "answers", "target", "targets", "reply", "reasoning", "tool_calls")),
@@ -99,21 +99,21 @@ def before_loading(job: Job) -> Iterator[Finding]:
     if job.task.task != TEXT:
         return
     for data in [job.data.of_source(source) for source in job.data.sources] or [job.data]:
-        yield from _of_one(data)
+        yield from _check_dataset(data)
 
 
-def _of_one(data: DataSettings) -> Iterator[Finding]:
+def _check_dataset(data: DataSettings) -> Iterator[Finding]:
     file = _first_file(Path(data.dataset).expanduser())
     if file is None:
         return
     records = islice(read_file(file, *named_columns(data)), ROWS_LOOKED_AT)
     rows = [record.value for record in records if not record.problem]
     if rows:
-        yield from _pairs(rows)
+        yield from _check_pairs(rows)
 
 
 def before_training(statistics: Any) -> Iterator[Finding]:
-    """``statistics`` of the prepared data, whatever they were read from."""
+    """Check the ``statistics`` of the prepared data, whatever source it was read from."""
     if not isinstance(statistics, DataStatistics):
         return
     for check, names in LOOKS_LIKE:
@@ -126,7 +126,8 @@ def before_training(statistics: Any) -> Iterator[Finding]:
 
 
 def _first_file(path: Path) -> Optional[Path]:
-    """With columns, and cheap to begin. None where there is none, and for folders of the datasets library."""
+    """Return the first file of a dataset that has columns and is cheap to open. Returns None if there is none, and for
+    folders of the datasets library."""
     if not path.is_dir():
         return path if path.is_file() and kind_of(path) in READERS else None
     if is_saved(path):
@@ -134,7 +135,7 @@ def _first_file(path: Path) -> Optional[Path]:
     return next((file for file in files_and_links(path)[0] if kind_of(file) in READERS), None)
 
 
-def _pairs(rows: list[dict[str, Any]]) -> Iterator[Finding]:
+def _check_pairs(rows: list[dict[str, Any]]) -> Iterator[Finding]:
     pairs = [(row.get("prompt"), row.get("completion")) for row in rows]
     pairs = [pair for pair in pairs if all(isinstance(side, str) for side in pair)]
     if not pairs:

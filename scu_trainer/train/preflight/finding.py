@@ -1,4 +1,4 @@
-"""What preflight says: a check that is known by its name, and what it found in this run."""
+"""The two types of preflight: a check, and a finding of a check in this run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Level = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """``check``: id of the check. ``what`` was found, ``where`` (settings, files, columns), what to do: ``fix``. A note
-    may have no fix."""
+    """One finding. ``check``: id of the check. ``what``: what was found. ``where``: settings, files or columns.
+    ``fix``: what to do; a note may have none."""
 
     level: Level
     check: str
@@ -20,20 +20,23 @@ class Finding:
     fix: str = ""
 
     def line(self) -> str:
-        """All of it in one readable line."""
+        """Return the finding as one readable line."""
         where = f" ({self.where})" if self.where else ""
         fix = f"; {self.fix}" if self.fix else ""
         return f"{self.level} {self.check}: {self.what}{where}{fix}"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-like."""
+        """Return the finding as a JSON-safe dict."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is looked for. ``says``: what a finding of it tells, in general. An "error" is training that is
-    certain to fail or certain to be worthless; all else that deserves a look is a "warning"."""
+    """A kind of mistake. ``says``: what a finding of it means in general. ``fix``: what to do about it.
+
+    Level "error" is for training that is certain to fail or certain to be worthless, "warning" for anything else that
+    is probably a mistake, "note" for information.
+    """
 
     id: str
     level: Level
@@ -41,12 +44,12 @@ class Check:
     fix: str
 
     def found(self, what: str, where: str = "", fix: Optional[str] = None) -> Finding:
-        """``fix``: where it can be said more exactly than for all findings of this check."""
+        """Return a finding of this check. ``fix``: a more specific text than the general one of the check."""
         return Finding(self.level, self.id, what, where, self.fix if fix is None else fix)
 
 
 def percent(share: float) -> str:
-    """0.42 as "42%", 0.0042 as "0.42%"; nearly all as "over 99%"."""
+    """Format a share: 0.42 as "42%", 0.0042 as "0.42%", and 0.995 or more as "over 99%"."""
     if 0.995 <= share < 1:
         return "over 99%"
     return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{100 * share:.2g}%"

@@ -1,4 +1,4 @@
-"""How long the run is, and what then never happens: an epoch of one step, a warm-up without end, no checkpoint."""
+"""Checks of the length of the run: epochs of one step, a warm-up that never ends, no checkpoint before the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH_EXCEEDS_ROWS = Check(
     "batch-exceeds-rows",
     "warning",
     "one optimizer step takes all training rows or more, so an epoch is a single step",
-    "lower gradient_accumulation_steps or per_device_train_batch_size, or with texts block_size, for more rows",
+    "lower gradient_accumulation_steps or per_device_train_batch_size; for text, a lower block_size gives more rows",
 )
 NO_FULL_BATCH = Check(
     "no-full-batch",
@@ -42,67 +42,67 @@ WARM_UP = Check(
 SCHEDULE = Check(
     "schedule-cannot-be-made",
     "error",
-    "the learning rate schedule lacks an argument, or gets one that it does not know",
+    "the learning rate schedule lacks an argument or gets an unknown one",
     "fix lr_scheduler_kwargs, or choose another lr_scheduler_type",
 )
 NO_CHECKPOINT = Check(
     "no-checkpoint-before-end",
     "warning",
-    "save_steps is beyond the last step, or a long run saves no checkpoint: if anything stops it, all of it is lost",
-    "lower save_steps to a tenth of the run or so, with save_strategy: steps",
+    "save_steps is beyond the last step, or a long run saves no checkpoint, so an interruption loses the whole run",
+    "set save_strategy: steps, and lower save_steps to about a tenth of the run",
 )
 NO_EVALUATION = Check(
     "no-evaluation-before-end",
     "warning",
     "eval_steps or eval_delay is beyond the last step, so progress is seen only after the end",
-    "lower eval_steps, and eval_delay where it is set",
+    "lower eval_steps, and eval_delay if it is set",
 )
 NO_LOG = Check(
     "nothing-logged",
     "warning",
-    "logging_steps is beyond the last step: one loss is shown, at the end",
+    "logging_steps is beyond the last step, so only one loss is logged, at the end",
     "lower logging_steps",
 )
 FEW_EVALUATIONS = Check(
     "target-needs-evaluations",
     "warning",
-    "scu_target_s: auto cannot see the held-out loss turn: the run has too few evaluations",
+    "the run has too few evaluations for scu_target_s: auto to detect when the held-out loss starts to rise",
     "lower eval_steps",
 )
 
 FEWEST_STEPS = 10
 SHORT_RUN_STEPS = 20
-"""In a shorter run nobody misses a log line or a checkpoint."""
+"""Shorter runs need neither logs nor checkpoints before their end."""
 UNASKED_RUN_STEPS, LONG_RUN_STEPS = 100, 1000
-"""Where nobody asked for a value, only a run of some length deserves a word."""
+"""Shortest runs for a warning about save_steps at its stock default, and about save_strategy: no."""
 
 
 def before_loading(job: Job) -> Iterator[Finding]:
-    """What max_steps alone can tell, before anything long is begun."""
-    yield from _schedule(job)
+    """Check the schedule, and everything that follows from max_steps, before loading starts."""
+    yield from _check_schedule(job)
     if job.training.max_steps > 0:
-        yield from _intervals(job, job.training.max_steps)
+        yield from _check_intervals(job, job.training.max_steps)
 
 
 def before_training(job: Job, train: Any) -> Iterator[Finding]:
     training = job.training
     rows = len(train) if has_length(train) else None
     if rows is not None:
-        yield from _batches(job, rows)
+        yield from _check_batches(job, rows)
     if rows is not None and training.max_steps <= 0:
         steps = job.planned_steps(rows)
         if 0 < steps < FEWEST_STEPS:
             yield FEW_STEPS.found(f"{rows:,} rows in steps of {rows_per_step(job):,} are {steps} steps in all")
-        yield from _intervals(job, steps)
+        yield from _check_intervals(job, steps)
 
 
 def rows_per_step(job: Job) -> int:
-    """Of all devices and ranks together."""
+    """Return the rows of one optimizer step over all devices and ranks."""
     training = job.training
     return training.train_batch_size * training.gradient_accumulation_steps * training.world_size
 
 
-def _batches(job: Job, rows: int) -> Iterator[Finding]:
+def _check_batches(job: Job, rows: int) -> Iterator[Finding]:
     training, wanted = job.training, rows_per_step(job)
     at_once = training.train_batch_size * training.world_size
     where = "per_device_train_batch_size, gradient_accumulation_steps"
@@ -113,13 +113,13 @@ def _batches(job: Job, rows: int) -> Iterator[Finding]:
         yield BATCH_EXCEEDS_ROWS.found(f"a step takes {wanted:,} rows ({how}), and there are {rows:,}", where)
 
 
-def _intervals(job: Job, steps: int) -> Iterator[Finding]:
-    """What happens every so many steps, in a run of ``steps``."""
+def _check_intervals(job: Job, steps: int) -> Iterator[Finding]:
+    """Check warm-up, saving, evaluation and logging against the number of steps of the run."""
     if steps <= 0:
         return
-    yield from _warm_up(job, steps)
-    yield from _saving(job, steps)
-    yield from _evaluating(job, steps)
+    yield from _check_warm_up(job, steps)
+    yield from _check_saving(job, steps)
+    yield from _check_evaluation(job, steps)
     training = job.training
     every = interval(training.logging_steps, steps)
     if training.logging_strategy == "steps" and every > steps >= SHORT_RUN_STEPS:
@@ -127,21 +127,21 @@ def _intervals(job: Job, steps: int) -> Iterator[Finding]:
 
 
 def interval(value: float, steps: int) -> int:
-    """Below 1 it is a share of the run."""
+    """Return an interval in steps; a ``value`` below 1 is a share of the run."""
     return int(value) if value >= 1 else max(1, math.ceil(steps * value))
 
 
-def _warm_up(job: Job, steps: int) -> Iterator[Finding]:
+def _check_warm_up(job: Job, steps: int) -> Iterator[Finding]:
     training = job.training
     if job.efficiency.has_lr_steps or plain(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau"):
-        return  # these warm nothing up
+        return  # these have no warm-up
     warm_up = training.get_warmup_steps(steps)
     if warm_up >= max(2, steps / 2):
         reached = f", and the learning rate reaches {percent(steps / warm_up)} of it" if warm_up > steps else ""
         yield WARM_UP.found(f"{warm_up:,} of {steps:,} steps are warm-up{reached}", "warmup_steps")
 
 
-def _saving(job: Job, steps: int) -> Iterator[Finding]:
+def _check_saving(job: Job, steps: int) -> Iterator[Finding]:
     training = job.training
     if training.save_strategy == "no" and steps >= LONG_RUN_STEPS:
         yield NO_CHECKPOINT.found(f"save_strategy is no, and the run has {steps:,} steps", "save_strategy")
@@ -153,7 +153,7 @@ def _saving(job: Job, steps: int) -> Iterator[Finding]:
         yield NO_CHECKPOINT.found(f"save_steps is {every:,}, the run has {steps:,} steps", "save_steps")
 
 
-def _evaluating(job: Job, steps: int) -> Iterator[Finding]:
+def _check_evaluation(job: Job, steps: int) -> Iterator[Finding]:
     training = job.training
     if training.eval_strategy != "steps":
         return
@@ -164,24 +164,24 @@ def _evaluating(job: Job, steps: int) -> Iterator[Finding]:
         yield NO_EVALUATION.found(f"eval_delay is {training.eval_delay:g}, the run has {steps:,} steps", "eval_delay")
     loop = job.regularization
     if loop is not None and loop.target_s == "auto" and steps // every <= loop.auto_patience:
-        what = f"{steps // every} evaluations in {steps:,} steps; it takes {loop.auto_patience + 1} or more"
+        what = f"{steps // every} evaluations in {steps:,} steps; {loop.auto_patience + 1} or more are needed"
         yield FEW_EVALUATIONS.found(what, "scu_target_s, eval_steps")
 
 
 # -- the learning rate -------------------------------------------------------------------------------------------------
 
 
-def _schedule(job: Job) -> Iterator[Finding]:
-    """Made once for a weight that does not exist: it says what it lacks."""
+def _check_schedule(job: Job) -> Iterator[Finding]:
+    """Construct the schedule once with a dummy optimizer, to find out whether its arguments are valid."""
     if job.efficiency.has_lr_steps or job.training.learning_rate <= 0:
         return
-    problem = _problem_of_schedule(job)
+    problem = _schedule_error(job)
     if problem is not None:
         what = f"lr_scheduler_type {plain(job.training.lr_scheduler_type)}: {problem}"
         yield SCHEDULE.found(what, "lr_scheduler_type, lr_scheduler_kwargs")
 
 
-def _problem_of_schedule(job: Job) -> Optional[str]:
+def _schedule_error(job: Job) -> Optional[str]:
     training = job.training
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
     try:

@@ -1,5 +1,4 @@
-"""Settings of the stock Trainer that do what they say, and something else that costs a run; and settings that were
-given and do nothing."""
+"""Checks of settings of the stock Trainer that have costly side effects, and of settings without any effect."""
 
 from __future__ import annotations
 
@@ -17,39 +16,40 @@ from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
 FINDS_BATCH_SIZE = Check(
     "restarts-on-out-of-memory",
     "warning",
-    "auto_find_batch_size starts the steps over after an out-of-memory, with the weights trained so far: samples are "
+    "after running out of memory, auto_find_batch_size restarts the steps with the weights trained so far: samples are "
     "repeated or never seen",
-    "drop it: memory_control: true recovers without",
+    "drop it: memory_control: true recovers without a restart",
 )
 GROUPS_BY_LENGTH = Check(
     "batches-grouped-by-length",
     "warning",
-    "train_sampling_strategy: group_by_length makes the loss a sawtooth and gives short rows too much weight",
+    "train_sampling_strategy: group_by_length makes the loss rise and fall with the length of the rows and gives short "
+    "rows too much weight",
     "use curriculum: token_budget, which saves the same padding",
 )
 NO_SHUFFLE = Check(
     "rows-not-shuffled",
     "warning",
-    "train_sampling_strategy: sequential shows samples in the order of the file, class after class if it is sorted",
+    "train_sampling_strategy: sequential trains in the order of the file, one class after another if it is sorted",
     "use train_sampling_strategy: random",
 )
 WITHOUT_EFFECT = Check(
     "setting-without-effect",
     "note",
-    "a setting was given that has no effect beside another one, or with this value",
+    "a setting was given that has no effect, because of another setting or of its value",
     "drop it, or change the other setting",
 )
 
 OF_MEMORY_CONTROL = ("target_headroom_gb", "gc_threshold_gb", "ram_threshold_gb", "pid_kp", "pid_ki", "pid_kd")
 OF_SPLITTING = ("min_batch_size", "max_batch_size")
-"""A token_cap alone makes them act, too."""
+"""These also have an effect without memory control, if token_cap is set."""
 OF_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 WITHOUT_ADAM = ("sgd", "rmsprop", "adagrad", "adafactor", "lomo", "adalomo", "galore", "schedule_free_sgd")
-"""How the names of optimizers begin that do not read Adam's settings."""
+"""Prefixes of the names of optimizers that do not read Adam's settings."""
 
 
 class Idle(NamedTuple):
-    """Fields that do nothing where ``is_idle``, because of ``why``. ``instead``: what to do."""
+    """Settings that have no effect on jobs with ``is_idle``. ``why``: the reason. ``instead``: what to do."""
 
     names: tuple[str, ...]
     is_idle: Callable[[Job], bool]
@@ -66,18 +66,18 @@ IDLE = (
     ),
     Idle(
         ("warmup_steps",), lambda job: plain(job.training.optim) == "schedule_free_radam",
-        "this optim warms up by itself",
+        "this optim has its own warm-up",
     ),
     Idle(
         ("weight_decay",), lambda job: plain(job.training.optim).startswith(("galore", "apollo")),
-        "transformers hands none to this optim",
+        "transformers does not pass it to this optim",
     ),
     Idle(
         ("save_steps",), lambda job: plain(job.training.save_strategy) != "steps",
         "save_strategy does not count steps", "set save_strategy: steps, or drop it",
     ),
     Idle(
-        ("logging_steps",),  # S that nothing steers is measured every so many steps, whatever is logged
+        ("logging_steps",),  # without a target, S is measured at this interval with any strategy
         lambda job: plain(job.training.logging_strategy) != "steps" and job.regularization is None,
         "logging_strategy does not count steps", "set logging_strategy: steps, or drop it",
     ),
@@ -89,8 +89,8 @@ IDLE = (
         ("hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push"),
         lambda job: not job.training.push_to_hub, "push_to_hub is false", "set push_to_hub: true, or drop it",
     ),
-    Idle(("do_predict",), lambda job: True, "this command predicts nothing", "use scu-trainer eval after training"),
-    Idle(("include_for_metrics",), lambda job: True, "it is for a compute_metrics of your own, in Python"),
+    Idle(("do_predict",), lambda job: True, "this command never predicts", "use scu-trainer eval after training"),
+    Idle(("include_for_metrics",), lambda job: True, "only a compute_metrics function in Python can use it"),
     Idle(
         ("adam_beta1", "adam_beta2", "adam_epsilon"),
         lambda job: plain(job.training.optim).startswith(WITHOUT_ADAM), "this optim does not read it",
@@ -116,7 +116,7 @@ IDLE = (
     ),
     Idle(
         ("validation_split_percentage",), lambda job: job.data.eval_dataset is not None,
-        "eval_dataset is what is held out", "drop one of them",
+        "eval_dataset is the held-out data", "drop one of them",
     ),
     Idle(("sample_max_new_tokens",), lambda job: job.data.sample_prompts == 0, "sample_prompts is 0"),
     Idle(
@@ -140,24 +140,25 @@ IDLE = (
     ),
     Idle(
         ("scu_kp", "scu_ki", "scu_integral_clamp", "scu_integral_leak"),
-        lambda job: _law(job) not in (None, "original"), "scu_law is not original",
+        lambda job: _scu_law(job) not in (None, "original"), "scu_law is not original",
     ),
     Idle(
-        ("scu_time_constant", "scu_growth_alpha"), lambda job: _law(job) not in (None, "model"), "scu_law is not model"
+        ("scu_time_constant", "scu_growth_alpha"), lambda job: _scu_law(job) not in (None, "model"),
+        "scu_law is not model",
     ),
     Idle(
-        ("scu_lambda_min", "scu_lambda_max", "scu_deadband"), lambda job: _law(job) in ("fixed", "schedule"),
-        "scu_law is fixed or schedule, which do not look at it",
+        ("scu_lambda_min", "scu_lambda_max", "scu_deadband"), lambda job: _scu_law(job) in ("fixed", "schedule"),
+        "scu_law is fixed or schedule, which do not use it",
     ),
-    Idle(("scu_lambda_init",), lambda job: _law(job) == "model", "scu_law is model, which finds lambda by itself"),
+    Idle(("scu_lambda_init",), lambda job: _scu_law(job) == "model", "scu_law is model, which computes lambda"),
     Idle(
-        ("scu_lambda_final", "scu_schedule"), lambda job: _law(job) not in (None, "schedule"),
+        ("scu_lambda_final", "scu_schedule"), lambda job: _scu_law(job) not in (None, "schedule"),
         "scu_law is not schedule",
     ),
 )  # fmt: skip
 
 
-def _law(job: Job) -> Optional[str]:
+def _scu_law(job: Job) -> Optional[str]:
     return None if job.regularization is None else job.regularization.law
 
 
@@ -169,35 +170,36 @@ def before_loading(job: Job) -> Iterator[Finding]:
         yield GROUPS_BY_LENGTH.found("train_sampling_strategy: group_by_length", "train_sampling_strategy")
     if training.train_sampling_strategy == "sequential" and job.task.task != TEXT:
         yield NO_SHUFFLE.found("train_sampling_strategy: sequential", "train_sampling_strategy")
-    yield from _idle(job)
-    yield from _idle_adapters(job)
-    yield from _idle_numbers(job)
-    yield from _idle_clipping(job)
-    yield from _idle_memory(job)
-    yield from _idle_curriculum(job)
+    yield from _check_listed_settings(job)
+    yield from _check_adapter_settings(job)
+    yield from _check_intervals(job)
+    yield from _check_deepspeed_clipping(job)
+    yield from _check_memory_settings(job)
+    yield from _check_curriculum_settings(job)
 
 
-def _idle(job: Job) -> Iterator[Finding]:
+def _check_listed_settings(job: Job) -> Iterator[Finding]:
     for idle in IDLE:
         given = [name for name in idle.names if name in job.changed_from]
         if given and idle.is_idle(job):
             yield WITHOUT_EFFECT.found(f"{', '.join(given)} given, and {idle.why}", ", ".join(given), idle.instead)
 
 
-def _idle_adapters(job: Job) -> Iterator[Finding]:
-    """Only what differs from its default is known to be given; a job that has other defaults knows them."""
+def _check_adapter_settings(job: Job) -> Iterator[Finding]:
+    """Check LoRA settings with tuning: full. A setting counts as given if it differs from the defaults of dataclass and
+    task, because a job does not record which fields were set."""
     model = job.model
     if model.tuning != "full":
         return
     fields = type(model).__dataclass_fields__
-    unasked = {name: job.task.defaults.get(name, fields[name].default) for name in OF_LORA}
-    given = [name for name in OF_LORA if getattr(model, name) not in (unasked[name], fields[name].default)]
+    defaults = {name: job.task.defaults.get(name, fields[name].default) for name in OF_LORA}
+    given = [name for name in OF_LORA if getattr(model, name) not in (defaults[name], fields[name].default)]
     if given:
         what = f"{', '.join(given)} given, and tuning is full, which has no adapters"
         yield WITHOUT_EFFECT.found(what, ", ".join(given), "drop it, or set tuning: lora")
 
 
-def _idle_numbers(job: Job) -> Iterator[Finding]:
+def _check_intervals(job: Job) -> Iterator[Finding]:
     training = job.training
     strategy = plain(training.eval_strategy)
     if training.eval_steps is not None and strategy != "steps":
@@ -208,7 +210,7 @@ def _idle_numbers(job: Job) -> Iterator[Finding]:
         yield WITHOUT_EFFECT.found(what, "save_total_limit", "give 1 or more, or save_strategy: no for no checkpoints")
 
 
-def _idle_memory(job: Job) -> Iterator[Finding]:
+def _check_memory_settings(job: Job) -> Iterator[Finding]:
     memory, given = job.memory, changed(job.memory)
     if memory.batch_mode == "chunk" and "batch_size_lr_rule" in given:
         what = "batch_size_lr_rule given, and batch_mode is chunk, which never changes the batch of the optimizer"
@@ -219,8 +221,8 @@ def _idle_memory(job: Job) -> Iterator[Finding]:
         yield WITHOUT_EFFECT.found(what, ", ".join(idle), "drop it, or set memory_control: true")
 
 
-def _idle_curriculum(job: Job) -> Iterator[Finding]:
-    """Fields that begin with the name of a method are of that method."""
+def _check_curriculum_settings(job: Job) -> Iterator[Finding]:
+    """Check the fields of curriculum methods that are off; their names begin with the name of the method."""
     curriculum = job.curriculum
     for method in METHODS:
         idle = [name for name in changed(curriculum) if name.startswith(f"{method}_")]
@@ -229,14 +231,15 @@ def _idle_curriculum(job: Job) -> Iterator[Finding]:
             yield WITHOUT_EFFECT.found(what, ", ".join(idle), f"drop it, or set curriculum: {method}")
 
 
-def _idle_clipping(job: Job) -> Iterator[Finding]:
-    """DeepSpeed clips by its own configuration alone, and the stock Trainer fills in only what is there as "auto"."""
+def _check_deepspeed_clipping(job: Job) -> Iterator[Finding]:
+    """Check max_grad_norm with DeepSpeed, which clips only by its own configuration. The stock Trainer fills in only
+    values that are "auto" there."""
     training = job.training
     if not uses_deepspeed(training) or "gradient_clipping" in training.hf_deepspeed_config.config:
         return
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT as default
 
-    asked = training.max_grad_norm or 0
-    if asked != default:
-        what = f"max_grad_norm is {asked:g}, and {source_of(training)} has no gradient_clipping: DeepSpeed takes "
+    requested = training.max_grad_norm or 0
+    if requested != default:
+        what = f"max_grad_norm is {requested:g}, and {source_of(training)} has no gradient_clipping: DeepSpeed uses "
         yield WITHOUT_EFFECT.found(f"{what}{default:g}", "max_grad_norm", 'add "gradient_clipping": "auto" there')

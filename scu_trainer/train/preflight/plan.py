@@ -1,4 +1,4 @@
-"""The run in two lines, said always: steps, epochs, tokens per step; what is cut, left out, learned."""
+"""The plan of the run, always printed: steps, epochs and tokens per step; rows that are cut, left out and learned."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from scu_trainer.train.preflight.finding import Check, Finding, percent
 from scu_trainer.train.preflight.length import rows_per_step
 
 STEPS = Check("plan-of-steps", "note", "optimizer steps, rows and tokens per step, epochs", "")
-ROWS = Check("plan-of-rows", "note", "rows cut, left out, and the share of tokens that is learned", "")
+ROWS = Check("plan-of-rows", "note", "rows that are cut or left out, and the share of the tokens that is learned", "")
 EPOCHS_IGNORED = Check(
     "epochs-ignored",
     "note",
-    "max_steps and num_train_epochs are both given, and max_steps decides",
+    "max_steps and num_train_epochs are both given; max_steps is used",
     "drop max_steps to train by epochs",
 )
 
@@ -26,9 +26,9 @@ STOCK_EPOCHS = 3.0
 
 def before_loading(job: Job) -> Iterator[Finding]:
     training = job.training
-    unasked = float(job.task.defaults.get("num_train_epochs", STOCK_EPOCHS))
-    if training.max_steps > 0 and training.num_train_epochs not in (unasked, STOCK_EPOCHS):
-        what = f"max_steps {training.max_steps:,} decides, not num_train_epochs {training.num_train_epochs:g}"
+    default_epochs = float(job.task.defaults.get("num_train_epochs", STOCK_EPOCHS))
+    if training.max_steps > 0 and training.num_train_epochs not in (default_epochs, STOCK_EPOCHS):
+        what = f"max_steps {training.max_steps:,} is used, not num_train_epochs {training.num_train_epochs:g}"
         yield EPOCHS_IGNORED.found(what, "max_steps, num_train_epochs")
 
 
@@ -38,7 +38,9 @@ def before_training(
     statistics, training = parts.data.statistics, job.training
     how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} accumulated"
     how += f" x {training.world_size} ranks" if training.world_size > 1 else ""
-    what, per_step = _of_steps(steps, rows_per_step(job), how, rows, training.world_size, _shown(job, rows))
+    what, per_step = _steps_text(
+        steps, rows_per_step(job), how, rows, training.world_size, _rows_trained_per_epoch(job, rows)
+    )
     if isinstance(statistics, DataStatistics) and statistics.blocks and not statistics.streaming:
         tokens = per_step * statistics.train_tokens / statistics.blocks
         what += f", about {tokens:,.0f} tokens per step"
@@ -46,13 +48,15 @@ def before_training(
     if isinstance(statistics, SampleStatistics):
         yield ROWS.found(f"left out: {sum(statistics.dropped.values()):,} of {statistics.read:,} {statistics.item}s")
     elif not statistics.streaming:
-        yield ROWS.found(_of_documents(statistics))
+        yield ROWS.found(_documents_text(statistics))
 
 
-def _shown(job: Job, rows: Optional[int]) -> Optional[int]:
-    """Rows that all ranks together train on in an epoch of ``rows``. The curriculum shares out what there is, and
-    repeats rows only for ranks that had none in a step; the loaders of the stock Trainer drop the last batches, or fill
-    them."""
+def _rows_trained_per_epoch(job: Job, rows: Optional[int]) -> Optional[int]:
+    """Return how many rows all ranks together train on in an epoch of ``rows``.
+
+    The curriculum divides the rows among the ranks and repeats rows only for ranks that would have none in a step. The
+    data loaders of the stock Trainer drop the last batches, or fill them with repeated rows.
+    """
     training, launched = job.training, job.training.accelerator_config
     at_once = training.train_batch_size * training.world_size
     if not rows or launched.split_batches or launched.dispatch_batches:
@@ -65,32 +69,38 @@ def _shown(job: Job, rows: Optional[int]) -> Optional[int]:
     return -(-rows // at_once) * at_once if training.world_size > 1 and launched.even_batches else rows
 
 
-def _of_steps(
-    steps: int, per_step: int, how: str, rows: Optional[int], ranks: int = 1, shown: Optional[int] = None
+def _steps_text(
+    steps: int, per_step: int, how: str, rows: Optional[int], ranks: int = 1, trained_rows: Optional[int] = None
 ) -> tuple[str, float]:
-    """(steps, their rows and epochs in words; rows of a step on average). ``rows``: of an epoch, None if not known;
-    ``shown``: how many an epoch trains on, repeated ones included; None: all, each once. No step reaches into the next
-    epoch: the last one of each has the rows that are left, or shares them with those before it where each of the
-    ``ranks`` needs some."""
+    """Return (a text about steps, rows and epochs; the mean number of rows per step).
+
+    ``rows``: rows of an epoch, None if not known. ``shown``: how many rows an epoch trains on, including repeated ones;
+    None: all, once each. A step never continues into the next epoch: the last step of an epoch has the remaining rows,
+    or the last steps share them if each of the ``ranks`` needs some.
+    """
     what = f"{steps:,} steps of {per_step:,} rows ({how})"
     if not rows:
         return what, per_step
-    shown = shown or rows
-    per_epoch, last = -(-shown // per_step), shown % per_step or per_step
+    trained_rows = trained_rows or rows
+    per_epoch, last = -(-trained_rows // per_step), trained_rows % per_step or per_step
     whole, begun = divmod(steps, per_epoch)
-    seen = whole * shown + begun * per_step
+    seen = whole * trained_rows + begun * per_step
     if per_epoch == 1 and last < per_step:
-        all_rows = f"{shown:,} rows" + (", which is all of them" if shown == rows else "")
+        all_rows = f"{trained_rows:,} rows" + (", which is all of them" if trained_rows == rows else "")
         what = f"{steps:,} steps of {all_rows}: {how} would take {per_step:,}"
     elif last < per_step:
         fewer = f"the last step of an epoch has {last:,}" if ranks == 1 else "the last steps of an epoch may have fewer"
         what = f"{steps:,} steps of {per_step:,} rows ({how}; {fewer})"
-    apart = f" and {shown - rows:,} repeated to fill the batches of all ranks" if shown > rows else ""
-    apart = f", {rows - shown:,} of them left out by dataloader_drop_last" if shown < rows else apart
-    return f"{what}, {seen / shown:.1f} epochs of {rows:,} rows{apart}", seen / steps
+    difference = (
+        f" and {trained_rows - rows:,} repeated to fill the batches of all ranks" if trained_rows > rows else ""
+    )
+    difference = (
+        f", {rows - trained_rows:,} of them left out by dataloader_drop_last" if trained_rows < rows else difference
+    )
+    return f"{what}, {seen / trained_rows:.1f} epochs of {rows:,} rows{difference}", seen / steps
 
 
-def _of_documents(statistics: DataStatistics) -> str:
+def _documents_text(statistics: DataStatistics) -> str:
     learned = percent(statistics.supervised_tokens / statistics.train_tokens)
     return (
         f"{learned} of the tokens are learned; longer than a row: {statistics.documents_cut:,} of "

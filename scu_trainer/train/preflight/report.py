@@ -1,4 +1,4 @@
-"""Findings on the console, and the end of a run that would only fail later."""
+"""Print the findings, and end a run that has errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def report(findings: Sequence[Finding], console: Console, policy: Literal["stop", "warn", "off"]) -> None:
-    """Print findings, the worst first. Raises PreflightError for an error among them where ``policy`` is "stop"."""
+    """Print the findings, worst first. Raises PreflightError if one is an error and ``policy`` is "stop"."""
     if policy == "off":
         return
     errors, warnings, notes = ([f for f in findings if f.level == level] for level in STYLES)
@@ -27,21 +27,21 @@ def report(findings: Sequence[Finding], console: Console, policy: Literal["stop"
     else:
         console.print(f"preflight: {LOOKED_FOR} checks, nothing found")
     if findings:
-        console.print(_table([*errors, *warnings, *notes]))
+        console.print(_findings_table([*errors, *warnings, *notes]))
     if errors and policy == "stop":
-        raise PreflightError(_message(errors))
+        raise PreflightError(_error_message(errors))
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _findings_table(findings: Sequence[Finding]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        table.add_row(Text(finding.level, style=STYLES[finding.level]), _as_line(finding))
+        table.add_row(Text(finding.level, style=STYLES[finding.level]), _finding_text(finding))
     return table
 
 
-def _as_line(finding: Finding) -> Text:
+def _finding_text(finding: Finding) -> Text:
     if finding.level == "note":
         return Text(finding.what)
     lines = [f"{finding.check}: {finding.what}"]
@@ -50,7 +50,7 @@ def _as_line(finding: Finding) -> Text:
     return Text("\n".join(lines))
 
 
-def _message(errors: Sequence[Finding]) -> str:
+def _error_message(errors: Sequence[Finding]) -> str:
     first = errors[0]
     more = f" ({len(errors) - 1} more above)" if len(errors) > 1 else ""
     return (

@@ -1,4 +1,7 @@
-"""Memory and disk, by exact parts only: weights, gradients, states of the optimizer. Activations come on top."""
+"""Checks of memory and disk that count only what is known exactly: weights, gradients and optimizer states.
+
+Activations need additional memory, so these checks find only jobs that certainly do not fit.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,19 @@ from scu_trainer.train.step.distributed.sharded import trained_bytes, weight_cou
 MEMORY_SHORT = Check(
     "memory-too-small",
     "error",
-    "gradients and optimizer states (on a GPU the weights as well) alone exceed the free memory",
+    "gradients and optimizer states alone (on a GPU also the weights) exceed the free memory",
     "use tuning: lora or qlora, optim: adamw_8bit or adafactor, or a smaller model",
 )
 MEMORY_NEAR = Check(
     "memory-nearly-full",
     "warning",
-    "gradients and optimizer states leave less than a tenth of the free memory to activations",
+    "gradients and optimizer states leave less than a tenth of the free memory for activations",
     "use tuning: lora, optim: adamw_8bit, or checkpoint_every_layer: true with small batches",
 )
 DISK_FILLS = Check(
     "checkpoints-fill-disk",
     "error",
-    "save_total_limit keeps every checkpoint, and together they exceed the disk",
+    "save_total_limit keeps every checkpoint, and together they exceed the free disk space",
     "set save_total_limit, such as 3, or raise save_steps",
 )
 
@@ -44,56 +47,58 @@ NEARLY = 0.9
 def before_training(
     job: Job, model: nn.Module, output_dir: Path, steps: Optional[int], rows: Optional[int] = None
 ) -> Iterator[Finding]:
-    """``rows``: of an epoch, None if not known."""
-    yield from _memory(job, model)
-    yield from _disk(job, model, output_dir, steps, rows)
+    """Check memory and disk. ``rows``: rows of an epoch, None if not known."""
+    yield from _check_memory(job, model)
+    yield from _check_disk(job, model, output_dir, steps, rows)
 
 
 def state_bytes(job: Job, model: nn.Module) -> int:
-    """Of the optimizer's state, at least; 0 where it is not known or can move to another place."""
+    """Return the bytes of the optimizer state, as a lower bound; 0 if unknown or if it can be outside of memory."""
     weights = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
     return optimizer_bytes.state_bytes(optimizer_name(job), trained_bytes(model), weights)
 
 
-def _memory(job: Job, model: nn.Module) -> Iterator[Finding]:
+def _check_memory(job: Job, model: nn.Module) -> Iterator[Finding]:
     training = job.training
     if uses_deepspeed(training) or training.fsdp or job.model.device_map is not None:
-        return  # they decide where each part lies
+        return  # they decide where each part is stored
     parts = {"gradients": trained_bytes(model), "optimizer states": state_bytes(job, model)}
     free = free_memory(training)
     if training.device.type == "cuda":
         parts["weights"] = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
         available = min(free.gpu_bytes)
-    else:  # every rank needs its own, and the weights are there already
+    else:  # every rank needs its own share, and the weights are already in memory
         available = free.main_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = sum(parts.values())
     in_words = ", ".join(f"{name} {readable(count)}" for name, count in parts.items())
-    what = f"{in_words}: {readable(needed)} of {readable(available)} that are free"
+    what = f"{in_words}: {readable(needed)} of {readable(available)} free memory"
     if needed > available:
         yield MEMORY_SHORT.found(what, "tuning, optim")
     elif needed > NEARLY * available:
         yield MEMORY_NEAR.found(what, "tuning, optim")
 
 
-def _disk(job: Job, model: nn.Module, output_dir: Path, steps: Optional[int], rows: Optional[int]) -> Iterator[Finding]:
+def _check_disk(
+    job: Job, model: nn.Module, output_dir: Path, steps: Optional[int], rows: Optional[int]
+) -> Iterator[Finding]:
     training = job.training
-    if (training.save_total_limit or 0) > 0 or not steps:  # room for a limited number was made sure of before
+    if (training.save_total_limit or 0) > 0 or not steps:  # with a limit, the disk was checked before
         return
-    saves = _saves(job, steps, rows)
+    saves = _checkpoint_count(job, steps, rows)
     each = trained_bytes(model) + (0 if training.save_only_model else state_bytes(job, model))
     free = free_bytes(output_dir)
     if saves * each > free:
         what = (
-            f"{saves:,} checkpoints of {readable(each)} or more take {readable(saves * each)} of {readable(free)} that "
-            f"are free; the disk is full after {percent(free / (saves * each))} of the run"
+            f"{saves:,} checkpoints of {readable(each)} or more take {readable(saves * each)} of {readable(free)} free "
+            f"space; the disk is full after {percent(free / (saves * each))} of the run"
         )
         yield DISK_FILLS.found(what, "save_total_limit, save_steps")
 
 
-def _saves(job: Job, steps: int, rows: Optional[int]) -> int:
-    """At least."""
+def _checkpoint_count(job: Job, steps: int, rows: Optional[int]) -> int:
+    """Return a lower bound on the number of checkpoints of the run."""
     training = job.training
     if training.save_strategy == "steps":
         return math.ceil(steps / interval(training.save_steps, steps))
-    epochs = math.ceil(steps / job.steps_of_epoch(rows)) if rows else 1  # max_steps may end them
+    epochs = math.ceil(steps / job.steps_of_epoch(rows)) if rows else 1  # max_steps may end the run earlier
     return epochs if training.save_strategy == "epoch" else 0

@@ -1,4 +1,4 @@
-"""One pass over the token rows, whole arrays at a time; of large data over blocks of rows that lie evenly apart."""
+"""Counts over the token rows in one vectorized pass; large data is sampled in evenly spaced blocks of rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from scu_trainer.data.text.encode import NOT_LEARNED
 
 MOST_TOKENS = 100_000_000
 MOST_DOCUMENTS = 500_000
-"""That are compared with each other: a microsecond and some hundred bytes each."""
+"""Most documents that are compared with each other; each takes a microsecond and a few hundred bytes."""
 BLOCK_ROWS = 1024
 STREAMED_ROWS = 32
 LONG_RUN = 128
-"""Places in which the same token stands; lines drawn of one character are shorter, most of them by far."""
+"""Shortest run of the same token that is reported. Lines that are drawn with one character are usually much shorter."""
 EXAMPLES, LONGEST_EXAMPLE = 64, 256
 
 
 class Marks(NamedTuple):
-    """Token ids that are counted. ``ends``: whatever stops generation. ``start``, ``unknown``: None where there is
-    none of its own."""
+    """Token ids to count. ``ends``: tokens that end a document or generation. ``start``, ``unknown``: None if the
+    tokenizer has no separate token for it."""
 
     ends: frozenset[int]
     start: Optional[int] = None
@@ -34,13 +34,13 @@ class Marks(NamedTuple):
 
 @dataclass
 class TokenFacts:
-    """Counts over the rows looked at, ``rows`` of ``all_rows`` (None: a stream).
+    """Counts over the scanned rows, ``rows`` of ``all_rows`` (None: a stream).
 
-    ends: tokens that end a document or a turn, ends_learned: those with a label. doubled_starts: places with two start
-    tokens in a row. documents: stretches up to an end, the first MOST_DOCUMENTS; repeated: those whose tokens were seen
-    before. run_tokens: learned tokens of stretches of at least LONG_RUN that are all the same; longest_run: (places,
-    token) of the longest.
-    examples: token ids of the first documents, cut after some.
+    ``ends``: tokens that end a document or a turn. ``ends_learned``: those of them that have a label.
+    ``doubled_starts``: positions with two start tokens in a row. ``documents``: documents, each up to an end token, at
+    most MOST_DOCUMENTS. ``repeated``: documents whose tokens occurred before. ``run_tokens``: learned tokens in runs of
+    at least LONG_RUN equal tokens. ``longest_run``: (length, token) of the longest one. ``examples``: token ids of the
+    first documents, truncated to LONGEST_EXAMPLE.
     """
 
     all_rows: Optional[int]
@@ -57,42 +57,42 @@ class TokenFacts:
     run_tokens: int = 0
     longest_run: tuple[int, int] = (0, -1)
     examples: list[numpy.ndarray] = field(default_factory=list)
-    _seen: set[int] = field(default_factory=set, repr=False)
+    _digests: set[int] = field(default_factory=set, repr=False)
 
     def among(self) -> str:
-        """Phrase: of how many rows this was found."""
+        """Return a phrase with the number of scanned rows, for messages."""
         if self.rows == self.all_rows:
             return f"of {self.rows:,} rows"
         return f"in a sample of {self.rows:,} rows" + ("" if self.all_rows is None else f" of {self.all_rows:,}")
 
 
 def scan(rows: Any, marks: Marks) -> TokenFacts:
-    """``rows``: a dataset with input_ids and labels, with a length or streamed."""
+    """Count over ``rows``, a dataset with input_ids and labels that has a length or is streamed."""
     facts = TokenFacts(len(rows) if has_length(rows) else None)
     for count, ids, labels in _blocks(rows):
         facts.rows += count
-        _count(facts, ids, labels, marks)
-        _runs(facts, ids, labels)
-        _documents(facts, ids, marks.ends)
+        _count_tokens(facts, ids, labels, marks)
+        _count_runs(facts, ids, labels)
+        _count_documents(facts, ids, marks.ends)
     return facts
 
 
 def _blocks(rows: Any) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
-    """(rows, their tokens one after the other, their labels)."""
+    """Yield (number of rows, their concatenated token ids, their concatenated labels) for each scanned block."""
     if not has_length(rows):
         taken = list(islice(iter(rows), STREAMED_ROWS))
         if taken:
             yield len(taken), *(numpy.concatenate([row[name] for row in taken]) for name in ("input_ids", "labels"))
         return
     table = rows.select_columns(["input_ids", "labels"]).with_format("arrow")
-    for start in _starts(rows):
+    for start in _block_starts(rows):
         block = table[start : start + BLOCK_ROWS]
         columns = (block[name].combine_chunks().flatten().to_numpy() for name in ("input_ids", "labels"))
         yield block.num_rows, *columns
 
 
-def _starts(rows: Any) -> list[int]:
-    """Where blocks of rows begin: all of them, or as many as MOST_TOKENS allow, evenly apart."""
+def _block_starts(rows: Any) -> list[int]:
+    """Return the starts of the blocks to scan: all blocks, or as many evenly spaced ones as MOST_TOKENS allows."""
     starts = range(0, len(rows), BLOCK_ROWS)
     first = rows.select_columns(["length"])[:BLOCK_ROWS]["length"]
     most = max(1, int(MOST_TOKENS / (BLOCK_ROWS * max(1.0, float(numpy.mean(first))))))
@@ -101,7 +101,7 @@ def _starts(rows: Any) -> list[int]:
     return [starts[index] for index in numpy.linspace(0, len(starts) - 1, most, dtype=int)]
 
 
-def _count(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray, marks: Marks) -> None:
+def _count_tokens(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray, marks: Marks) -> None:
     facts.tokens += len(ids)
     facts.learned += int(numpy.count_nonzero(labels != NOT_LEARNED))
     facts.largest_id = max(facts.largest_id, int(ids.max(initial=0)))
@@ -115,8 +115,9 @@ def _count(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray, marks: 
         facts.doubled_starts += int(numpy.count_nonzero(is_start[1:] & is_start[:-1]))
 
 
-def _runs(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray) -> None:
-    """Stretches of one token, over the borders of rows; most of it is learned (the first token of a row never is)."""
+def _count_runs(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray) -> None:
+    """Count runs of one token that are mostly learned; they may continue over the borders of rows, and the first token
+    of a row is never learned."""
     borders = numpy.flatnonzero(ids[1:] != ids[:-1]) + 1
     starts, ends = numpy.append(0, borders), numpy.append(borders, len(ids))
     for run in numpy.flatnonzero(ends - starts >= LONG_RUN):
@@ -127,8 +128,8 @@ def _runs(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray) -> None:
             facts.longest_run = max(facts.longest_run, (end - start, int(ids[start])))
 
 
-def _documents(facts: TokenFacts, ids: numpy.ndarray, ends: Collection[int]) -> None:
-    """Packed rows follow each other, so stretches up to an end are documents again, over the borders of rows."""
+def _count_documents(facts: TokenFacts, ids: numpy.ndarray, ends: Collection[int]) -> None:
+    """Count documents and repeated ones. Packed rows are contiguous, so a document may continue over their borders."""
     borders = numpy.flatnonzero(numpy.isin(ids, list(ends))) + 1
     begin = 0
     for end in borders[: MOST_DOCUMENTS - facts.documents].tolist():
@@ -137,7 +138,7 @@ def _documents(facts: TokenFacts, ids: numpy.ndarray, ends: Collection[int]) -> 
             continue
         facts.documents += 1
         digest = xxhash.xxh3_64_intdigest(document)
-        facts.repeated += digest in facts._seen
-        facts._seen.add(digest)
+        facts.repeated += digest in facts._digests
+        facts._digests.add(digest)
         if len(facts.examples) < EXAMPLES:
             facts.examples.append(document[:LONGEST_EXAMPLE])
