@@ -297,7 +297,7 @@ def test_credentials_in_a_name_or_path_are_refused(flags, tmp_path, capsys, name
     others = [word for flag, value in pairs if flag != f"--{name}" for word in (flag, value)]
     assert train.main([*others, f"--{name}", f"https://me:{PASSWORD}@example.com/x"]) == 2
     message = capsys.readouterr().err
-    assert f"{name} holds a password or token (https://***@example.com/x)" in message and PASSWORD not in message
+    assert f"{name} contains a password or token (https://***@example.com/x)" in message and PASSWORD not in message
     assert not (tmp_path / "run").exists()
 
 

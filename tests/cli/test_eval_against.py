@@ -23,7 +23,7 @@ from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.publishing import merge
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.evaluation.harness import TaskFigure, _most_generated, paired_difference
+from scu_trainer.train.evaluation.harness import TaskFigure, _generated_token_limit, paired_difference
 from tests import tiny
 from tests.cli.test_eval import write_documents
 
@@ -266,8 +266,8 @@ def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(ev
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tasks", "first_or_secund"], "is called 'first_or_secund'; did you mean first_or_second"),
-        (["--tasks", "first_or_second first_or_secund"], "is called 'first_or_secund'; did you mean"),
+        (["--tasks", "first_or_secund"], "has no task 'first_or_secund'; did you mean first_or_second"),
+        (["--tasks", "first_or_second first_or_secund"], "has no task 'first_or_secund'; did you mean"),
         (["--tasks", "without_data"], "the data of task without_data cannot be read: "),
         (["--tasks", ","], "tasks is empty"),
         (["--limit", "3"], "limit is for tasks of lm-evaluation-harness; add --tasks NAME"),
@@ -293,14 +293,15 @@ def test_tasks_that_cannot_be_asked(refused, work, words, message, monkeypatch):
         (
             "{{{{text}}}}",
             "{{{{gone}}}}",
-            "lm_eval cannot make a task of first_or_second: UndefinedError: 'gone' is undefined;",
+            "lm_eval cannot load task first_or_second: UndefinedError: 'gone' is undefined;",
         ),
-        ("test_split: test", "test_split: gone", "lm_eval cannot make a task of first_or_second: KeyError: 'gone'; if"),
+        ("test_split: test", "test_split: gone", "lm_eval cannot load task first_or_second: KeyError: 'gone'; if"),
         ("aggregation: mean", "aggregation: gone", "does not know the aggregation of acc in task first_or_second"),
         (
             "output_type: multiple_choice",
             "output_type: generate_until",
-            "first_or_second generates up to 256 tokens, and the model takes 128 with the question; lower max_gen_toks",
+            "first_or_second generates up to 256 tokens, but the model has room for 128 including the question; lower "
+            "max_gen_toks",
         ),
     ],
 )
@@ -319,7 +320,7 @@ def test_tokens_that_a_task_generates_are_read_as_the_harness_reads_them(options
     assert utils.normalize_gen_kwargs(options)["max_gen_toks"] == most
     config = SimpleNamespace(generation_kwargs=options)
     task = SimpleNamespace(OUTPUT_TYPE="generate_until", task_name="told", config=config)
-    assert _most_generated(task) == {"told": most}
+    assert _generated_token_limit(task) == {"told": most}
 
 
 def only_own_tasks(monkeypatch) -> None:

@@ -157,12 +157,15 @@ def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tm
     [
         ({}, "general holds out 4 different documents of 4, and 16 are needed: 8 to measure on and 8 for the verdict; "
              "hold out more (validation_split_percentage, max_eval_documents"),
-        ({"eval_dataset": "few"}, "general is a source of the data, and with an eval_dataset no source holds out"),
-        ({"streaming": "true"}, "general is trained on, and of data that are streamed nobody knows all documents"),
+        ({"eval_dataset": "few"}, "general is a source of the data, but with an eval_dataset no source has held-out"),
+        ({"streaming": "true"}, "general is trained on, but the held-out documents of streamed data are not known"),
         ({"retain": "elsewhere.jsonl"}, "elsewhere.jsonl does not exist"),
         ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
         ({"retain": "few"}, "in a .txt file). To keep a source of the data, name it: new, general"),
-        ({"retain": "sampled", "dataset": "sampled"}, "sampled is what the model writes, and a source of the data has"),
+        (
+            {"retain": "sampled", "dataset": "sampled"},
+            "sampled means text that the model generates, but a source of the data has",
+        ),
         ({"retain": "retain", "dataset": "twice"}, "dataset of several sources; name one: general, again"),
     ],
 )  # fmt: skip
@@ -198,7 +201,7 @@ def test_of_a_stream_nothing_is_kept_that_it_trains_on(model_dir, files, tmp_pat
     dataset = {"one": files["retain"], "list": mixed(files)}[kind]
     changes = {"dataset": dataset, "retain": files["retain"].parent / "." / "old.jsonl", "streaming": "true"}
     code, said = begun(capsys, model_dir, files, tmp_path, **changes)
-    assert code == 2 and "is trained on, and of data that are streamed" in said, said
+    assert code == 2 and "is trained on, but the held-out documents of streamed data" in said, said
 
 
 def test_copies_of_what_is_trained_on_do_not_judge(model_dir, files, tmp_path, capsys):
@@ -225,9 +228,9 @@ def read_lines(path: Path) -> list[dict]:
         ({"retain_max_share": 0.95}, "retain_max_share is 0.95; it must be 0.9 or less, such as 0.5"),
         ({"retain_documents": 15}, "retain_documents is 15; it must be 16 or more"),
         ({"retain_actuator": "replays"}, "did you mean 'replay'"),
-        ({"retain_actuator": "lambda", "scu_target_s": 0.1}, "which scu_target_s or scu_law steer already"),
+        ({"retain_actuator": "lambda", "scu_target_s": 0.1}, "which scu_target_s or scu_law already control"),
         ({"retain_actuator": "lambda", "scu": "false"}, "which scu: false switches off"),
-        ({"curriculum": "acmds"}, "curriculum: acmds plans every batch, and replay adds rows to it"),
+        ({"curriculum": "acmds"}, "curriculum: acmds plans every batch, but replay adds rows to it"),
         ({"batch_mode": "logical"}, "batch_mode: logical gives each step as many rows as memory allows"),
     ],
 )

@@ -85,8 +85,8 @@ def test_a_teacher_and_a_base_that_were_trained_again_are_named(flags, teacher, 
         (["--teacher", "TEACHER", "--teacher_weight", "1.5"], "it must be 1 or less"),
         (["--teacher", "TEACHER", "--teacher_temperature", "0"], "it must be above 0"),
         (["--teacher", "TEACHER", "--chunked_loss", "always"], "chunked_loss: always makes no logits"),
-        (["--teacher", "TEACHER", "--curriculum", "infobatch", "--num_train_epochs", "5"], "infobatch weighs"),
-        (["--teacher", "TEACHER", "--label_smoothing_factor", "0.1"], "label_smoothing_factor is another loss"),
+        (["--teacher", "TEACHER", "--curriculum", "infobatch", "--num_train_epochs", "5"], "infobatch weights"),
+        (["--teacher", "TEACHER", "--label_smoothing_factor", "0.1"], "label_smoothing_factor changes the loss"),
     ],
 )
 def test_what_does_not_go_with_a_teacher_is_refused(flags, teacher, tmp_path, capsys, more, expected):

@@ -153,7 +153,7 @@ def test_scu_can_be_switched_off(capsys):
         ("scu_target_s: auto", "set eval_strategy"),
         ("fp16: true\nuse_cpu: true", "fp16"),
         ("scu_hold_steps: 5", "scu_stop_at_target"),
-        ("max_steps: 1\nlabel_names: [target]", "but the command line names its labels itself"),
+        ("max_steps: 1\nlabel_names: [target]", "but the command line sets the names of its labels"),
         ("max_steps: 1\nprediction_loss_only: true", "would leave out the held-out bits per token"),
         ("max_steps: 1\neval_do_concat_batches: false", "is for your own compute_metrics"),
     ],
@@ -205,7 +205,7 @@ def test_a_launcher_whose_processes_would_train_alone_is_refused(flags, monkeypa
 @pytest.mark.parametrize(
     "asked, said",
     [
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM, with which the Trainer .* MULTI_GPU, FSDP or DEEPSPEED"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM, which the Trainer .* MULTI_GPU, FSDP or DEEPSPEED"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "has tp_size 2, .*drop it"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config does not work on a CPU"),
     ],
@@ -375,7 +375,9 @@ def test_several_gpus_and_one_process_are_refused_before_anything_is_loaded(caps
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda arguments: 2))
     monkeypatch.setattr(TextTask, "load", lambda *_: pytest.fail("loaded"))
     said = refused(capsys, flags)
-    assert said.startswith("error: 2 GPUs are here, and this one process trains on one: begin the command with")
+    assert said.startswith(
+        "error: 2 GPUs are available, but one process trains on only one of them: start the command with"
+    )
     assert "scu-trainer launch accelerate" in said and "CUDA_VISIBLE_DEVICES=0" in said and "device_map: auto" in said
 
 
@@ -450,7 +452,7 @@ def test_the_recipe_runs_from_its_file(tmp_path):
     small = ["--max_steps", "3", "--eval_steps", "2", "--embedded_base_steps", "2", "--dataset_size", "12"]
     small += ["--block_size", "64", "--sample_prompts", "0", "--predict_memory", "false"]
     printed = launched([*words, *small, "--max_eval_documents", "2"], from_nothing=False)
-    assert "making the embedded base model, once" in printed
+    assert "training the embedded base model once" in printed
     assert "S against target" in printed
     adapted = json.loads((tmp_path / "r" / "adapter_config.json").read_text())["target_modules"]
     assert "in_proj" in adapted and "out_proj" not in adapted

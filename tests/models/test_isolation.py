@@ -133,7 +133,7 @@ def test_a_model_that_lies_in_parts_is_not_asked():
     assert chosen.isolates and "cannot be tested; others of its family" in chosen.line()
     unknown = AutoConfig.for_model("cohere")
     chosen = Packing.expected(DataSettings(), unknown).asked_of(model, tiny.VOCAB)
-    assert not chosen.isolates and "its family was not measured" in chosen.line()
+    assert not chosen.isolates and "its family was not tested" in chosen.line()
 
 
 def test_the_measured_families_are_those_of_this_file():

@@ -89,7 +89,7 @@ def test_a_learned_prompt_with_a_peft_older_than_transformers_asks_for(prompted,
         replace(talker, model=prompted)
     with pytest.raises(ModelError, match=r"retain: sampled lets the model write, but peft .*give a file of text"):
         sampled_text(prompted, talker.tokenizer, tmp_path, documents=1, tokens=1, seed=0)
-    with pytest.raises(ModelError, match=r"task gsm8k lets the model write, but peft "):
+    with pytest.raises(ModelError, match=r"task gsm8k generates text, but peft "):
         next(Harness(["gsm8k"], 1, _generated={"gsm8k": 256}).ask(prompted, talker.tokenizer, "no"))
 
 

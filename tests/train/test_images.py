@@ -313,7 +313,7 @@ def test_chunks_for_batch_norm_are_no_smaller_than_need_be(tmp_path, stored, row
     task.memory = MemorySettings(min_batch_size=typed)
     _, shown = loaded(task)
     assert task.memory.min_batch_size == expected
-    assert (f"min_batch_size: {expected}, for BatchNorm" in shown) == (typed == 1)
+    assert (f"min_batch_size: {expected}, because BatchNorm" in shown) == (typed == 1)
 
 
 def test_chunks_of_models_without_batch_norm_may_be_one_image(tmp_path):
@@ -344,7 +344,7 @@ def test_strong_changes_of_gray_images_are_refused_at_once(tmp_path):
 def test_curricula_of_lengths_are_refused(tmp_path, curriculum):
     task = job(tmp_path)
     task.curriculum = CurriculumSettings(curriculum)
-    with pytest.raises(SettingsError, match="acts on the lengths of rows, and all images have one size"):
+    with pytest.raises(SettingsError, match="acts on the lengths of rows, but all images have the same size"):
         ImageTask().check(task)
 
 

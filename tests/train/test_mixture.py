@@ -157,5 +157,5 @@ def test_rows_in_another_order_give_no_figures_by_source(caplog):
     assert metrics(stored)["bpt_b"] == pytest.approx(2 / numpy.log(2))
     with caplog.at_level("WARNING", "scu_trainer"):
         assert set(metrics(SimpleNamespace(predictions=stored.predictions[::-1]))) == {"bpt", "perplexity"}
-    assert "no figures by source" in caplog.text
+    assert "no metrics by source" in caplog.text
     assert metrics_by_source(bpt_metrics, SimpleNamespace()) is bpt_metrics

@@ -66,7 +66,7 @@ def test_a_name_that_would_be_dropped_is_refused(optim, name, tmp_path):
 
 
 def test_a_size_that_torchao_would_get_as_text_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match="block_size, which transformers hands to optim: adamw_torch_8bit as text"):
+    with pytest.raises(SettingsError, match="block_size, which transformers passes to optim: adamw_torch_8bit as text"):
         check_optimizer_arguments(arguments(tmp_path, optim="adamw_torch_8bit"), {"block_size": "128"})
 
 
@@ -81,8 +81,8 @@ def test_a_size_that_torchao_would_get_as_text_is_refused(tmp_path):
         ("galore_adamw", "scale=-inf", "it takes a number"),
         ("galore_adamw", "weight_decay=0.5", "which optim: galore_adamw does not take"),  # the field has no effect
         ("sgd", "nesterov=on", "allowed: true, yes, 1, false, no, 0"),  # false for SGD, true for torchao
-        ("sgd", "nesterov=true", "add momentum=0.9, without dampening"),
-        ("sgd", "nesterov=True,momentum=0.9,dampening=0.1", "add momentum=0.9, without dampening"),
+        ("sgd", "nesterov=true", "add momentum=0.9, and drop dampening"),
+        ("sgd", "nesterov=True,momentum=0.9,dampening=0.1", "add momentum=0.9, and drop dampening"),
         *((optim, "weight_decay=0.5", "set weight_decay: 0.5") for optim in ("sgd", "adagrad", "rmsprop")),
         ("rmsprop", "centered=maybe", "centered=maybe; allowed: true"),
         ("adamw_torch_8bit", "bf16_stochastic_round=yep", "allowed: true"),

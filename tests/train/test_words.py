@@ -276,7 +276,7 @@ def test_a_model_of_another_kind_is_refused(farm, tmp_path):
 
     other = tiny.saved_llama(tmp_path / "llama")
     job = configuration.read_job(None, flags(farm, tmp_path / "o", model_name_or_path=other))
-    with pytest.raises(ModelError, match="is a llama model, and task: word-generation trains cadence models"):
+    with pytest.raises(ModelError, match="is a llama model, but task: word-generation trains cadence models"):
         WordTask().load(job, Console(quiet=True))
 
 

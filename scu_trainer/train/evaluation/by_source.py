@@ -1,4 +1,4 @@
-"""Held-out figures of each source of a mixture, beside those over all."""
+"""Held-out scores and metrics of each source of a mixture, in addition to those over all sources."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger("scu_trainer")
 
 
 def scores_by_source(scores: DocumentScores, data: Any) -> dict[str, DocumentScores]:
-    """``scores`` of the held-out documents of ``data``, by name of the source; empty without a mixture. Sources that
-    held nothing out are left out."""
+    """Split ``scores`` of the held-out documents of ``data`` by the name of their source. Sources without held-out
+    documents are left out; the result is empty if ``data`` is not a mixture."""
     names = getattr(data, "sources", ())
     if not names:
         return {}
@@ -31,22 +31,28 @@ def scores_by_source(scores: DocumentScores, data: Any) -> dict[str, DocumentSco
 
 
 def metrics_by_source(compute_metrics: Callable[[Any], dict], data: Any) -> Callable[[Any], dict]:
-    """``compute_metrics`` of a Trainer that also gives bpt_NAME of every source of ``data``; the same function where
-    ``data`` is no mixture. Predictions: (rows, 2), nats and predicted tokens, as ``preprocess_logits`` gives them."""
+    """Return a ``compute_metrics`` that adds bpt_NAME for every source of ``data``; the given function if ``data`` is
+    not a mixture. The predictions have shape (rows, 2): nats and predicted tokens, as ``preprocess_logits`` returns
+    them."""
     if not getattr(data, "sources", ()) or data.eval is None:
         return compute_metrics
     sources = np.asarray(data.eval["document"]) % len(data.sources)
-    return functools.partial(_metrics, compute_metrics, data.sources, sources, row_tokens(data.eval)[1])
+    return functools.partial(_metrics_with_sources, compute_metrics, data.sources, sources, row_tokens(data.eval)[1])
 
 
-def _metrics(
-    compute_metrics: Callable[[Any], dict], names: tuple[str, ...], sources: np.ndarray, tokens: np.ndarray, found: Any
+def _metrics_with_sources(
+    compute_metrics: Callable[[Any], dict],
+    names: tuple[str, ...],
+    sources: np.ndarray,
+    tokens: np.ndarray,
+    prediction: Any,
 ) -> dict[str, float]:
-    """``sources``, ``tokens``: source and predicted tokens of every held-out row, each of shape (rows,)."""
-    metrics = compute_metrics(found)
-    rows = found.predictions.astype(np.float64)
-    if not np.array_equal(rows[:, 1], tokens):  # another sampler, or columns that were taken for others
-        logger.warning("held-out rows came in another order than they are stored, so no figures by source")
+    """Return the metrics with those of each source. ``sources``, ``tokens``: source and number of predicted tokens of
+    every held-out row, each of shape (rows,)."""
+    metrics = compute_metrics(prediction)
+    rows = prediction.predictions.astype(np.float64)
+    if not np.array_equal(rows[:, 1], tokens):  # another sampler, or wrong columns
+        logger.warning("held-out rows came in another order than they are stored, so there are no metrics by source")
         return metrics
     for source, name in enumerate(names):
         nats, predicted = rows[sources == source].sum(axis=0)

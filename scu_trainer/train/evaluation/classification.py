@@ -1,4 +1,5 @@
-"""Held-out scores of classifiers: by sample, nats of its label and whether it was named right."""
+"""Held-out scores of classifiers: for each sample, the loss of its label in nats and whether the prediction is
+right."""
 
 from __future__ import annotations
 
@@ -19,43 +20,43 @@ ROWS_AT_ONCE = 128
 
 
 def class_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Loss of each label in nats and 1 where it has the largest logit; float32 of shape (rows, 2).
+    """Return for each row the loss of its label in nats, and 1 if the label has the largest logit; float32 (rows, 2).
 
-    logits (rows, classes), labels (rows,).
+    ``logits``: (rows, classes). ``labels``: (rows,).
     """
     nats = functional.cross_entropy(logits.float(), labels, reduction="none")
     return torch.stack([nats, (logits.argmax(dim=-1) == labels).float()], dim=1)
 
 
 def preprocess_class_logits(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """For ``Trainer(preprocess_logits_for_metrics=...)``."""
+    """Return ``class_scores``, as ``preprocess_logits_for_metrics`` of a Trainer."""
     return class_scores(logits[0] if isinstance(logits, tuple) else logits, labels)
 
 
 def preprocess_class_and_report(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The same of a model that may give the scores of reports beside its logits: (rows, 2), or (rows, 5) with its
-    ``report_scores``."""
+    """Do the same for a model that may also return ``report_scores``: the result is (rows, 2), or (rows, 5) with
+    them."""
     scores = preprocess_class_logits(logits, labels)
     return torch.cat([scores, logits[1].float()], dim=1) if isinstance(logits, tuple) else scores
 
 
 def class_metrics(prediction: Any) -> dict[str, float]:
-    """For ``Trainer(compute_metrics=...)`` beside ``preprocess_class_logits``: share of labels that were named right,
-    and bits per label."""
+    """Return accuracy and bits per label, as ``compute_metrics`` of a Trainer with ``preprocess_class_logits``."""
     say_nonfinite(prediction.predictions[:, 0], "row")
     nats, correct = prediction.predictions[:, :2].astype(np.float64).mean(axis=0)
     return {"accuracy": correct, "bpt": nats / NATS_PER_BIT}
 
 
 def class_and_report_metrics(prediction: Any) -> dict[str, float]:
-    """The same, and of reports the bits per word and the share that is written as it stands, over rows with one."""
-    reports = _reports(prediction.predictions[:, 2:].astype(np.float64))
+    """Return the same metrics, and over the rows with a report its bits per word and the share of exact reports."""
+    reports = _report_scores(prediction.predictions[:, 2:].astype(np.float64))
     report = {} if reports is None else {"report_bpt": reports.bpt, "report_exact": float(reports.correct.mean())}
     return {**class_metrics(prediction), **report}
 
 
-def _reports(scores: np.ndarray) -> Optional[DocumentScores]:
-    """Of the rows with a report; scores (rows, 3) or (rows, 0). None where there are none."""
+def _report_scores(scores: np.ndarray) -> Optional[DocumentScores]:
+    """Return the scores of the rows with a report, from ``scores`` of shape (rows, 3) or (rows, 0); None if there are
+    no such rows."""
     scores = scores[scores[:, 1] > 0] if scores.shape[1] else scores[:0]
     return DocumentScores(scores[:, 0], scores[:, 1].astype(np.int64), scores[:, 2]) if len(scores) else None
 
@@ -63,12 +64,12 @@ def _reports(scores: np.ndarray) -> Optional[DocumentScores]:
 def score_samples(
     model: nn.Module, rows: Any, collate: Callable[[list], Mapping[str, Any]], rows_at_once: int = ROWS_AT_ONCE
 ) -> DocumentScores:
-    """Score every row of a map-style dataset; each has one label. Batches that do not fit in memory are halved.
+    """Score every row of a map-style dataset with one label per row. Batches that do not fit in memory are halved.
 
-    The model's training mode is left as it was.
+    The model's training mode is restored.
     """
     device = input_device(model)
-    halving, found = halving_of(model), []
+    halving, all_scores = halving_of(model), []
     with evaluating(model):
         for start in range(0, len(rows), rows_at_once):
             numbers = range(start, min(start + rows_at_once, len(rows)))
@@ -77,11 +78,11 @@ def score_samples(
                 batch = collate([rows[number] for number in numbers[part.start : part.stop]])
                 return _batch_scores(model, batch, device)
 
-            found += [scores for _, scores in halving.run(len(numbers), score)]
-    found = np.concatenate(found)
-    nats, correct = found[:, :2].T
+            all_scores += [scores for _, scores in halving.run(len(numbers), score)]
+    all_scores = np.concatenate(all_scores)
+    nats, correct = all_scores[:, :2].T
     say_nonfinite(nats, "sample")
-    return DocumentScores(nats, np.ones(len(nats), dtype=np.int64), correct, _reports(found[:, 2:]))
+    return DocumentScores(nats, np.ones(len(nats), dtype=np.int64), correct, _report_scores(all_scores[:, 2:]))
 
 
 def _batch_scores(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> np.ndarray:

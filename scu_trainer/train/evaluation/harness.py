@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness on a model that is loaded, by the harness's own functions.
+"""Run tasks of lm-evaluation-harness on a loaded model.
 
-Its tasks, prompts, metrics and standard errors are its own. Ours: what it cannot do is said before a model is loaded,
-and two models are compared question by question.
+Tasks, prompts, metrics and standard errors are those of the harness. This module adds two things: it raises an error
+for a task that cannot run before a model is loaded, and it compares two models question by question.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScor
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 NEAREST = 3
-"""Names of tasks that a message gives in the place of an unknown one."""
+"""Number of similar task names that a message suggests for an unknown one."""
 
 GENERATED = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names by which a task says how many tokens it generates at most; the first that has a value counts."""
+"""Options with which a task limits the number of generated tokens; the first one with a value is used."""
 
 MEAN = "mean"
-"""What the harness calls the aggregation whose result is the mean of one number per question."""
+"""The harness's name of the aggregation that takes the mean of one number per question."""
 
 
 @dataclass(frozen=True)
 class TaskFigure:
-    """One metric of one task. ``value`` as the harness gives it (an accuracy is a share), ``stderr``: its standard
-    error, None where the harness has none, by ``stderr_method``. ``per_question``: shape (questions,), empty where the
-    metric is no mean."""
+    """One metric of one task. ``value``: as the harness returns it (an accuracy is a share). ``stderr``: its standard
+    error, computed by ``stderr_method``; None if the harness has none. ``per_question``: shape (questions,), empty if
+    the metric is not a mean."""
 
     task: str
     metric: str
@@ -59,30 +59,38 @@ class TaskFigure:
         return self.task, self.metric, self.filter
 
     def interval(self, confidence: float) -> Optional[BootstrapInterval]:
-        """Normal approximation: ``value`` plus and minus a quantile of the normal distribution times ``stderr``; None
-        where all questions came out alike, which is no proof that all others would."""
+        """Return the normal approximation: ``value`` plus and minus a normal quantile times ``stderr``.
+
+        Returns None without a standard error, and if it is 0: equal results for all these questions do not prove that
+        other questions would have the same result.
+        """
         if not self.stderr:
             return None
         width = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr
         return BootstrapInterval(self.value, self.value - width, self.value + width, confidence)
 
 
-def paired_difference(first: TaskFigure, second: TaskFigure, how: dict[str, Any]) -> Optional[BootstrapInterval]:
-    """Mean of ``second`` minus that of ``first``, each resample of the questions drawn for both alike; None for a
-    metric that is no mean. how: resamples, confidence, seed."""
+def paired_difference(
+    first: TaskFigure, second: TaskFigure, bootstrap_options: dict[str, Any]
+) -> Optional[BootstrapInterval]:
+    """Return the mean of ``second`` minus that of ``first``, with the same resamples of the questions for both; None if
+    the metric is not a mean. ``bootstrap_options``: resamples, confidence and seed of the bootstrap."""
     if not len(first.per_question) or len(first.per_question) != len(second.per_question):
         return None
-    ones = np.ones(len(first.per_question), dtype=np.int64)
-    scores = (DocumentScores(ones, ones, figure.per_question) for figure in (first, second))
-    return bootstrap_accuracy_difference(*scores, **how)
+    token_counts = np.ones(len(first.per_question), dtype=np.int64)
+    scores = (DocumentScores(token_counts, token_counts, figure.per_question) for figure in (first, second))
+    return bootstrap_accuracy_difference(*scores, **bootstrap_options)
 
 
 @dataclass
 class Harness:
-    """``names``: tasks, groups, tags, or patterns with ``*``. ``limit``, ``num_fewshot``, ``include_path``,
-    ``apply_chat_template``: as the harness takes them. ``max_length``: tokens that it cuts questions to; None: the
-    positions of the model. ``resamples``: behind a standard error that it finds by bootstrap. ``cuts``: of the model
-    that was asked last, how often that was done, and the tokens that were left."""
+    """Tasks of the harness, and how to run them.
+
+    ``names``: tasks, groups, tags, or patterns with ``*``. ``limit``, ``num_fewshot``, ``include_path``,
+    ``apply_chat_template``: as in the harness. ``max_length``: tokens to which questions are truncated; None: the
+    positions of the model. ``resamples``: bootstrap resamples for standard errors. ``cuts``: for the most recently
+    evaluated model, how many questions were truncated and to how many tokens.
+    """
 
     names: list[str]
     batch_size: int
@@ -98,31 +106,37 @@ class Harness:
     _generated: dict[str, int] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Find the tasks and their data. Raises RequirementError without the package, SettingsError for an unknown
-        name, DataError where the data cannot be reached."""
-        with _quiet():
+        """Load the tasks and their data.
+
+        Raises RequirementError if the package is not installed, SettingsError for an unknown name or a task that cannot
+        run, and DataError if the data cannot be read.
+        """
+        with _quiet_harness():
             self._manager = _task_manager(self.include_path, self.names)
-            self.names = [task for name in self.names for task in _matching(self._manager, name)]
+            self.names = [task for name in self.names for task in _matching_tasks(self._manager, name)]
             for name in self.names:
-                with _data_errors(name):
+                with _explained_data_errors(name):
                     tasks = self._manager.load([name])["tasks"]
                 for found in tasks.values():
                     _require_runnable(found)
                     _require_aggregations(found)
-                    self._generated |= _most_generated(found)
+                    self._generated |= _generated_token_limit(found)
                     for metric, rule in found.aggregation().items():
-                        called = getattr(rule, "__name__", type(rule).__name__)
-                        self._aggregations[found.task_name, metric] = called
+                        rule_name = getattr(rule, "__name__", type(rule).__name__)
+                        self._aggregations[found.task_name, metric] = rule_name
 
     def ask(self, model: nn.Module, tokenizer: Any, precision: str) -> Iterator[TaskFigure]:
-        """Figures of ``model``. precision: no, bf16 or fp16 autocast. Raises ModelError for one that cannot write."""
+        """Evaluate ``model`` and yield its metrics. ``precision``: no, bf16 or fp16 autocast.
+
+        Raises ModelError if a task generates text and the model cannot.
+        """
         if self._generated and (obstacle := cannot_write(model)):
-            raise ModelError(f"task {next(iter(self._generated))} lets the model write, but {obstacle}")
+            raise ModelError(f"task {next(iter(self._generated))} generates text, but {obstacle}")
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
-        with _quiet() as heard, _memory_reported(self.batch_size):
-            wrapped = HFLM(
+        with _quiet_harness() as log_counter, _explained_out_of_memory(self.batch_size):
+            lm = HFLM(
                 pretrained=model,
                 tokenizer=tokenizer,
                 batch_size=self.batch_size,
@@ -130,27 +144,28 @@ class Harness:
                 softmax_dtype="float32",
                 mixed_precision_dtype={"no": None, "bf16": "bfloat16", "fp16": "float16"}[precision],
             )
-            self._require_room(wrapped)
+            self._require_room(lm)
             limit = self.limit if self.limit is None or self.limit < 1 else int(self.limit)
             results = lm_eval.simple_evaluate(
-                wrapped,
+                lm,
                 tasks=list(self.names),
                 num_fewshot=self.num_fewshot,
                 limit=limit,
-                bootstrap_iters=max(2, self.resamples),  # of one there is no deviation
+                bootstrap_iters=max(2, self.resamples),  # a standard deviation needs two
                 apply_chat_template=self.apply_chat_template,
                 task_manager=self._manager,
             )
-        self.cuts = (heard.cuts, wrapped.max_length)
-        yield from _figures(results, self._aggregations)
+        self.cuts = (log_counter.cuts, lm.max_length)
+        yield from _task_figures(results, self._aggregations)
 
-    def _require_room(self, wrapped: Any) -> None:
-        """What is generated leaves room for a question; else the harness ends in the middle."""
+    def _require_room(self, lm: Any) -> None:
+        """Raise SettingsError if a task generates so many tokens that there is no room for a question, with which the
+        harness would fail halfway."""
         for task, tokens in self._generated.items():
-            if tokens >= wrapped.max_length:
+            if tokens >= lm.max_length:
                 raise SettingsError(
-                    f"task {task} generates up to {tokens} tokens, and the model takes {wrapped.max_length} with the "
-                    "question; lower max_gen_toks, in the generation_kwargs of the task"
+                    f"task {task} generates up to {tokens} tokens, but the model has room for {lm.max_length} "
+                    "including the question; lower max_gen_toks in the generation_kwargs of the task"
                 )
 
     def require_template(self, tokenizer: Any, name: str) -> None:
@@ -162,10 +177,10 @@ class Harness:
 
 
 def _task_manager(include_path: Optional[str], names: list[str]) -> Any:
-    """Knows the tasks of ``include_path`` alone where these are all that is asked for: reading the many thousand others
-    takes seconds."""
+    """Return the harness's task manager. If ``include_path`` defines all requested tasks, only these are read, because
+    reading the thousands of built-in tasks takes seconds."""
     if include_path is not None and not Path(include_path).expanduser().is_dir():
-        raise SettingsError(f"include_path {include_path!r} is not a folder; give one with YAML files of tasks")
+        raise SettingsError(f"include_path {include_path!r} is not a folder; give a folder with YAML files of tasks")
     try:
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:
@@ -175,35 +190,37 @@ def _task_manager(include_path: Optional[str], names: list[str]) -> Any:
     if include_path is None:
         return TaskManager()
     folder = str(Path(include_path).expanduser())
-    own = TaskManager(include_path=folder, include_defaults=False)
-    return own if {*names} <= {*own.all_subtasks} else TaskManager(include_path=folder)
+    custom_tasks = TaskManager(include_path=folder, include_defaults=False)
+    return custom_tasks if {*names} <= {*custom_tasks.all_subtasks} else TaskManager(include_path=folder)
 
 
-def _matching(manager: Any, name: str) -> list[str]:
+def _matching_tasks(manager: Any, name: str) -> list[str]:
     found = manager.match_tasks([name])
     if found:
         return list(found)
     close = get_close_matches(name, manager.all_tasks, n=NEAREST, cutoff=0.5)
-    hint = f"did you mean {', '.join(close)}?" if close else "lm_eval ls tasks prints them all"
-    raise SettingsError(f"no task of lm-evaluation-harness is called {name!r}; {hint}")
+    hint = f"did you mean {', '.join(close)}?" if close else "lm_eval ls tasks lists all tasks"
+    raise SettingsError(f"lm-evaluation-harness has no task {name!r}; {hint}")
 
 
 def _require_runnable(task: Any) -> None:
     if getattr(task, "UNSAFE_CODE", False):
         raise SettingsError(f"task {task.task_name} runs code that the model writes; run it with lm_eval, in a sandbox")
     if getattr(task, "MULTIMODAL", False):
-        raise SettingsError(f"task {task.task_name} shows images, and a language model reads text; drop it")
+        raise SettingsError(f"task {task.task_name} has images, but a language model reads only text; drop it")
 
 
 def _require_aggregations(task: Any) -> None:
-    """The harness takes a name that it does not know for none, and ends when all questions have been asked."""
+    """Raise SettingsError for an unknown aggregation, which the harness would accept and fail on only after the last
+    question."""
     unknown = [metric for metric, rule in task.aggregation().items() if rule is None]
     if unknown:
-        raise SettingsError(f"lm_eval does not know the aggregation of {unknown[0]} in task {task.task_name}; try mean")
+        raise SettingsError(f"lm_eval does not know the aggregation of {unknown[0]} in task {task.task_name}; use mean")
 
 
-def _most_generated(task: Any) -> dict[str, int]:
-    """Name and tokens of a task that generates; the harness takes 256 where it names none."""
+def _generated_token_limit(task: Any) -> dict[str, int]:
+    """Return {task name: most generated tokens} for a task that generates text, else {}. The harness's default is 256
+    tokens."""
     if task.OUTPUT_TYPE != "generate_until":
         return {}
     options = task.config.generation_kwargs or {}
@@ -212,8 +229,8 @@ def _most_generated(task: Any) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _data_errors(name: str) -> Iterator[None]:
-    """The libraries say in many ways that they cannot get hold of data, or make nothing of the file of a task."""
+def _explained_data_errors(name: str) -> Iterator[None]:
+    """Turn the many exceptions that the libraries raise for unreadable data or an invalid task file into UserErrors."""
     from datasets.exceptions import DatasetsError
     from jinja2 import TemplateError
 
@@ -230,22 +247,21 @@ def _data_errors(name: str) -> Iterator[None]:
     except (LookupError, TypeError, AttributeError, TemplateError) as error:
         reason = " ".join(str(error).split())
         raise SettingsError(
-            f"lm_eval cannot make a task of {name}: {type(error).__name__}: {reason}; if it is your own task, correct "
+            f"lm_eval cannot load task {name}: {type(error).__name__}: {reason}; if it is your own task, correct "
             "its YAML file"
         ) from error
 
 
 @contextlib.contextmanager
-def _memory_reported(batch_size: int) -> Iterator[None]:
+def _explained_out_of_memory(batch_size: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(f"out of GPU memory at batch_size {batch_size}; give a smaller --batch_size") from error
 
 
-class _Heard(logging.Handler):
-    """Counts how often the harness cuts a question, or a batch of them; what it calls an error goes on to where it
-    would have gone."""
+class _LogCounter(logging.Handler):
+    """Counts how often the harness truncates a question or a batch; passes errors on to the root logger."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -258,19 +274,19 @@ class _Heard(logging.Handler):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[_Heard]:
-    """The harness warns of every model that it did not load itself, and resamples in forks of this process, which
-    holds threads and maybe a GPU: in one process, please."""
-    logger, heard = logging.getLogger("lm_eval"), _Heard()
+def _quiet_harness() -> Iterator[_LogCounter]:
+    """Suppress the harness's warnings, which it logs for every model that it did not load, and let it resample in this
+    process instead of forks, which are unsafe with threads or a GPU."""
+    logger, log_counter = logging.getLogger("lm_eval"), _LogCounter()
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
         with (
             patch_environment(DISABLE_MULTIPROC="1"),
-            replaced(logger, "handlers", [heard]),
+            replaced(logger, "handlers", [log_counter]),
             replaced(logger, "propagate", False),
         ):
-            yield heard
+            yield log_counter
     finally:
         logger.setLevel(level)
 
@@ -278,8 +294,8 @@ def _quiet() -> Iterator[_Heard]:
 # -- reading its results -----------------------------------------------------------------------------------------------
 
 
-def _figures(results: dict[str, Any], aggregations: dict[tuple[str, str], str]) -> Iterator[TaskFigure]:
-    """Of tasks and of groups, in the order of the harness."""
+def _task_figures(results: dict[str, Any], aggregations: dict[tuple[str, str], str]) -> Iterator[TaskFigure]:
+    """Yield the metrics of tasks and groups, in the order of the harness."""
     for task, row in {**results["results"], **results.get("groups", {})}.items():
         for name, value in row.items():
             metric, _, filter_name = name.partition(",")
@@ -298,18 +314,20 @@ def _figures(results: dict[str, Any], aggregations: dict[tuple[str, str], str]) 
                 num_fewshot=results["n-shot"].get(task),
                 version=results["versions"].get(task),
                 is_higher_better=results["higher_is_better"].get(task, {}).get(metric),
-                per_question=np.empty(0) if aggregation != MEAN else _per_question(results, task, metric, filter_name),
+                per_question=np.empty(0)
+                if aggregation != MEAN
+                else _question_scores(results, task, metric, filter_name),
             )
 
 
 def _stderr_method(aggregation: Optional[str]) -> str:
-    """How ``lm_eval.api.metrics.stderr_for_metric`` finds it; a group has no aggregation of its own."""
+    """Return how ``lm_eval.api.metrics.stderr_for_metric`` computes the standard error; a group has no aggregation."""
     if aggregation is None:
         return "pooled over the tasks of the group"
     return "standard deviation / sqrt(questions)" if aggregation == MEAN else "bootstrap over questions"
 
 
-def _per_question(results: dict[str, Any], task: str, metric: str, filter_name: str) -> np.ndarray:
+def _question_scores(results: dict[str, Any], task: str, metric: str, filter_name: str) -> np.ndarray:
     samples = [row for row in results["samples"].get(task, ()) if row["filter"] == filter_name]
     values = [row.get(metric) for row in samples]
     return np.asarray(values, dtype=np.float64) if all(map(_is_number, values)) else np.empty(0)

@@ -1,5 +1,5 @@
-"""Held-out bits per token, and accuracy of classifiers: by document or sample, with a bootstrap interval, and paired
-between two models."""
+"""Held-out bits per token and classification accuracy, per document or sample, with bootstrap intervals and paired
+differences between two models."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from scu_trainer.train.step.recovery.halving import Halving, Together
 logger = logging.getLogger("scu_trainer")
 
 DRAWS_AT_ONCE = 2**20
-"""Documents drawn at once: the resamples of a large held-out set would fill gigabytes."""
+"""Most documents drawn at once, because all resamples of a large held-out set would take gigabytes."""
 
 LARGEST_LOGITS = 2**28
-"""Numbers in the logits of one forward pass: 1 GiB in float32."""
+"""Most numbers in the logits of one forward pass: 1 GiB in float32."""
 
 MOST_NAMED = 8
-"""Documents that a message names."""
+"""Most documents that a message names."""
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "category_ids")
 
 
 @dataclass(frozen=True)
 class DocumentScores:
-    """Per held-out document or sample: summed negative log-likelihood in nats, predicted tokens or labels, and of
-    classifiers how many of these had the largest logit. Shapes (documents,).
+    """Scores of the held-out documents or samples, in arrays of shape (documents,).
 
-    ``reports``: of samples beside which a text is written, those of the texts; ``correct`` is 1 for a text that is
-    written as it stands."""
+    ``nats``: summed negative log-likelihood. ``tokens``: number of predicted tokens or labels. ``correct``: for
+    classifiers, how many labels had the largest logit. ``reports``: for samples with a report, the scores of the
+    reports, with ``correct`` 1 for a report whose words all had the largest logit.
+    """
 
     nats: np.ndarray
     tokens: np.ndarray
@@ -48,7 +49,7 @@ class DocumentScores:
     reports: Optional[DocumentScores] = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file; ``read`` makes it again."""
+        """Return a JSON-safe dict that ``read`` turns back into scores."""
         return {
             name: part.tolist() if isinstance(part, np.ndarray) else part and part.as_dict()
             for name, part in vars(self).items()
@@ -74,7 +75,7 @@ class DocumentScores:
 
     @property
     def accuracy(self) -> float:
-        """Of a classifier: the share of all labels that were named right."""
+        """Share of all labels that a classifier predicted correctly."""
         return float(self.correct.sum() / self.tokens.sum())
 
 
@@ -88,14 +89,15 @@ class BootstrapInterval:
     confidence: float
 
     def over(self, scores: DocumentScores) -> dict[str, Any]:
-        """As it is written, taken over the documents of ``scores``: one cannot be resampled, and has no bounds."""
+        """Return the interval for a file, without bounds if ``scores`` has a single document, which cannot be
+        resampled."""
         return {**asdict(self), **({"low": None, "high": None} if len(scores.tokens) < 2 else {})}
 
 
 def bpt_metrics(prediction) -> dict[str, float]:
-    """For ``Trainer(compute_metrics=...)`` beside ``preprocess_logits``: token-weighted held-out bits per token.
+    """Return token-weighted held-out bits per token, as ``compute_metrics`` of a Trainer with ``preprocess_logits``.
 
-    The stock ``eval_loss`` averages batches, whatever number of tokens they hold.
+    The stock ``eval_loss`` is a mean over batches that ignores their numbers of tokens.
     """
     say_nonfinite(prediction.predictions[:, 0], "row")
     nats, tokens = prediction.predictions.astype(np.float64).sum(axis=0)
@@ -104,7 +106,8 @@ def bpt_metrics(prediction) -> dict[str, float]:
 
 
 def say_nonfinite(nats: np.ndarray, item: str) -> None:
-    """Name what has no finite score: their mean, which has none either, does not tell."""
+    """Warn about items without a finite score by number, because their mean, which is not finite either, does not show
+    which ones they are."""
     bad = np.flatnonzero(~np.isfinite(nats))
     if len(bad):
         logger.warning(
@@ -124,38 +127,40 @@ def score_documents(
     batch_tokens: int = 8192,
     path: Optional[EvaluationPath] = None,
 ) -> DocumentScores:
-    """Score every held-out window and add up by document.
+    """Score every held-out row and sum the scores by document.
 
-    rows: dataset of input_ids, labels, document. ``batch_tokens``: padded tokens per forward pass, fewer where the
-    logits are made and would exceed LARGEST_LOGITS numbers. ``path``: of the model, for who scores often and need not
-    ask it every time. The model's training mode and the random state are left as they were.
+    ``rows``: dataset with input_ids, labels and document. ``batch_tokens``: padded tokens per forward pass; fewer if
+    the logits are computed and would exceed LARGEST_LOGITS numbers. ``path``: the evaluation path of the model, for
+    callers that score often and do not want to determine it each time. The model's training mode and the random state
+    are restored.
     """
     with evaluating(model):
-        return _scores(path or evaluation_path_of(model), rows, collate, batch_tokens)
+        return _document_scores(path or evaluation_path_of(model), rows, collate, batch_tokens)
 
 
 def evaluation_path_of(model: nn.Module) -> EvaluationPath:
-    """With the precision that a forward has here: less than the weights' under autocast, also where accelerate has put
-    that around the model's own forward."""
+    """Return the evaluation path of ``model``. A forward pass has a lower precision than the weights under autocast, or
+    if accelerate has wrapped the model's forward in autocast."""
     is_lower = torch.is_autocast_enabled(input_device(model).type) or hasattr(model, "_original_forward")
     return EvaluationPath(model, low_precision=is_lower)
 
 
 def halving_of(model: nn.Module) -> Halving:
-    """How rows that do not fit are scored in parts."""
+    """Return the strategy that halves a batch after an out-of-memory error; with sharded weights all ranks halve it
+    together."""
     is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return Together() if is_shared and has_sharded_weights(model) else Halving()
 
 
-def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
+def _document_scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
     device = input_device(path.model)
     documents = np.asarray(rows["document"])
     nats, tokens = np.zeros(documents.max() + 1), np.zeros(documents.max() + 1, dtype=np.int64)
     if path.makes_logits:
-        words = getattr(getattr(path.model, "config", None), "vocab_size", None) or 1
-        batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // words))
+        vocabulary_size = getattr(getattr(path.model, "config", None), "vocab_size", None) or 1
+        batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // vocabulary_size))
     halving = halving_of(path.model)
-    for indices in _batches(rows["length"], batch_tokens):
+    for indices in _batches_by_length(rows["length"], batch_tokens):
 
         def score(part: range, indices=indices) -> np.ndarray:
             batch = collate([rows[int(i)] for i in indices[part.start : part.stop]])
@@ -166,8 +171,8 @@ def _scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) ->
             np.add.at(nats, seen_documents, scores[:, 0])
             np.add.at(tokens, seen_documents, scores[:, 1].astype(np.int64))
     say_nonfinite(nats, "document")
-    seen = tokens > 0
-    return DocumentScores(nats[seen], tokens[seen])
+    is_scored = tokens > 0
+    return DocumentScores(nats[is_scored], tokens[is_scored])
 
 
 def _batch_scores(path: EvaluationPath, batch: dict[str, torch.Tensor], device: torch.device) -> np.ndarray:
@@ -175,8 +180,9 @@ def _batch_scores(path: EvaluationPath, batch: dict[str, torch.Tensor], device: 
     return path.scores(inputs, batch["labels"].to(device)).cpu().double().numpy()
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
-    """Row numbers in batches of similar length, longest first, so that a batch too large for memory fails at once."""
+def _batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
+    """Yield row numbers in batches of similar length, longest first, so that a batch too large for memory fails at
+    the start."""
     lengths = np.asarray(lengths)
     order = np.argsort(-lengths, kind="stable")
     start = 0
@@ -189,63 +195,65 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
 def bootstrap_bpt(
     scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> BootstrapInterval:
-    """Percentile bootstrap over documents (Efron, 1979) of token-weighted bits per token."""
-    (drawn,) = _resampled([scores.nats], scores.tokens, resamples, seed)
-    return _interval(scores.bpt, drawn / NATS_PER_BIT, confidence)
+    """Return token-weighted bits per token with a percentile bootstrap interval over documents (Efron, 1979)."""
+    (drawn,) = _resampled_means([scores.nats], scores.tokens, resamples, seed)
+    return _percentile_interval(scores.bpt, drawn / NATS_PER_BIT, confidence)
 
 
 def bootstrap_accuracy(
     scores: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> BootstrapInterval:
-    """The same of the share of labels that a classifier named right."""
-    (drawn,) = _resampled([scores.correct], scores.tokens, resamples, seed)
-    return _interval(scores.accuracy, drawn, confidence)
+    """Return the accuracy of a classifier with a percentile bootstrap interval over samples."""
+    (drawn,) = _resampled_means([scores.correct], scores.tokens, resamples, seed)
+    return _percentile_interval(scores.accuracy, drawn, confidence)
 
 
 def bootstrap_exact(
     reports: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> BootstrapInterval:
-    """The same of the share of texts that are written as they stand."""
-    (drawn,) = _resampled([reports.correct], np.ones_like(reports.tokens), resamples, seed)
-    return _interval(float(reports.correct.mean()), drawn, confidence)
+    """Return the share of exactly predicted reports with a percentile bootstrap interval over reports."""
+    (drawn,) = _resampled_means([reports.correct], np.ones_like(reports.tokens), resamples, seed)
+    return _percentile_interval(float(reports.correct.mean()), drawn, confidence)
 
 
 def bootstrap_difference(
     first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> BootstrapInterval:
-    """Bits per token of ``second`` minus ``first`` on the same documents, each resample drawn for both alike."""
-    _require_same(first, second)
-    before, after = _resampled([first.nats, second.nats], first.tokens, resamples, seed) / NATS_PER_BIT
-    return _interval(second.bpt - first.bpt, after - before, confidence)
+    """Return bits per token of ``second`` minus ``first`` on the same documents, with the same resamples for both."""
+    _require_same_documents(first, second)
+    before, after = _resampled_means([first.nats, second.nats], first.tokens, resamples, seed) / NATS_PER_BIT
+    return _percentile_interval(second.bpt - first.bpt, after - before, confidence)
 
 
 def bootstrap_accuracy_difference(
     first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> BootstrapInterval:
-    """Accuracy of ``second`` minus that of ``first`` on the same samples."""
-    _require_same(first, second)
-    before, after = _resampled([first.correct, second.correct], first.tokens, resamples, seed)
-    return _interval(second.accuracy - first.accuracy, after - before, confidence)
+    """Return the accuracy of ``second`` minus that of ``first`` on the same samples, with the same resamples for
+    both."""
+    _require_same_documents(first, second)
+    before, after = _resampled_means([first.correct, second.correct], first.tokens, resamples, seed)
+    return _percentile_interval(second.accuracy - first.accuracy, after - before, confidence)
 
 
-def _require_same(first: DocumentScores, second: DocumentScores) -> None:
+def _require_same_documents(first: DocumentScores, second: DocumentScores) -> None:
     if not np.array_equal(first.tokens, second.tokens):
         raise ValueError("both models must be scored on the same documents with the same tokenizer")
 
 
-def _resampled(models: Sequence[np.ndarray], tokens: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Amount per token of every resample, shape (models, resamples); the same documents are drawn for all models."""
+def _resampled_means(models: Sequence[np.ndarray], tokens: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Return the amount per token of every resample, shape (models, resamples), with the same documents for all
+    models."""
     generator, documents = np.random.default_rng(seed), len(tokens)
     drawn = np.empty((len(models), resamples))
     rows = max(1, DRAWS_AT_ONCE // documents)
     for start in range(0, resamples, rows):
         draws = generator.integers(0, documents, size=(min(rows, resamples - start), documents))
-        for of_model, amounts in zip(drawn, models, strict=True):
-            of_model[start : start + len(draws)] = amounts[draws].sum(axis=1) / tokens[draws].sum(axis=1)
+        for model_means, amounts in zip(drawn, models, strict=True):
+            model_means[start : start + len(draws)] = amounts[draws].sum(axis=1) / tokens[draws].sum(axis=1)
     return drawn
 
 
-def _interval(value: float, drawn: np.ndarray, confidence: float) -> BootstrapInterval:
+def _percentile_interval(value: float, drawn: np.ndarray, confidence: float) -> BootstrapInterval:
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(drawn, [tail, 1.0 - tail])
     return BootstrapInterval(float(value), float(low), float(high), confidence)

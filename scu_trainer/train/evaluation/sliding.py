@@ -1,13 +1,14 @@
-"""Long documents in windows that overlap: every token is predicted once, with much of the text before it.
+"""Overlapping windows over long documents: every token is predicted once, with as much context as possible.
 
     tokens    0  1  2  3  4  5  6  7  8  9      max_length 6, stride 2
-    window 0  .  1  2  3  4  5                  a number: predicted here
-    window 1        .  .  .  .  6  7            a dot: read only
+    window 0  .  1  2  3  4  5                  a number: predicted in this window
+    window 1        .  .  .  .  6  7            a dot: only context
     window 2              .  .  .  .  8  9
 
-The strided perplexity of Hugging Face's guide "Perplexity of fixed-length models", except at its edge: a window there
-that begins with a new token never predicts it, so at stride = max_length tokens are lost. Here neighbours share one
-token at least, and no stride changes which tokens count. Nothing predicts a document's first token: it counts in none.
+This is the strided perplexity of Hugging Face's guide "Perplexity of fixed-length models", except for one detail. In
+the guide, a window that begins with a new token never predicts it, so tokens are lost at stride = max_length. Here
+consecutive windows share at least one token, so the predicted tokens are the same for every stride. The first token of
+a document is never predicted.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Windows:
-    """``max_length``: tokens in a window, 2 or more. ``stride``: tokens from one window to the next, 1 to
-    ``max_length``; the largest gives rows without overlap."""
+    """Size and stride of the windows. ``max_length``: tokens in a window, 2 or more. ``stride``: tokens from the start
+    of one window to that of the next, 1 to ``max_length``; the largest stride gives windows with the least overlap."""
 
     max_length: int
     stride: int
 
     @property
     def step(self) -> int:
-        """Tokens that a window predicts again: a full one cannot predict its first."""
+        """Tokens by which windows really advance: one less than ``max_length`` at most, because a window cannot predict
+        its first token."""
         return min(self.stride, self.max_length - 1)
 
     @property
     def least_context(self) -> int:
-        """Tokens before each predicted one, where the document has as many."""
+        """Smallest number of tokens before a predicted one, if the document has as many."""
         return self.max_length - self.step
 
     def spans(self, length: int) -> Iterator[tuple[int, int, int]]:
-        """(start, first predicted token, end) of every window over a document of ``length`` tokens."""
+        """Yield (start, first predicted token, end) of every window over a document of ``length`` tokens."""
         start, predicted = 0, 1
         while True:
             end = min(start + self.max_length, length)
@@ -54,7 +56,7 @@ class Windows:
 
 
 class _Window(NamedTuple):
-    """``row``: place of the document among the documents."""
+    """A window in a document. ``row``: index of the document among the documents."""
 
     row: int
     start: int
@@ -63,12 +65,12 @@ class _Window(NamedTuple):
 
 
 class SlidingRows:
-    """Windows over documents, cut when they are asked for; of a dataset what ``score_documents`` needs: columns
-    ``document`` and ``length`` by name, rows by number."""
+    """Windows over documents that are sliced on access. Supports what ``score_documents`` needs of a dataset: the
+    columns ``document`` and ``length`` by name, and rows by number."""
 
     def __init__(self, documents: datasets.Dataset, windows: Windows) -> None:
-        """documents: rows of input_ids, labels, document; a row is a whole document. Windows in which nothing is to be
-        predicted (prompts) are left out."""
+        """``documents``: rows of input_ids, labels and document; each row is a whole document. Windows without a
+        predicted token (parts of prompts) are left out."""
         self._numbers = np.asarray(documents["document"])
         arrays = documents.with_format("numpy")
         self._tokens = [np.asarray(row["input_ids"]) for row in arrays]

@@ -1,4 +1,4 @@
-"""What a job needs before its first step; each task (``tasks/``) puts it together."""
+"""The components that a job needs for training; each task (``tasks/``) creates them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 
 @dataclass
 class TrainingComponents:
-    """Everything loaded and checked, nothing written to the run directory.
+    """Everything that training needs, loaded and checked. Nothing is written to the run directory yet.
 
-    ``processor``: tokenizer or image processor, which is saved beside the model; None where there is none. ``data``:
-    ``PreparedData`` or ``PreparedSamples``. ``before_model_bytes``: see costs.py.
-    ``anchor``: an ``Anchor``, where something must not be forgotten. ``load_base``: then, the
-    model that training began with, once more; None where that is the base of a new adapter, which is there already.
-    ``teacher``: a model to learn from, frozen and in evaluation mode, on the device.
-    ``batch_tokens``: padded tokens per forward pass when documents are scored.
+    ``processor``: tokenizer or image processor, which is saved with the model; None if there is none. ``data``:
+    ``PreparedData`` or ``PreparedSamples``. ``before_model_bytes``: see costs.py. ``batch_tokens``: padded tokens per
+    forward pass when documents are scored. ``teacher``: a model to learn from, frozen, in evaluation mode, on the
+    device. ``anchor``: an ``Anchor`` if a text must not be forgotten. ``load_base``: with an anchor, loads the initial
+    model again; None if that is the base model under a new adapter, which is already loaded.
     """
 
     processor: Any

@@ -1,4 +1,4 @@
-"""A job: every setting of one training run, and the checks that need more than one of them."""
+"""A job: all settings of one training run, and the checks that involve several of them."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ from scu_trainer.train.step.distributed.sharded import trained_bytes
 
 
 class Task(Protocol):
-    """``item``: what a held-out unit is called, in the singular. ``unit``: what bits are counted per.
+    """Interface of a task.
 
-    ``compute_metrics`` and ``preprocess_logits``: what the stock Trainer takes; ``eval_bpt`` is among the metrics.
+    ``item``: singular name of a held-out unit, such as document. ``unit``: what bits are counted per, such as token.
+    ``compute_metrics``, ``preprocess_logits``: arguments of the stock Trainer; the metrics include ``eval_bpt``.
     """
 
     name: str
@@ -64,29 +65,31 @@ class Task(Protocol):
     preprocess_logits: Callable[[Any, torch.Tensor], torch.Tensor]
 
     def check(self, job: Job) -> None:
-        """Raise SettingsError for settings that contradict each other; costs nothing."""
+        """Raise SettingsError for settings that contradict each other, without loading anything."""
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
-        """Everything that training needs. Raises a UserError where settings, data, model, memory or disk do not fit."""
+        """Load everything that training needs. Raises a UserError if settings, data, model, memory or disk do not
+        fit."""
 
     def load_scored(self, source: Source) -> TrainingComponents:
-        """A model in evaluation mode and its held-out rows."""
+        """Load a trained model in evaluation mode, and its held-out rows."""
 
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:
-        """Of ``parts.data.eval``."""
+        """Score ``model`` on ``parts.data.eval``."""
 
     def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
-        """A small input of the model, to see which kernels run."""
+        """Return a small input of the model, to find out which kernels run."""
 
 
 @dataclass
 class Job:
-    """``own``: the settings that only its task has. ``kind``: the task itself. ``regularization``: None trains without
-    that loop. ``memory``: with its ``acts`` False, as the stock Trainer.
+    """All settings of one training run.
 
-    ``curriculum``: what was asked for; ``acting_curriculum`` is what runs. ``notes``: lines for the user about what was
-    chosen for this machine. ``changed_from``: the default of every field that was given another value.
-    ``saves_by_length``: nobody gave ``save_steps``, so it depends on the length of the run.
+    ``own``: the settings that only its task has. ``kind``: the task. ``regularization``: None trains without that loop.
+    ``memory``: if its ``acts`` is False, batches are those of the stock Trainer. ``curriculum``: the requested
+    curriculum; ``acting_curriculum`` is the one that runs. ``notes``: lines for the user about choices for this
+    machine. ``changed_from``: defaults of all fields that were given another value. ``saves_by_length``: ``save_steps``
+    was not given, so it is derived from the length of the run.
     """
 
     model: ModelSettings
@@ -106,11 +109,11 @@ class Job:
     saves_by_length: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, under the names of the command line; can be read back as a configuration file."""
+        """Return all settings in one flat dict with the names of the command line, a valid configuration file."""
         scu: dict[str, Any] = {"scu": self.regularization is not None}
         if self.regularization is not None:
             scu.update({f"scu_{name}": value for name, value in asdict(self.regularization).items()})
-        found = {
+        settings = {
             **asdict(self.task),
             **asdict(self.model),
             **asdict(self.data),
@@ -124,22 +127,23 @@ class Job:
             **_training_as_dict(self.training),
         }
         if self.saves_by_length:
-            found["save_steps"] = None  # read back it is still not given
-        return {name: value for name, value in found.items() if name not in self.task.kind.unused}
+            settings["save_steps"] = None  # so that it still counts as not given when it is read back
+        return {name: value for name, value in settings.items() if name not in self.task.kind.unused}
 
     def require_one_gpu(self) -> None:
-        """Raise SettingsError where the stock Trainer would drive several by DataParallel, which no loop works with."""
+        """Raise SettingsError if the stock Trainer would use several GPUs with DataParallel, which no loop supports."""
         gpus = self.training.n_gpu
         acts = self.memory.acts or self.regularization is not None or self.acting_curriculum is not None
         require(
             gpus < 2 or not acts or self.model.device_map is not None,
-            f"{gpus} GPUs are here, and this one process trains on one: begin the command with scu-trainer launch "
-            "accelerate instead of scu-trainer train for a process on each of them, or put CUDA_VISIBLE_DEVICES=0 "
-            "before it for the first one alone; device_map: auto spreads one large model over them",
+            f"{gpus} GPUs are available, but one process trains on only one of them: start the command with "
+            "scu-trainer launch accelerate instead of scu-trainer train to run a process on each GPU, or put "
+            "CUDA_VISIBLE_DEVICES=0 before it to use only the first one; device_map: auto spreads one large model over "
+            "them",
         )
 
     def check(self) -> None:
-        """Raise SettingsError for settings that contradict each other, or would write a secret into the run's files."""
+        """Raise SettingsError for settings that contradict each other or would write a secret to the run's files."""
         training = self.training
         require_mixable(self.data, self.task.task)
         training.hub_token = secret(training.hub_token)
@@ -156,14 +160,14 @@ class Job:
         check_training_optimizer(training, self.model)
         self.check_anywhere()
         self.kind.check(self)
-        if self.data.eval_dataset is not None:  # read last, after all of the training data, and so is the anchor
+        if self.data.eval_dataset is not None:  # it is read only after all training data, as is the anchor
             require_there(self.data.eval_dataset)
         if self.retention.retain is not None:
             check_anchor(self.retention.retain, self.data)
         check_resumable(training)
 
     def check_anywhere(self) -> None:
-        """Of that, what does not depend on the machine that trains."""
+        """Run those of the checks that do not depend on the machine."""
         training = self.training
         check_deepspeed(training, self.model, self.memory, self.regularization)
         check_words(training)
@@ -180,7 +184,7 @@ class Job:
 
     @property
     def acting_curriculum(self) -> Optional[CurriculumSettings]:
-        """None where nothing was asked for and losses of samples cannot be tracked."""
+        """The curriculum that runs; None if no method is requested and the losses of samples cannot be tracked."""
         tracks = not self.data.streaming and obstacle(self.training, self.memory) is None
         return self.curriculum if self.curriculum.methods or tracks else None
 
@@ -189,8 +193,8 @@ class Job:
             return
         require(
             not self.data.streaming,
-            f"curriculum {self.curriculum.curriculum} chooses samples by number, and streaming data have none; set "
-            "streaming: false, or curriculum: none",
+            f"curriculum {self.curriculum.curriculum} selects samples by number, but streaming data has no numbers; "
+            "set streaming: false, or curriculum: none",
         )
         reason = obstacle(self.training, self.memory)
         require(reason is None, str(reason))
@@ -198,13 +202,14 @@ class Job:
             require_enough_epochs(self.curriculum, self.training.num_train_epochs)
 
     def check_rows(self, rows: int) -> None:
-        """What ``max_steps`` turns out to be too few for. Batches of equal tokens are counted when they are planned."""
+        """Raise SettingsError if ``max_steps`` is too small for infobatch with this number of rows. Batches of equal
+        tokens are checked when they are planned."""
         steps, curriculum = self.training.max_steps, self.curriculum
         if "infobatch" in curriculum.methods and steps > 0 and curriculum.token_budget is None:
             require_enough_epochs(curriculum, steps / self.steps_of_epoch(rows), steps)
 
     def planned_steps(self, rows: int) -> int:
-        """Optimizer steps for ``rows`` training rows, counted as the stock Trainer does."""
+        """Return the number of optimizer steps for ``rows`` training rows, counted as by the stock Trainer."""
         if self.training.max_steps > 0:
             return self.training.max_steps
         return math.ceil(self.steps_of_epoch(rows) * self.training.num_train_epochs)
@@ -217,27 +222,31 @@ class Job:
 
 
 def _refuse_secrets(settings: dict[str, Any]) -> None:
-    """Names and paths end up in files that people share: the model card, the adapter's configuration, TensorBoard."""
+    """Raise SettingsError for a setting with a secret, because names and paths are written to files that people share:
+    the model card, the adapter's configuration, TensorBoard logs."""
     name = where_secret(settings)
     if name is not None:
         raise SettingsError(
-            f"{name} holds a password or token ({redact_data(settings[name])}), which would be written to the "
-            f"run's files; remove it, and set it in the environment (HF_TOKEN for the Hub) or by hf auth login"
+            f"{name} contains a password or token ({redact_data(settings[name])}), which would be written to the "
+            f"run's files; remove it, and set it in the environment (HF_TOKEN for the Hub) or with hf auth login"
         )
 
 
 def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
-    # What the launcher decides is no part of a configuration, and mixed_precision says what bf16 and fp16 say.
+    # The launcher's decisions do not belong to a configuration, and mixed_precision contains bf16 and fp16.
     left_out = {"local_rank", "deepspeed_plugin", "distributed_state", "bf16", "fp16", "tf32"}
-    # Tokens stand there as a placeholder, which would be taken for a token when the configuration is read back.
-    found = training.to_dict().items()
-    return {name: value for name, value in found if name not in left_out and not name.endswith("_token")}
+    # to_dict replaces tokens by a placeholder, which would be used as a token when the configuration is read back.
+    settings = training.to_dict().items()
+    return {name: value for name, value in settings if name not in left_out and not name.endswith("_token")}
 
 
 def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False) -> int:
-    """Room for the checkpoints that this run will hold at once, beside the final model: weights, two Adam moments and
-    w0 of what is trained; full tuning saves all weights as well. DeepSpeed keeps the weights twice more, for its engine
-    and as float32 masters. ``averaged``: with moving averages of the weights beside them."""
+    """Return the disk space for all checkpoints that the run keeps at the same time, plus the final model.
+
+    A checkpoint has the trained weights, their two Adam moments and their initial values w0. DeepSpeed saves the
+    weights two more times, for its engine and as float32 master weights. ``averaged``: checkpoints also have moving
+    averages of the weights.
+    """
     kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
     saves = 0 if training.save_strategy == "no" else kept
     copies = 6 if uses_deepspeed(training) else 4
@@ -250,10 +259,10 @@ def free_memory(training: TrainingArguments) -> Free:
 
 
 def cuda_bytes(training: TrainingArguments) -> tuple[int, ...]:
-    """Free bytes of each CUDA GPU that training uses."""
+    """Return the free bytes of each CUDA GPU that training uses."""
     return () if training.use_cpu else tuple(gpu.free_bytes for gpu in accelerators() if gpu.kind == "cuda")
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one of all ranks that prints and writes."""
+    """Whether this is the process that prints and writes for all ranks."""
     return int(os.environ.get("RANK", "0")) == 0

@@ -1,4 +1,4 @@
-"""What ``optim`` and ``lr_scheduler_type`` need beside their name, and take. Each check raises SettingsError."""
+"""Checks of the arguments of optimizers and learning rate schedules. Each raises SettingsError."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ TAKES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sgd", ("momentum", "dampening", "nesterov", "weight_decay")),
     ("", ()),
 )
-"""What a name of an optimizer contains -> what the stock Trainer passes on of its ``optim_args``. The first that fits
-counts. It hands those of ``rmsprop_bnb`` over as text, with which bitsandbytes fails in the first step."""
-NOT_TAKEN_HERE = ("block_size", "weight_decay")
-"""Read by transformers, but as text, or for groups of weights that all have a decay of their own."""
+"""Part of the name of an optimizer -> names in ``optim_args`` that the stock Trainer passes to it. The first matching
+part is used. ``rmsprop_bnb`` takes none, because the Trainer passes them as text and bitsandbytes then fails in the
+first step."""
+NOT_ACCEPTED = ("block_size", "weight_decay")
+"""Names that transformers reads without the intended effect: block_size as text, and weight_decay for groups of weights
+that all have their own decay."""
 
 NUMBERS: tuple[tuple[tuple[str, ...], type, float, float, str], ...] = (
     (("rank", "update_proj_gap", "t_alpha", "t_beta3"), int, 1, math.inf, "a whole number, 1 or more"),
     (("momentum", "alpha", "eps", "lr_decay"), float, 0, math.inf, "a number, 0 or more"),
     (("beta1", "beta2", "beta3"), float, 0, 1, "a number, at least 0 and below 1"),
 )
-"""Names, what reads them, the least of them, what they are below, and this in words. Others take any number."""
+"""Names, type, smallest value, upper limit (exclusive), and a text about them. Other names take any number."""
 ANY_NUMBER = (), float, -math.inf, math.inf, "a number"
 
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
-"""Other words are true for some optimizers and false for others."""
+"""Other words count as true for some optimizers and as false for others."""
 WORDS = {
     **dict.fromkeys(("nesterov", "centered", "bf16_stochastic_round", "use_kahan_summation"), (*TRUE, *FALSE)),
-    **dict.fromkeys(("kahan_sum", "decouple_lr"), TRUE),  # any text is true there, "false" too
+    **dict.fromkeys(("kahan_sum", "decouple_lr"), TRUE),  # any text counts as true, even "false"
     **dict.fromkeys(
         ("momentum_dtype", "variance_dtype", "compensation_buffer_dtype"), ("float32", "bfloat16", "float16")
     ),
@@ -57,10 +59,11 @@ WORDS = {
     "proj_type": ("std", "reverse_std", "right", "left", "full"),
     "scale_type": ("channel", "tensor"),
 }
-"""What optimizers know, of which some say so in their first step, and some never. All else is a number."""
+"""Allowed words of arguments that are not numbers. Some optimizers reject others only in their first step, some
+never."""
 
-MOVED_BY_THE_SCHEDULE = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
-TAKES_NONE = ("constant", "constant_with_warmup")
+SET_BY_THE_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")
 CLASSES = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
 EXAMPLES = {"num_decay_steps": 100}
 
@@ -70,30 +73,33 @@ def taken_by(optim: str) -> tuple[str, ...]:
 
 
 def check_optimizer_arguments(training: TrainingArguments, given: Mapping[str, str]) -> None:
-    """The stock Trainer drops a name that its optimizer does not take. ``given``: of ``optim_args``."""
+    """Check ``optim_args``, from which the stock Trainer silently drops names that the optimizer does not take.
+
+    ``given``: the names and values in ``optim_args``.
+    """
     optim = plain(training.optim)
     takes = taken_by(optim)
-    odd = next((name for name in given if name not in takes), None)
+    unknown = next((name for name in given if name not in takes), None)
     require(
         not (optim.startswith("adamw_torch_") and "block_size" in given),
-        f"optim_args names block_size, which transformers hands to optim: {optim} as text, and its first step fails; "
-        "drop it (256 is used)",
+        f"optim_args names block_size, which transformers passes to optim: {optim} as text, so its first step would "
+        "fail; drop it (256 is used)",
     )
     require(
-        "weight_decay" not in given or optim.startswith(("galore", "apollo")),  # these have none at all
+        "weight_decay" not in given or optim.startswith(("galore", "apollo")),  # these do not take it
         f"optim_args names weight_decay, which has no effect there; set weight_decay: {given.get('weight_decay')}",
     )
-    takes = tuple(name for name in takes if name not in NOT_TAKEN_HERE)
-    instead = f"it takes {', '.join(takes)}{nearest(str(odd), takes)}" if takes else "drop it"
-    if odd == "momentum" and not takes:
+    takes = tuple(name for name in takes if name not in NOT_ACCEPTED)
+    instead = f"it takes {', '.join(takes)}{nearest(str(unknown), takes)}" if takes else "drop it"
+    if unknown == "momentum" and not takes:
         instead = "momentum is for optim: sgd or rmsprop"
-    require(odd is None, f"optim_args names {odd}, which optim: {optim} does not take; {instead}")
+    require(unknown is None, f"optim_args names {unknown}, which optim: {optim} does not take; {instead}")
     for name, value in given.items():
         _check_value(name, value)
     require(
         given.get("nesterov", "").lower() not in TRUE
         or (float(given.get("momentum", 0)) > 0 and float(given.get("dampening", 0)) == 0),
-        "optim_args sets nesterov, which is a kind of momentum without dampening; add momentum=0.9, without dampening",
+        "optim_args sets nesterov, which needs momentum without dampening; add momentum=0.9, and drop dampening",
     )
     projected, by_row = given.get("proj_type", "std"), given.get("scale_type") != "tensor"
     require(
@@ -103,24 +109,26 @@ def check_optimizer_arguments(training: TrainingArguments, given: Mapping[str, s
     )
     require(
         not optim.endswith("layerwise") or training.gradient_accumulation_steps == 1,
-        f"optim: {optim} updates weights during backward, so no gradients add up, but gradient_accumulation_steps is "
-        f"{training.gradient_accumulation_steps}; set it to 1, or use optim: {optim.removesuffix('_layerwise')}",
+        f"optim: {optim} updates weights during backward, so gradients cannot accumulate, but "
+        f"gradient_accumulation_steps is {training.gradient_accumulation_steps}; set it to 1, "
+        f"or use optim: {optim.removesuffix('_layerwise')}",
     )
     require(
         not optim.startswith(("galore", "apollo")) or bool(training.optim_target_modules),
-        f"optim: {optim} works on the layers that optim_target_modules names, and it names none; add "
+        f"optim: {optim} works on the layers that optim_target_modules names, but it names none; add "
         "optim_target_modules: all-linear, or a list of names such as [q_proj, v_proj]",
     )
 
 
 def _check_value(name: str, value: str) -> None:
-    """Raise SettingsError where transformers or the optimizer would end the run, or take it for something else."""
+    """Raise SettingsError for a value with which transformers or the optimizer would fail, or that they would
+    misread."""
     if name in WORDS:
         known = (value.lower() if "true" in WORDS[name] else value) in WORDS[name]
         allowed = f"allowed: {', '.join(WORDS[name])}{nearest(value, WORDS[name])}"
         allowed += "; drop it for false" if WORDS[name] == TRUE else ""
     else:
-        _, kind, least, below, allowed = next((one for one in NUMBERS if name in one[0]), ANY_NUMBER)
+        _, kind, least, below, allowed = next((item for item in NUMBERS if name in item[0]), ANY_NUMBER)
         known, allowed = _is_number(value, kind, least, below), f"it takes {allowed}"
     require(known, f"optim_args has {name}={value}; {allowed}")
 
@@ -133,15 +141,18 @@ def _is_number(text: str, kind: type, least: float, below: float) -> bool:
 
 
 def check_schedule(training: TrainingArguments) -> None:
-    """Names that a schedule needs or does not take, of which the stock Trainer complains, or which it drops, only once
-    the model is loaded."""
+    """Check the names in ``lr_scheduler_kwargs`` that the schedule needs or does not take. The stock Trainer rejects or
+    drops them only after the model is loaded."""
     kind, given = plain(training.lr_scheduler_type), training.lr_scheduler_kwargs or {}
     needs, takes = _scheduler_names(kind)
-    odd = next((name for name in given if name not in takes), None)
-    found = f"it takes {', '.join(takes)}{nearest(str(odd), takes)}" if takes else "drop it"
-    require(odd is None, f"lr_scheduler_kwargs names {odd}, which lr_scheduler_type: {kind} does not take; {found}")
-    lacks = next((name for name in needs if name not in given), None)
-    require(lacks is None, _needs_text(kind, f"{lacks}: {EXAMPLES.get(str(lacks), 1)}"))
+    unknown = next((name for name in given if name not in takes), None)
+    hint = f"it takes {', '.join(takes)}{nearest(str(unknown), takes)}" if takes else "drop it"
+    require(
+        unknown is None,
+        f"lr_scheduler_kwargs names {unknown}, which lr_scheduler_type: {kind} does not take; {hint}",
+    )
+    missing = next((name for name in needs if name not in given), None)
+    require(missing is None, _needs_text(kind, f"{missing}: {EXAMPLES.get(str(missing), 1)}"))
     lowest = [name for name in ("min_lr", "min_lr_rate") if given.get(name) is not None]
     with_lowest = kind.startswith("cosine_") and "min_lr" in takes
     require(not with_lowest or bool(lowest), _needs_text(kind, "min_lr_rate: 0.1"))
@@ -154,11 +165,11 @@ def _needs_text(kind: str, example: str) -> str:
 
 
 def _scheduler_names(kind: str) -> tuple[list[str], list[str]]:
-    """(those without a default, all)"""
-    if kind in TAKES_NONE:
+    """Return (parameter names of the schedule without a default, all its parameter names)."""
+    if kind in WITHOUT_ARGUMENTS:
         return [], []
     function = CLASSES.get(kind) or TYPE_TO_SCHEDULER_FUNCTION[kind]
     parameters = {
-        name: one for name, one in inspect.signature(function).parameters.items() if name not in MOVED_BY_THE_SCHEDULE
+        name: item for name, item in inspect.signature(function).parameters.items() if name not in SET_BY_THE_TRAINER
     }
-    return [name for name, one in parameters.items() if one.default is one.empty], list(parameters)
+    return [name for name, item in parameters.items() if item.default is item.empty], list(parameters)

@@ -1,4 +1,4 @@
-"""What a trained model is scored on."""
+"""A trained model together with the rows to score it on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from scu_trainer.train.evaluation.sliding import Windows
 
 @dataclass(frozen=True)
 class Source:
-    """A trained model and the rows that it has not learned. ``model.model_name_or_path``: what to load. ``own``: the
-    task's settings. ``seed``: of the held-out split. ``windows``: for documents that are longer than a row; None: the
-    rows that training evaluates. ``tokenizer_of``: the model whose tokenizer and chat template make rows of text; None:
-    this one."""
+    """A trained model and its held-out rows.
+
+    ``model.model_name_or_path``: the model to load. ``own``: the task's settings. ``seed``: seed of the held-out split.
+    ``windows``: sliding windows for documents that are longer than a row; None: the rows that training evaluates.
+    ``tokenizer_of``: the model whose tokenizer and chat template turn text into rows; None: this model.
+    """
 
     model: ModelSettings
     data: DataSettings

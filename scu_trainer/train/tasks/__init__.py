@@ -1,4 +1,5 @@
-"""A module per task: what is loaded, and how held-out rows are scored. The loop around them is the same."""
+"""One module per task: how to load its model and data, and how to score held-out rows. The training loop is the same
+for all tasks."""
 
 from __future__ import annotations
 
@@ -17,6 +18,6 @@ CLASSES = {
 
 
 def task_of(name: str) -> Task:
-    """The task of that name in the settings."""
+    """Return the task with this name in the settings."""
     module, kind = CLASSES[name].split(".")
     return getattr(importlib.import_module(f"{__name__}.{module}"), kind)()

@@ -1,4 +1,4 @@
-"""What all tasks do to load what training needs."""
+"""Loading steps that all tasks share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scu_trainer.train.step.distributed.sharded import weight_count
 
 
 def say_reading(console: Console, name: str) -> None:
-    """Before something that may take minutes: a person should know what is waited for."""
+    """Print what is read next, because that may take minutes."""
     console.print(f"reading {name}", soft_wrap=True)
 
 
@@ -34,7 +34,8 @@ def say_data(console: Console, data: Any) -> None:
 
 
 def begin_model(job: Job) -> Optional[int]:
-    """Seed what is made at random from here on; the memory in use before there is a model, see costs.py."""
+    """Seed the random number generators for the new model, and return the memory in use before it is loaded (see
+    costs.py)."""
     set_seed(job.training.seed)
     return bytes_before_model(job.training.device)
 
@@ -51,23 +52,24 @@ def finish(
     before_model_bytes: Optional[int],
     adapters: AdapterPlan = CAUSAL,
 ) -> TrainingComponents:
-    """The model with what is trained of it, and room for its checkpoints. Raises a UserError where there is none.
+    """Prepare the model for tuning and check the disk space for its checkpoints. Raises a UserError if there is too
+    little, or if evaluations are on without held-out data.
 
-    ``settings``: those of the job, with a name of the model where it had none.
+    ``settings``: the model settings of the job, with the name of the model filled in.
     """
     if data.eval is None and job.training.eval_strategy != "no":
         raise DataError(
-            f"eval_strategy is {job.training.eval_strategy.value}, and nothing of {job.data.shown_dataset} is held "
-            "out; raise validation_split_percentage, give eval_dataset, or set eval_strategy: no"
+            f"eval_strategy is {job.training.eval_strategy.value}, but {job.data.shown_dataset} has no held-out "
+            "documents; raise validation_split_percentage, give eval_dataset, or set eval_strategy: no"
         )
-    model = _tunable(model, settings, job, console, adapters)
+    model = _prepared_for_tuning(model, settings, job, console, adapters)
     averaged = job.efficiency.ema_decay is not None
     require_room(job.training.output_dir, checkpoint_bytes(model, job.training, averaged))
     return TrainingComponents(processor, data, model, collator, before_model_bytes)
 
 
 def teacher_of(job: Job) -> Optional[ModelSettings]:
-    """How the job's teacher is loaded; None without one. In the type that it is stored in."""
+    """Return the settings for loading the job's teacher, in its stored type; None without a teacher."""
     if job.model.teacher is None:
         return None
     model = job.model
@@ -76,37 +78,40 @@ def teacher_of(job: Job) -> Optional[ModelSettings]:
     )
 
 
-def require_same(teacher: str, of_teacher: Any, of_student: Any, what: str) -> None:
-    """Raise ModelError where the teacher would answer another question."""
-    if of_teacher != of_student:
+def require_same(teacher: str, teacher_value: Any, student_value: Any, what: str) -> None:
+    """Raise ModelError if the teacher's ``what``, such as its tokens, differ from the student's."""
+    if teacher_value != student_value:
         raise ModelError(
-            f"the teacher {teacher} does not have the {what} of the student, so its answers do not match; give a "
-            f"teacher with the same {what}, or drop teacher"
+            f"the teacher {teacher} does not have the same {what} as the student, so their logits cannot be compared; "
+            f"give a teacher with the same {what}, or drop teacher"
         )
 
 
 def checkpoints(job: Job) -> bool:
-    """Our name for it or the stock one, which cannot do it for every family."""
+    """Whether activation checkpointing is on, by checkpoint_every_layer or by the stock setting, which some families do
+    not support."""
     return job.model.checkpoint_every_layer or bool(job.training.activation_checkpointing)
 
 
-def _tunable(
+def _prepared_for_tuning(
     model: torch.nn.Module, settings: ModelSettings, job: Job, console: Console, adapters: AdapterPlan
 ) -> torch.nn.Module:
-    """With adapters, if any, and checkpointing; says what is trained and how the rest is stored."""
-    stored = quantized_line(model) if settings.tuning == "qlora" else None
+    """Return the model with adapters, if any, and checkpointing; print what is trained and how the rest is stored."""
+    storage_line = quantized_line(model) if settings.tuning == "qlora" else None
     model = prepare_for_tuning(model, settings, adapters)
     if is_adapter(Path(settings.model_name_or_path or "").expanduser()):
-        own = active_config(model)
-        kind = f"rank {own.r}" if own.peft_type in ("LORA", "VERA") else own.peft_type.value  # IA3 has no rank
-        from_where = f"{settings.model_name_or_path}: {kind}, of {own.base_model_name_or_path}"
-        console.print(f"continues training the adapter {from_where}", soft_wrap=True)
+        adapter = active_config(model)
+        kind = (
+            f"rank {adapter.r}" if adapter.peft_type in ("LORA", "VERA") else adapter.peft_type.value
+        )  # IA3 has no rank
+        origin = f"{settings.model_name_or_path}: {kind}, of {adapter.base_model_name_or_path}"
+        console.print(f"continues training the adapter {origin}", soft_wrap=True)
     trainable = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
     total = sum(weight_count(p) for p in model.parameters())
     console.print(f"model: {total:,} weights, {trainable:,} trained ({settings.tuning})", soft_wrap=True)
-    if stored is not None:
-        console.print(stored, soft_wrap=True)
+    if storage_line is not None:
+        console.print(storage_line, soft_wrap=True)
     if checkpoints(job):
         console.print(f"activations: kept at the borders of {checkpoint_every_layer(model)} blocks", soft_wrap=True)
-        job.training.activation_checkpointing = False  # it is on; the stock Trainer's own way refuses some families
+        job.training.activation_checkpointing = False  # it is on already; the stock Trainer raises for some families
     return model

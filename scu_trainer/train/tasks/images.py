@@ -1,4 +1,4 @@
-"""Image classifiers: images, labels, accuracy and bits per label."""
+"""The task image-classification: images, labels, accuracy and bits per label."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
 
 HEADS = ("classifier", "score", "head", "fc")
-"""What classifiers of images call their last layer."""
+"""Names that image classifiers use for their last layer."""
 
 BY_LENGTH = ("token_budget", "length_warmup")
-"""Curricula for rows of different lengths."""
+"""Curriculum methods for rows of different lengths."""
 
 FEWEST_ROWS = 4
-"""Of fewer images BatchNorm makes gradients that have little to do with those of the batch."""
+"""Smallest micro-batch for BatchNorm: with fewer images its gradients differ too much from those of the batch."""
 
 
 class ImageTask:
@@ -58,7 +58,7 @@ class ImageTask:
             raise SettingsError("tuning: qlora stores language models in 4 bits; for images use tuning: lora or full")
         if model.tuning == "lora" and model.model_name_or_path is None:
             raise SettingsError(
-                f"tuning: lora adapts a trained model, and {job.own.architecture} starts from scratch; use tuning: "
+                f"tuning: lora adapts a trained model, but {job.own.architecture} starts from scratch; use tuning: "
                 "full, or give model_name_or_path"
             )
         if model.device_map is not None:
@@ -66,16 +66,16 @@ class ImageTask:
         by_length = [method for method in job.curriculum.methods if method in BY_LENGTH]
         if by_length:
             raise SettingsError(
-                f"curriculum {by_length[0]} acts on the lengths of rows, and all images have one size; drop it"
+                f"curriculum {by_length[0]} acts on the lengths of rows, but all images have the same size; drop it"
             )
         if job.own.augmentation == "strong" and job.own.image_channels == 1:
             raise SettingsError(
-                "augmentation: strong changes colours, and image_channels is 1 (gray); use standard or light, or drop "
+                "augmentation: strong changes colours, but image_channels is 1 (gray); use standard or light, or drop "
                 "image_channels"
             )
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
-        data, view = _prepared(job.model, job.data, job.own, seed_of_data(job.training))
+        data, view = _prepared_data(job.model, job.data, job.own, seed_of_data(job.training))
         teacher = teacher_of(job)
         if teacher is not None:
             require_same(job.model.teacher, known_classes(teacher), tuple(data.label_names), "classes")
@@ -87,7 +87,7 @@ class ImageTask:
             console.print(line, soft_wrap=True)
         if steady_norms(model):
             _require_rows_for_statistics(model, view, job)
-            _raise_smallest_micro_batch(job, console)
+            _raise_min_batch_size(job, console)
         watch_pixels(model, view.processor, changes_for(job.own, view))
         parts = finish(
             job,
@@ -98,7 +98,7 @@ class ImageTask:
             model=model,
             collator=collate_images,
             before_model_bytes=before_model_bytes,
-            adapters=_adapters(model),
+            adapters=_adapter_plan(model),
         )
         keep_classes(parts.model)
         if teacher is not None:
@@ -107,7 +107,7 @@ class ImageTask:
 
     def load_scored(self, source: Source) -> TrainingComponents:
         classes = known_classes(source.model)
-        data, view = _prepared(source.model, source.data, source.own, source.seed, classes)
+        data, view = _prepared_data(source.model, source.data, source.own, source.seed, classes)
         model = load_scored_classifier(source.model, data.label_names, view)
         return TrainingComponents(view.processor, data, model, collate_images)
 
@@ -115,16 +115,16 @@ class ImageTask:
         return score_samples(model, parts.data.eval, parts.collator)
 
     def example_inputs(self, parts: TrainingComponents) -> Mapping[str, Any]:
-        """Two images: it runs in training mode, where BatchNorm cannot do with one."""
+        """Return two images, because the example runs in training mode, where BatchNorm needs more than one."""
         rows = [parts.data.train[number] for number in range(min(2, len(parts.data.train)))]
         return {"pixel_values": parts.collator(rows)["pixel_values"]}
 
 
-def _prepared(
+def _prepared_data(
     model: ModelSettings, data: DataSettings, own: ImageSettings, seed: int, classes: Sequence[str] = ()
 ) -> tuple[PreparedSamples, View]:
-    """Rows, and what the model sees of them; a processor that was made here has their mean and deviation. ``classes``:
-    what a trained model knows."""
+    """Return the prepared images, and how the model sees them. A new image processor gets their mean and standard
+    deviation. ``classes``: the classes of a trained model."""
     cache_dir = default_cache_dir(data.cache_dir)
     order = () if classes or model.model_name_or_path is None else known_classes(model)
     source = find_images(data, own, cache_dir, classes, order=order)
@@ -138,38 +138,41 @@ def _prepared(
 
 
 def _require_same_view(teacher: ModelSettings, own: ImageSettings, view: View) -> None:
-    """The teacher is shown the very images of the student: of its size, scaled alike."""
-    its = view_of(teacher, replace(own, image_size=None, image_channels=None), lambda: max(view.size))
+    """Require that the teacher takes the same images as the student, with the same size and scaling."""
+    teacher_view = view_of(teacher, replace(own, image_size=None, image_channels=None), lambda: max(view.size))
     name = teacher.model_name_or_path
-    require_same(name, (its.channels, its.size), (view.channels, view.size), "sizes or channels of images")
-    pixels = [pixel_inputs(one.processor, one.channels) for one in (its, view)]
+    require_same(
+        name, (teacher_view.channels, teacher_view.size), (view.channels, view.size), "sizes or channels of images"
+    )
+    pixels = [pixel_inputs(each_view.processor, each_view.channels) for each_view in (teacher_view, view)]
     require_same(name, *([*p.mean, *p.deviation, p.scale] for p in pixels), "mean and deviation of pixels")
 
 
-def _adapters(model: torch.nn.Module) -> AdapterPlan:
-    """peft has no name for this kind of task."""
+def _adapter_plan(model: torch.nn.Module) -> AdapterPlan:
+    """Return the adapter plan. Its task type is None, because peft has none for image classification."""
     heads = [name for name, _ in model.named_children() if name in HEADS]
     return AdapterPlan(task_type=None, targets=inner_targets(model, heads), modules_to_save=trained_whole(model, heads))
 
 
 def _require_rows_for_statistics(model: torch.nn.Module, view: View, job: Job) -> None:
-    """BatchNorm on maps of one place learns nothing from batches that are all of one image."""
+    """Raise SettingsError for batches of one image if BatchNorm acts on feature maps of 1 x 1, from which it then
+    learns nothing."""
     training = job.training
-    at_once = training.per_device_train_batch_size
-    if job.memory.acts:  # a micro-batch can span the batches of a step
-        at_once *= training.gradient_accumulation_steps
-    if at_once == 1 and needs_several_rows(model, view):
+    rows_at_once = training.per_device_train_batch_size
+    if job.memory.acts:  # a micro-batch can contain rows of several batches of a step
+        rows_at_once *= training.gradient_accumulation_steps
+    if rows_at_once == 1 and needs_several_rows(model, view):
         raise SettingsError(
-            "per_device_train_batch_size is 1, and BatchNorm on maps of one place needs two images at once; set it to "
-            f"2 or more, or image_size to {2 * max(view.size)}"
+            "per_device_train_batch_size is 1, but BatchNorm on feature maps of 1 x 1 needs two images at once; set it "
+            f"to 2 or more, or image_size to {2 * max(view.size)}"
         )
 
 
-def _raise_smallest_micro_batch(job: Job, console: Console) -> None:
-    """Where ``min_batch_size`` was left at everybody's default."""
+def _raise_min_batch_size(job: Job, console: Console) -> None:
+    """Raise ``min_batch_size`` for BatchNorm if it has its default value."""
     memory, training = job.memory, job.training
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
     fewest = min(FEWEST_ROWS, rows, memory.max_batch_size or rows)
     if memory.acts and memory.min_batch_size == 1 < fewest:
         job.memory = replace(memory, min_batch_size=fewest)
-        console.print(f"min_batch_size: {fewest}, for BatchNorm needs several images at once", soft_wrap=True)
+        console.print(f"min_batch_size: {fewest}, because BatchNorm needs several images at once", soft_wrap=True)

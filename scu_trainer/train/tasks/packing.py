@@ -1,4 +1,5 @@
-"""How documents are laid into rows where nobody says it: packed where the model keeps them apart, else one to a row."""
+"""The default of packing: documents are packed into rows if the model isolates them, otherwise each gets its own
+row."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ ANYHOW = "isolate_documents: false packs them anyway"
 
 @dataclass(frozen=True)
 class Packing:
-    """``asked``: the setting ``isolate_documents``. ``isolates``: whether the model keeps documents apart. ``why``: the
-    reason, for a person. ``is_measured``: other models of this family were seen to keep documents apart."""
+    """Whether and why documents are packed. ``asked``: the setting ``isolate_documents``. ``isolates``: whether the
+    model isolates packed documents. ``why``: the reason, for the user. ``is_measured``: whether other models of this
+    family were tested and isolate documents."""
 
     asked: Optional[bool]
     isolates: bool
@@ -27,29 +29,29 @@ class Packing:
 
     @classmethod
     def expected(cls, data: DataSettings, config: PretrainedConfig) -> Packing:
-        """What ``config`` lets expect, before there is a model to ask."""
+        """Return what ``config`` suggests, before the model is loaded and can be tested."""
         leak = declared_leak(config)
-        why = f"{config.model_type} {leak or 'is to be asked'}"
+        why = f"{config.model_type} {leak or 'is not tested yet'}"
         return cls(data.isolate_documents, leak is None, why, leak is None and config.model_type in MEASURED)
 
     def applied(self, data: DataSettings) -> DataSettings:
-        """``data`` with ``packing`` and ``isolate_documents`` decided."""
+        """Return ``data`` with ``packing`` and ``isolate_documents`` decided."""
         if not data.packing or data.isolate_documents is not None:
             return replace(data, isolate_documents=bool(data.isolate_documents))
         return replace(data, packing=self.isolates, isolate_documents=self.isolates)
 
     def asked_of(self, model: nn.Module, vocab_size: int) -> Packing:
-        """What the model itself says, where nothing is declared already. Raises ModelError where isolation was demanded
-        and is not there.
+        """Return the decision after testing the model, unless the configuration already decides. Raises ModelError if
+        isolation is required and the model does not isolate documents.
 
-        A model in parts on several ranks cannot be asked: its family decides, and of one that was not measured rows are
-        not packed, for nobody would know.
+        A model that is sharded over ranks cannot be tested, so its family decides. If the family was not tested, rows
+        are not packed.
         """
         if self.asked is False or (self.asked is None and not self.isolates):
             return self
         name = type(model).__name__
         if not can_be_asked(model):
-            seen = "others of its family keep documents apart" if self.is_measured else "its family was not measured"
+            seen = "others of its family keep documents apart" if self.is_measured else "its family was not tested"
             why = f"the weights of {name} are sharded, so it cannot be tested; {seen}"
             return replace(self, isolates=self.is_measured, why=why)
         keeps_apart = isolates(model, vocab_size)
@@ -62,9 +64,9 @@ class Packing:
         return replace(self, isolates=keeps_apart, why=why)
 
     def line(self) -> str:
-        """What was chosen, and why."""
+        """Return the decision and its reason in one line."""
         if self.asked is False:
-            return "rows: packed; documents see those before them in the row (isolate_documents: false)"
+            return "rows: packed; documents see the documents before them in the row (isolate_documents: false)"
         if self.isolates:
             return f"rows: packed, documents isolated: {self.why}"
         return f"rows: one document each, not packed, because {self.why}; {ANYHOW}"

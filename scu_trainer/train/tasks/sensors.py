@@ -1,4 +1,4 @@
-"""Classifiers of recordings by several sensors: accuracy and bits per label."""
+"""The task sensor-classification: recordings of several sensors, accuracy and bits per label."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ class SensorTask:
         model, own = job.model, job.own
         require(
             not own.synthetic or job.data.dataset == SYNTHETIC,
-            f"synthetic: true generates recordings, and dataset is {job.data.dataset!r}; drop one of them",
+            f"synthetic: true generates recordings, but dataset is {job.data.dataset!r}; drop one of them",
         )
         require(
             model.tuning != "lora" or model.model_name_or_path is not None,
-            "tuning: lora adapts a trained model, and there is none; use tuning: full, give model_name_or_path, or use "
-            "tuning: qlora, which packs random transformer blocks and trains all else beside their adapters",
+            "tuning: lora adapts a trained model, but there is none; use tuning: full, give model_name_or_path, or use "
+            "tuning: qlora, which quantizes random transformer blocks and trains their adapters and everything else",
         )
         require(
             model.teacher is None or not own.report_head,
-            "a teacher only teaches its classes, but report_head also learns words; drop one of them",
+            "a teacher teaches only its classes, but report_head also learns words; drop one of them",
         )
         refuse_unsound(model, job.training)
         check_limits(model, job.memory, len(cuda_bytes(job.training)))
         require(
             own.checkpoint_branches is None or not checkpoints(job),
-            "checkpoint_every_layer covers all branches, and checkpoint_branches names some; drop one of them",
+            "checkpoint_every_layer covers all branches, but checkpoint_branches names some; drop one of them",
         )
         if model.model_name_or_path is None:
             own.check_parts()
@@ -96,8 +96,8 @@ class SensorTask:
             require(value is None, f"branch_devices and {name} both decide where weights are placed; drop one of them")
         require(
             model.tuning != "qlora",
-            "branch_devices moves layers in full precision, and tuning is qlora, which packs them where they are "
-            "computed; use tuning: full or lora, or drop branch_devices",
+            "branch_devices moves layers in full precision, but tuning: qlora quantizes them on the device that "
+            "computes them; use tuning: full or lora, or drop branch_devices",
         )
         require(
             training.world_size == 1 and not training.deepspeed and not training.fsdp,
@@ -121,12 +121,12 @@ class SensorTask:
         )
         require(
             own.frozen_branches is None or model.tuning == "full",
-            f"frozen_branches is for tuning: full, and tuning: {model.tuning} keeps all branches as they are beside "
+            f"frozen_branches is for tuning: full, and tuning: {model.tuning} already freezes all branches except for "
             "its adapters; drop one of them",
         )
         require(
             own.quantized_branches is None or model.tuning == "qlora",
-            f"quantized_branches is for tuning: qlora, and tuning is {model.tuning}; drop one of them",
+            f"quantized_branches is for tuning: qlora, but tuning is {model.tuning}; drop one of them",
         )
 
     def _check_offloading(self, job: Job) -> None:
@@ -134,7 +134,7 @@ class SensorTask:
             return
         require(
             job.model.tuning == "lora",
-            f"offload_linears_mb moves frozen layers in full precision, and tuning is {job.model.tuning}; use tuning: "
+            f"offload_linears_mb moves frozen layers in full precision, but tuning is {job.model.tuning}; use tuning: "
             "lora, or drop it",
         )
         require(
@@ -154,8 +154,8 @@ class SensorTask:
         own.check_parts()
         require(
             job.model.tuning == "full" or config is None or not own.report_head or bool(config.report_words),
-            f"report_head: true adds a new head to {job.model.model_name_or_path}, and an adapter alone could not say "
-            "which words it knows; use tuning: full, or give a model that was trained with report_head: true",
+            f"report_head: true adds a new head to {job.model.model_name_or_path}, but a saved adapter cannot store "
+            "its words; use tuning: full, or give a model that was trained with report_head: true",
         )
         data = prepare_sensors(
             job.data,
@@ -171,7 +171,7 @@ class SensorTask:
         if teacher is not None:
             require_same(job.model.teacher, trained_label_names(teacher), list(data.label_names), "classes")
             require_same(job.model.teacher, branches_of(stored_config(teacher), own), own.branches, "branches")
-        shapes = _shapes(data)
+        shapes = _branch_shapes(data)
         heads = Heads(data.label_names, data.report_words, _report_length(config, data), own.report_weight)
         is_random, settings = config is None, job.model
         if is_random and (settings.tuning == "qlora" or settings.device_map is not None):
@@ -239,7 +239,7 @@ class SensorTask:
             report_words=known_report_words(config),
             may_lack_branches=True,
         )
-        shapes = _shapes(data)
+        shapes = _branch_shapes(data)
         heads = Heads(data.label_names, data.report_words, _report_length(config, data))
         model = load_scored_trident(source.model, own, heads, shapes)
         return TrainingComponents(None, data, model, SensorCollator(input_shapes(config, shapes)))
@@ -253,23 +253,24 @@ class SensorTask:
 
 
 def own_of(config: Optional[TridentConfig], own: SensorSettings) -> SensorSettings:
-    """Branches and heads as a trained model has them. Raises ModelError where other branches are asked for."""
+    """Return ``own`` with the branches and the report head of a trained model. Raises ModelError if other branches are
+    requested."""
     has_reports = own.report_head or known_report_words(config) is not None
     return replace(own, branches=branches_of(config, own), report_head=has_reports)
 
 
 def known_report_words(config: Optional[TridentConfig]) -> Optional[list[str]]:
-    """Of a trained model; None where there is no model, or none with a report head."""
+    """Return the words of a trained model's report head; None without a model or report head."""
     return list(config.report_words) if config is not None and config.report_words else None
 
 
 def _report_length(config: Optional[TridentConfig], data: PreparedSamples) -> int:
-    """Words of the longest report that was trained on, with the end."""
+    """Return the number of words of the longest training report, including the end word."""
     longest = max((len(ids) - 1 for ids in data.train.report_ids or ()), default=0)
     return longest if config is None else max(longest, config.report_length)
 
 
-def _shapes(data: PreparedSamples) -> dict[str, tuple[int, ...]]:
-    """Of what is trained on and of what is held out, which may have a branch more."""
+def _branch_shapes(data: PreparedSamples) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all branches of training and held-out recordings, which may have an additional branch."""
     held_out = {} if data.eval is None else data.eval.store.shapes
     return {**held_out, **data.train.store.shapes}

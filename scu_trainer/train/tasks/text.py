@@ -1,4 +1,4 @@
-"""Causal language models: documents, tokens, bits per token."""
+"""The task text-generation: causal language models, documents, tokens, bits per token."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ from scu_trainer.train.tasks.packing import Packing
 logger = logging.getLogger("scu_trainer")
 
 PROBED_TOKENS = 32
-"""Enough to see which kernels run; whole rows with their logits belong to the memory loop."""
+"""Enough tokens to see which kernels run. Whole rows with their logits could exceed memory, which only the memory loop
+handles."""
 
 
 class TextTask:
@@ -73,7 +74,7 @@ class TextTask:
     def load(self, job: Job, console: Console) -> TrainingComponents:
         cache_dir, device = default_cache_dir(job.data.cache_dir), job.training.device
         require_quantization(job.model, device)
-        settings, tokenizer = _with_base(with_adapter_as_model(job.model), cache_dir, console)
+        settings, tokenizer = _with_default_model(with_adapter_as_model(job.model), cache_dir, console)
         start = Path(located(settings.model_name_or_path))
         new_rows = () if is_adapter(start) else add_tokens(tokenizer, settings)
         teacher = teacher_of(job)
@@ -88,12 +89,12 @@ class TextTask:
         if placement is not None:
             console.print(placement.line(checkpoints(job)), soft_wrap=True)
         seed, name = seed_of_data(job.training), settings.model_name_or_path
-        of_model = {"seed": seed, "cache_dir": cache_dir, "model_name": name}
-        of_anchor = {"tokenizer": tokenizer, **of_model}
+        data_options = {"seed": seed, "cache_dir": cache_dir, "model_name": name}
+        anchor_options = {"tokenizer": tokenizer, **data_options}
         say_reading(console, f"the data: {job.data.shown_dataset}")
-        data = prepare(packing.applied(job.data), tokenizer, **of_model)
+        data = prepare(packing.applied(job.data), tokenizer, **data_options)
         say_data(console, data)
-        anchor = _anchor(job, packing.applied(job.data), data, of_anchor)
+        anchor = _read_anchor(job, packing.applied(job.data), data, anchor_options)
         say_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
         before_model_bytes = begin_model(job)
         model = load_model(settings, device=device, placement=placement)
@@ -102,13 +103,13 @@ class TextTask:
         elif new_rows:
             grow_embeddings(model, new_rows[-1] + 1)
         require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
-        asked = packing.asked_of(model, len(tokenizer))
-        if asked.applied(job.data) != packing.applied(job.data):
-            data = prepare(asked.applied(job.data), tokenizer, **of_model)
+        tested_packing = packing.asked_of(model, len(tokenizer))
+        if tested_packing.applied(job.data) != packing.applied(job.data):
+            data = prepare(tested_packing.applied(job.data), tokenizer, **data_options)
             say_data(console, data)
-            anchor = _anchor(job, asked.applied(job.data), data, of_anchor)
+            anchor = _read_anchor(job, tested_packing.applied(job.data), data, anchor_options)
         if job.data.packing:
-            console.print(asked.line(), soft_wrap=True)
+            console.print(tested_packing.line(), soft_wrap=True)
         parts = finish(
             job,
             console,
@@ -123,26 +124,32 @@ class TextTask:
         if job.retention.retain == SAMPLED:
             if placement is None and settings.tuning != "qlora":
                 parts.model.to(device)
-            anchor = _sampled_anchor(job, asked.applied(job.data), parts, of_anchor)
+            anchor = _sampled_anchor(job, tested_packing.applied(job.data), parts, anchor_options)
         parts.anchor = anchor
         if anchor is not None and (settings.tuning == "full" or is_adapter(start)):
             parts.load_base = functools.partial(load_for_evaluation, settings.model_name_or_path, settings)
         if teacher is not None:
             parts.teacher = load_for_evaluation(job.model.teacher, teacher)
             require_fit(parts.teacher, job.model.teacher, len(tokenizer), job.data.block_size)
-            _require_isolating(parts.teacher, asked.applied(job.data), job.model.teacher, len(tokenizer))
+            _require_isolating(parts.teacher, tested_packing.applied(job.data), job.model.teacher, len(tokenizer))
         return parts
 
     def load_scored(self, source: Source) -> TrainingComponents:
-        name, of_rows = source.model.model_name_or_path, source.tokenizer_of or source.model
+        name, tokenizer_settings = source.model.model_name_or_path, source.tokenizer_of or source.model
         tokenizer, cache_dir = load_tokenizer(source.model), default_cache_dir(source.data.cache_dir)
-        makes_rows = tokenizer if of_rows == source.model else load_tokenizer(of_rows)
-        of_split = {"seed": source.seed, "cache_dir": cache_dir, "model_name": of_rows.model_name_or_path}
+        row_tokenizer = tokenizer if tokenizer_settings == source.model else load_tokenizer(tokenizer_settings)
+        data_options = {
+            "seed": source.seed,
+            "cache_dir": cache_dir,
+            "model_name": tokenizer_settings.model_name_or_path,
+        }
         model = load_for_evaluation(name, source.model)
         packing = Packing.expected(source.data, model.config).asked_of(model, len(tokenizer))
-        data = prepare(packing.applied(source.data), makes_rows, **of_split)
+        data = prepare(packing.applied(source.data), row_tokenizer, **data_options)
         if source.windows is not None and data.eval is not None:
-            data = replace(data, eval=SlidingRows(whole_held_out(source.data, makes_rows, **of_split), source.windows))
+            data = replace(
+                data, eval=SlidingRows(whole_held_out(source.data, row_tokenizer, **data_options), source.windows)
+            )
         if data.eval is not None:
             require_fit(model, name, len(tokenizer), max(data.eval["length"]))
         return TrainingComponents(tokenizer, data, model, Collator.of(tokenizer))
@@ -155,52 +162,59 @@ class TextTask:
         return {name: batch[name][:, :PROBED_TOKENS] for name in MODEL_INPUTS if name in batch}
 
 
-def _sampled_anchor(job: Job, data: DataSettings, parts: TrainingComponents, how: dict[str, Any]) -> Optional[Anchor]:
-    """Of what the model writes before it is trained."""
+def _sampled_anchor(
+    job: Job, data: DataSettings, parts: TrainingComponents, anchor_options: dict[str, Any]
+) -> Optional[Anchor]:
+    """Return the anchor of text that the model generates before training."""
     if data.is_mixture:
         names = ", ".join(source.name for source in data.sources)
-        logger.info("retain: %s is what the model writes; to keep a source of the data, name it: %s", SAMPLED, names)
+        logger.info(
+            "retain: %s means text that the model generates; to retain a source of the data, give its name: %s",
+            SAMPLED,
+            names,
+        )
     path = sampled_text(
         parts.model,
-        how["tokenizer"],
-        how["cache_dir"],
+        anchor_options["tokenizer"],
+        anchor_options["cache_dir"],
         documents=job.retention.retain_documents,
         tokens=data.block_size,
-        seed=how["seed"],
+        seed=anchor_options["seed"],
     )
     job = replace(job, retention=replace(job.retention, retain=str(path)))
-    return replace(_anchor(job, data, parts.data, how), name="text that the model wrote")
+    return replace(_read_anchor(job, data, parts.data, anchor_options), name="text that the model wrote")
 
 
-def _anchor(job: Job, data: DataSettings, prepared: Any, how: dict[str, Any]) -> Optional[Anchor]:
-    """What must not be forgotten. ``prepared``: the data that are learned."""
+def _read_anchor(job: Job, data: DataSettings, prepared: Any, anchor_options: dict[str, Any]) -> Optional[Anchor]:
+    """Return the anchor, the text that must not be forgotten; None without one, and for ``retain: sampled``, where it
+    does not exist yet. ``prepared``: the training data."""
     settings = job.retention
     if not settings.acts or settings.retain == SAMPLED:
         return None
     training, regularization = job.training, job.regularization
     rows_per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
-    rows = 0 if data.streaming else len(prepared.train)  # a stream is counted in steps
+    rows = 0 if data.streaming else len(prepared.train)  # with a stream the length of the run is given by max_steps
     has_lambda = regularization is not None and not regularization.steers
     choose = chooser(settings, job.planned_steps(rows) * rows_per_step, has_lambda)
-    return read_anchor(data, settings.retain, settings.retain_documents, choose=choose, **how)
+    return read_anchor(data, settings.retain, settings.retain_documents, choose=choose, **anchor_options)
 
 
-def _with_base(settings: ModelSettings, cache_dir: Path, console: Console):
-    """The settings with a model name filled in, and the tokenizer of that model."""
+def _with_default_model(settings: ModelSettings, cache_dir: Path, console: Console):
+    """Return the settings with the model name filled in, and the tokenizer of that model."""
     if settings.model_name_or_path is not None:
         return settings, load_tokenizer(settings)
     if not is_cached(cache_dir, settings.embedded_base_steps):
         console.print(
-            "making the embedded base model, once: a Granite hybrid on Python's documentation", soft_wrap=True
+            "training the embedded base model once: a Granite hybrid on Python's documentation", soft_wrap=True
         )
     folder = embedded_base(cache_dir, settings.embedded_base_steps)
     return replace(settings, model_name_or_path=str(folder)), embedded_tokenizer(cache_dir)
 
 
 def _require_isolating(teacher: torch.nn.Module, rows: DataSettings, name: str, vocab_size: int) -> None:
-    """Raise ModelError for a teacher that would see documents together which the student sees apart."""
+    """Raise ModelError if the student isolates packed documents and the teacher does not."""
     if rows.packing and rows.isolate_documents and not isolates(teacher, vocab_size):
         raise ModelError(
-            f"the teacher {name} lets packed documents see each other, and the student keeps them apart; set packing: "
+            f"the teacher {name} lets packed documents see each other, but the student keeps them apart; set packing: "
             "false"
         )

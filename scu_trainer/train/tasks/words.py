@@ -1,4 +1,4 @@
-"""The GRU over words: texts with a category, words, bits per word."""
+"""The task word-generation: a GRU over words, texts with a category, bits per word."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from scu_trainer.train.loss.rows.row_readings import preprocess_logits
 from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
 
 ADAPTED = ("projection", "categories")
-"""What LoRA can act on. The GRU's weights go to a fused kernel that would pass adapters by, and use the word "
-"embedding as the output matrix as well: an adapter on one of both would be merged into the other."""
+"""Modules that LoRA can adapt. The GRU's weights go to a fused kernel that would ignore adapters. The word embedding is
+also the output matrix, so an adapter on one of them would be merged into the other."""
 
 PROBED_WORDS = 32
 
@@ -45,25 +45,25 @@ class WordTask:
         model = job.model
         require(
             model.tuning != "qlora",
-            "tuning: qlora stores linear layers in 4 or 8 bits, and a GRU has almost none; use tuning: full or lora",
+            "tuning: qlora stores linear layers in 4 or 8 bits, but a GRU has almost none; use tuning: full or lora",
         )
         require(
             model.tuning == "full" or model.model_name_or_path is not None,
-            "tuning: lora adapts a trained model, and this one starts from scratch; use tuning: full, or give "
+            "tuning: lora adapts a trained model, but this one starts from scratch; use tuning: full, or give "
             "model_name_or_path",
         )
-        others = set(model.lora_target_modules or ()) - {*ADAPTED, "all-linear"}
+        unsupported = set(model.lora_target_modules or ()) - {*ADAPTED, "all-linear"}
         require(
-            model.tuning != "lora" or not others,
-            f"lora_target_modules names {', '.join(sorted(others))}; of a GRU model adapters act on "
-            f"{' and '.join(ADAPTED)} only: its recurrent weights go to a fused kernel that ignores them, and its "
-            "word embedding is the output matrix too",
+            model.tuning != "lora" or not unsupported,
+            f"lora_target_modules names {', '.join(sorted(unsupported))}, but in a GRU model adapters act only on "
+            f"{' and '.join(ADAPTED)}: its recurrent weights go to a fused kernel that ignores adapters, and its word "
+            "embedding is also the output matrix",
         )
         require(model.device_map is None, "device_map places large language models; for a GRU drop it")
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
         teacher = teacher_of(job)
-        data = _prepared(job, teacher)
+        data = _prepared_data(job, teacher)
         say_data(console, data)
         before_model_bytes = begin_model(job)
         if job.model.model_name_or_path is None:
@@ -88,7 +88,7 @@ class WordTask:
         return parts
 
     def load_scored(self, source: Source) -> TrainingComponents:
-        tokenizer, names = _known(source.model)
+        tokenizer, names = _tokenizer_and_categories(source.model)
         data = prepare_words(
             source.data,
             source.own,
@@ -110,7 +110,7 @@ class WordTask:
 
 
 def new_model(data: PreparedWords, own: WordSettings) -> CadenceForCausalLM:
-    """A model with random weights for the words and categories of ``data``."""
+    """Return a model with random weights for the words and categories of ``data``."""
     tokenizer = data.tokenizer
     config = CadenceConfig(
         vocab_size=len(tokenizer),
@@ -133,14 +133,15 @@ def collator_of(data: PreparedWords) -> Collator:
     return replace(Collator.of(data.tokenizer), carry=("sample_index", "category_ids"))
 
 
-def _prepared(job: Job, teacher: Optional[ModelSettings]) -> PreparedWords:
-    """With the words and categories of the trained model, if there is one; a new one has those of its teacher."""
+def _prepared_data(job: Job, teacher: Optional[ModelSettings]) -> PreparedWords:
+    """Prepare the data with the words and categories of the trained model, if there is one; a new model takes those of
+    its teacher."""
     known: dict[str, Any] = {}
     source = teacher if job.model.model_name_or_path is None else job.model
     if source is not None:
-        known["tokenizer"], known["category_names"] = _known(source)
+        known["tokenizer"], known["category_names"] = _tokenizer_and_categories(source)
     if teacher is not None:
-        tokenizer, names = _known(teacher)
+        tokenizer, names = _tokenizer_and_categories(teacher)
         vocabularies = tokenizer.get_vocab(), known["tokenizer"].get_vocab()
         require_same(job.model.teacher, *vocabularies, "words")
         require_same(job.model.teacher, list(names), list(known["category_names"]), "categories")
@@ -148,15 +149,15 @@ def _prepared(job: Job, teacher: Optional[ModelSettings]) -> PreparedWords:
     return prepare_words(job.data, job.own, seed=seed_of_data(job.training), cache_dir=cache_dir, **known)
 
 
-def _known(settings: ModelSettings) -> tuple[Any, list[str]]:
-    """Tokenizer and category names of a trained model. Raises ModelError for a model of another kind."""
+def _tokenizer_and_categories(settings: ModelSettings) -> tuple[Any, list[str]]:
+    """Return tokenizer and category names of a trained model. Raises ModelError for a model of another class."""
     tokenizer = load_tokenizer(settings)
     name = base_of(Path(settings.model_name_or_path).expanduser())
-    # No code of the model's: a model of another class could not be trained here.
+    # The model's own code is never needed, because a model of another class cannot be trained here.
     config = AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=False)
     if not isinstance(config, CadenceConfig):
         raise ModelError(
-            f"{settings.model_name_or_path!r} is a {config.model_type} model, and task: word-generation trains "
-            f"{CadenceConfig.model_type} models; leave model_name_or_path out to start a new one"
+            f"{settings.model_name_or_path!r} is a {config.model_type} model, but task: word-generation trains "
+            f"{CadenceConfig.model_type} models; drop model_name_or_path to start a new one"
         )
     return tokenizer, config.category_names
