@@ -57,7 +57,7 @@ def test_a_teacher_of_other_tokens_is_refused(flags, teacher, capsys):
     content["model"]["merges"] = []
     path.write_text(json.dumps(content))
     message = refused(capsys, [*flags, "--teacher", str(teacher)])
-    assert "does not have the tokens of the student" in message and str(teacher) in message
+    assert "does not have the same tokens as the student" in message and str(teacher) in message
 
 
 def test_a_teacher_and_a_base_that_were_trained_again_are_named(flags, teacher, tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_a_classifier_of_other_classes_is_refused(tmp_path, capsys):
     tiny.vit().save_pretrained(tmp_path / "teacher")
     words = [*IMAGES.split(), "--teacher", str(tmp_path / "teacher"), "--output_dir", str(tmp_path / "run")]
     message = refused(capsys, [*words, "--cache_dir", str(tmp_path / "cache")])
-    assert "does not have the classes of the student" in message
+    assert "does not have the same classes as the student" in message
 
 
 WORDS = "--task word-generation --dataset_size 60 --max_steps 2 --use_cpu true"

@@ -588,15 +588,15 @@ def test_micro_batches_begin_as_large_as_main_memory_lets_them(model_dir, monkey
     words = ["--memory_control", "true", "--per_device_train_batch_size", 8]
     monkeypatch.setattr(predict, "estimate_of", a_mebibyte_per_row)
     limit_bytes = round(5.5 * 1.15 * 2**20)
-    monkeypatch.setattr(record, "_killing_limit", lambda job, parts: limit_bytes)
+    monkeypatch.setattr(record, "_available_main_memory", lambda job, parts: limit_bytes)
     found = record.prediction(small_job(model_dir, *words), model)
     assert (found.step.rows, found.whole.rows, found.first_tokens) == (5, 8, 5 * 32)
-    assert found.line.endswith(" of main memory are there for it, and larger ones would not fit")
+    assert found.line.endswith(" of main memory are available, and larger micro-batches would not fit")
     kept = record.prediction(small_job(model_dir, *words[2:], "--memory_control", "false"), model)
-    assert kept.first_tokens is None and kept.line.endswith("scu-trainer plan names settings that take less")
+    assert kept.first_tokens is None and kept.line.endswith("scu-trainer plan suggests smaller settings")
     limit_bytes += 2**30
     found = record.prediction(small_job(model_dir, *words), model)
-    assert found.first_tokens is None and "there for it" not in found.line
+    assert found.first_tokens is None and "of main memory are available" not in found.line
 
 
 @pytest.mark.parametrize(("all_rows", "rows", "parts"), [(20, 8, 3), (16, 8, 2), (6, 6, 1), (100, 8, 4)])
@@ -616,9 +616,9 @@ def test_the_limit_counts_what_the_model_holds_already(model_dir, monkeypatch):
     job, parts = small_job(model_dir), loaded(tiny.llama())
     monkeypatch.setattr(record, "free_memory", lambda training: SimpleNamespace(main_bytes=1000))
     monkeypatch.setattr(record, "resident_bytes", lambda process: 700)
-    assert record._killing_limit(job, parts) is None
+    assert record._available_main_memory(job, parts) is None
     parts.before_model_bytes = 200
-    assert record._killing_limit(job, parts) == 1500
+    assert record._available_main_memory(job, parts) == 1500
 
 
 def test_a_run_begins_with_micro_batches_that_are_predicted_to_fit(tmp_path, monkeypatch):
@@ -629,7 +629,7 @@ def test_a_run_begins_with_micro_batches_that_are_predicted_to_fit(tmp_path, mon
     for name in ("whole", "short"):
         if name == "short":
             monkeypatch.setattr(predict, "estimate_of", a_mebibyte_per_row)
-            monkeypatch.setattr(record, "_killing_limit", lambda job, parts: 3 * 2**20)
+            monkeypatch.setattr(record, "_available_main_memory", lambda job, parts: 3 * 2**20)
         run(small_job(model, *words, "--output_dir", tmp_path / name))
         found.append(load_file(tmp_path / name / "model.safetensors"))
         rows = json.loads((tmp_path / name / "memory_history.json").read_text())

@@ -1,8 +1,8 @@
-"""What a training step will hold in memory, found from shapes alone: the step runs once on tensors without content.
+"""Prediction of the memory of a training step from shapes: the step runs once on fake tensors, which have no data.
 
-skeleton.py   the model, its weights without content: of a job that is loaded, or of a configuration file
-live.py       counts what is alive while a step runs, by part
-shapes.py     the largest micro-batch that the memory loop will make of a step
-step.py       runs the step: as many forward and backward passes as it takes to see its highest moment
-predict.py    all of it together: the figures that ``hardware/estimate.py`` adds up
+skeleton.py   a model with fake weights: a copy of a loaded one, or made from a configuration file
+live.py       counts the bytes of live tensors by part while a step runs
+shapes.py     the largest micro-batch that the memory loop will make
+step.py       runs forward and backward passes until the peak of a step is known
+predict.py    combines these into the figures that ``hardware/estimate.py`` adds up
 """

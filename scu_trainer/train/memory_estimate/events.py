@@ -1,4 +1,4 @@
-"""What a step takes and frees, in order: kept to tell what it would be with more rows, or with more layers."""
+"""The allocations and frees of a step, in order, from which those of a step with more rows or layers are derived."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ PARTS = WEIGHTS, GRADIENTS, LOGITS, ACTIVATIONS = "weights", "gradients", "logit
 
 @dataclass(frozen=True)
 class Events:
-    """``sizes``: (part, bytes) of all that is taken, or freed if they are negative; what turns out to be for something
-    else is both. ``taken``: for each of them the number of the event that took it, -1 if it was there before.
-    ``marks``: (number of events before it, name)."""
+    """The allocations and frees of a step.
+
+    ``sizes``: (part, bytes) of each event, negative for a free. Memory that turns out to belong to another part is
+    freed from one and allocated to the other. ``taken``: for each event, the number of the event that allocated the
+    memory; -1 if it existed before. ``marks``: (number of events before the mark, name).
+    """
 
     sizes: list[tuple[str, int]] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
@@ -23,8 +26,8 @@ class Events:
         self.marks.append((len(self.sizes), name))
 
     def highest(self, gradients_bytes: Optional[int] = None) -> dict[str, int]:
-        """Bytes by part when their sum is highest. ``gradients_bytes``: those of earlier micro-batches, which are
-        there from the beginning, and to which new ones are added."""
+        """Return the bytes by part at the peak of their sum. ``gradients_bytes``: gradients of earlier micro-batches,
+        which exist from the start and to which new gradients are added in place."""
         live = dict.fromkeys(PARTS, 0)
         live[GRADIENTS] = gradients_bytes or 0
         highest, most_bytes, now_bytes = dict(live), live[GRADIENTS], live[GRADIENTS]
@@ -39,8 +42,8 @@ class Events:
 
 
 def at_rows(rows: int, few: tuple[int, Events], more: tuple[int, Events]) -> Optional[Events]:
-    """The events of a step of ``rows`` rows, from those of two steps, each with its number of rows. None where these
-    are not the same but for sizes."""
+    """Return the events of a step of ``rows`` rows, extrapolated from those of two other steps, each given with its
+    number of rows. Returns None if these two differ in more than sizes."""
     (few_rows, a), (more_rows, b) = few, more
     if [part for part, _ in a.sizes] != [part for part, _ in b.sizes] or a.marks != b.marks:
         return None

@@ -1,8 +1,8 @@
-"""Deep models predicted from shallow ones: what happens in memory in one layer happens in each of its kind.
+"""Prediction of deep models from shallow ones, because all layers of a kind use memory in the same way.
 
-A step is a sequence of segments: what comes before the layers, each layer's forward, the loss, each layer's backward,
-what comes after. The step of a deep model is put together from the segments of a shallow one, which has the first layer
-and the last, and one of each kind that lies between two others.
+A step is a sequence of segments: everything before the layers, each layer's forward, the loss, each layer's backward,
+and everything after. The step of a deep model is assembled from the segments of a shallow model, which has the first
+layer, the last layer, and one layer of each kind that occurs between them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ DEPTH = "num_hidden_layers"
 
 
 def kinds_of(config: PretrainedConfig) -> list[tuple]:
-    """Of each layer what the configuration says of it alone, in order."""
+    """Return the kind of each layer, in order: its entries in all lists of the configuration with one entry per
+    layer."""
     text = config.get_text_config()
     depth = getattr(text, DEPTH)
     lists = [value for value in vars(text).values() if isinstance(value, (list, tuple)) and len(value) == depth]
@@ -33,7 +34,7 @@ def kinds_of(config: PretrainedConfig) -> list[tuple]:
 
 
 def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """A copy of ``config`` with only these layers, by number."""
+    """Return a copy of ``config`` with only the layers of these numbers."""
     found = copy.deepcopy(config)
     text = found.get_text_config()
     depth = getattr(text, DEPTH)
@@ -45,13 +46,15 @@ def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCo
 
 
 def shallow(kinds: Sequence[tuple]) -> list[int]:
-    """Numbers of the layers of a shallow model: the first, the last, and of each kind the first between them."""
+    """Return the numbers of the layers for a shallow model: the first, the last, and the first of each kind between
+    them."""
     between = {kind: number for number, kind in reversed(list(enumerate(kinds[1:-1], start=1)))}
     return sorted({0, len(kinds) - 1, *between.values()})
 
 
 def as_all_layers(kinds: Sequence[tuple], layers: Sequence[int]) -> list[int]:
-    """For each layer of the deep model the place among ``layers``, those of a shallow one, of the layer it is like."""
+    """Return, for each layer of the deep model, the index in ``layers`` (those of the shallow model) of the layer that
+    represents it."""
     of_kind = {kinds[layer]: layer for layer in reversed(layers) if 0 < layer < len(kinds) - 1}
     alike = (number if number in layers else of_kind[kind] for number, kind in enumerate(kinds))
     return [layers.index(layer) for layer in alike]
@@ -61,14 +64,14 @@ def as_all_layers(kinds: Sequence[tuple], layers: Sequence[int]) -> list[int]:
 
 
 def layers_of(model: nn.Module, count: int) -> Optional[nn.ModuleList]:
-    """The list of its ``count`` layers, if it has one."""
+    """Return the module list with ``count`` layers, or None if there is none."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return next((found for found in lists if len(found) == count), None)
 
 
 def shapes_by_part(model: nn.Module, count: int) -> list[dict[str, torch.Size]]:
-    """Shapes of the weights of each of its ``count`` layers by their names, without those of a layer before it, and
-    last those of the rest. Empty where there is no list of layers."""
+    """Return {name: shape} of the weights of each of the ``count`` layers, and last of the rest of the model. Shared
+    weights are only in their first layer. The result is empty if there is no list of layers."""
     layers, seen, found = layers_of(model, count), set(), []
     for part in () if layers is None else (*layers, model):
         found.append({name: weight.shape for name, weight in part.named_parameters() if weight not in seen})
@@ -78,8 +81,8 @@ def shapes_by_part(model: nn.Module, count: int) -> list[dict[str, torch.Size]]:
 
 @contextlib.contextmanager
 def marked(layers: Sequence[nn.Module], events: Events) -> Iterator[None]:
-    """Inside, ``events`` get a mark where each layer's forward begins, where the last one ends, and where each layer's
-    backward begins. What a checkpoint computes again belongs to backward."""
+    """Add marks to ``events`` in this context: where each layer's forward begins, where the last one ends, and where
+    each layer's backward begins. Recomputation by activation checkpointing belongs to backward."""
     begun: set[int] = set()
     ended: set[int] = set()
 
@@ -105,8 +108,9 @@ def marked(layers: Sequence[nn.Module], events: Events) -> Iterator[None]:
 
 
 def deepened(events: Events, stand_ins: Sequence[int]) -> Optional[Events]:
-    """The events of a model that has more layers. ``stand_ins``: for each of these the shallow model's layer that it is
-    like, by its place. None where the shallow model did not run layer after layer."""
+    """Return the events of the deep model from those of the shallow one. ``stand_ins``: for each layer of the deep
+    model, the index of the shallow model's layer that represents it. Returns None if the shallow model did not run its
+    layers one after another."""
     count = max(stand_ins) + 1
     names = [*(("forward", i) for i in range(count)), ("loss", 0), *(("backward", i) for i in reversed(range(count)))]
     if [name for _, name in events.marks] != names:
@@ -116,15 +120,16 @@ def deepened(events: Events, stand_ins: Sequence[int]) -> Optional[Events]:
     segments = [
         events.sizes[: borders[0]],
         *(part["forward", i] for i in stand_ins),
-        _loss_of_all(events, borders[: count + 2], stand_ins),
+        _loss_events(events, borders[: count + 2], stand_ins),
         *(part["backward", i] for i in reversed(stand_ins)),
     ]
     return Events(list(itertools.chain.from_iterable(segments)))
 
 
-def _loss_of_all(events: Events, borders: Sequence[int], stand_ins: Sequence[int]) -> list[tuple[str, int]]:
-    """What layers made and the end of the forward frees (keys and values that are cached) is freed once for each.
-    ``borders``: where each layer begins, where the loss does, and where that ends."""
+def _loss_events(events: Events, borders: Sequence[int], stand_ins: Sequence[int]) -> list[tuple[str, int]]:
+    """Return the events of the loss in the deep model. Memory that a layer allocated and that is freed at the end of
+    the forward pass (cached keys and values) is freed once for each represented layer. ``borders``: the starts of all
+    layers, and start and end of the loss."""
     found = []
     for event in range(borders[-2], borders[-1]):
         layer = bisect.bisect_right(borders, events.taken[event]) - 1

@@ -1,6 +1,6 @@
-"""Counts the bytes of all tensors that are alive while code runs, by what they are for.
+"""Count the bytes of all live tensors while code runs, by part: weights, gradients, logits, activations.
 
-Works on real tensors and on those without content (``FakeTensorMode``): only sizes are looked at.
+This works on real tensors and on fake ones (``FakeTensorMode``), because only sizes are used.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from scu_trainer.train.memory_estimate.compiled import PRODUCTS, CompiledProduct
 from scu_trainer.train.memory_estimate.events import ACTIVATIONS, GRADIENTS, LOGITS, PARTS, WEIGHTS, Events
 
 ASK_FOR_CONTENT = torch.ops.aten._local_scalar_dense.default
-ASK_FOR_DEVICE = torch.ops.prim.device.default  # two of three calls; the mode below takes long to say it
+ASK_FOR_DEVICE = torch.ops.prim.device.default  # two thirds of all calls, and slow in FakeTensorMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within this context every new tensor counts until it is freed. ``live``: bytes by part now; ``peak``: at the
-    moment when their sum was highest. ``events``: what was taken and freed since ``forget_peak``.
+    """Counts every tensor that is created in this context until it is freed.
 
-    What an operation makes whose last dimension has ``vocabulary`` entries counts as logits. What kernels allocate
-    inside of themselves is not seen. ``heap``: where blocks of the same sizes are taken and freed at the same times,
-    but for weights, which may lie in files. ``products``: sees matrix products. A tensor without content that is asked
-    for a number says 0.
+    ``live``: current bytes by part. ``peak``: bytes by part when their sum was highest. ``events``: allocations and
+    frees since ``forget_peak``. A result with a last dimension of ``vocabulary`` entries counts as logits. Allocations
+    inside kernels are not seen. ``heap``: simulated heap in which the same blocks are allocated and freed, except for
+    weights, which may be mapped from files. ``products``: is notified of matrix products. A fake tensor that is asked
+    for its value returns 0.
     """
 
     def __init__(
@@ -49,19 +49,20 @@ class LiveBytes(TorchDispatchMode):
         self._watched: dict[int, weakref.ref] = {}
 
     def count(self, tensors: Iterable[torch.Tensor], part: str) -> None:
-        """Tensors that were there before, or that turn out to be for something else."""
+        """Count existing tensors as ``part``, or move tensors that are already counted to it."""
         for tensor in tensors:
-            known = self._parts.get(_key(tensor))
-            if known is None:
+            counted = self._parts.get(_storage_key(tensor))
+            if counted is None:
                 self._add(tensor, part)
             else:
-                self._parts[_key(tensor)] = part, known[1]
-                taken = self._taken.get(_key(tensor), -1)
-                self._change(known[0], -known[1], taken)
-                self._change(part, known[1], taken)
+                self._parts[_storage_key(tensor)] = part, counted[1]
+                allocation = self._taken.get(_storage_key(tensor), -1)
+                self._change(counted[0], -counted[1], allocation)
+                self._change(part, counted[1], allocation)
 
     def hold_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[RemovableHandle]:
-        """Gradients of these count as such from the moment when they are stored, until the hooks are removed."""
+        """Count the gradients of ``parameters`` as gradients once they are stored, until the returned hooks are
+        removed."""
 
         def stored(weight: torch.nn.Parameter) -> None:
             self.count([weight.grad], GRADIENTS)
@@ -77,12 +78,12 @@ class LiveBytes(TorchDispatchMode):
             if function is ASK_FOR_DEVICE:
                 return args[0].fake_device
             if function is ASK_FOR_CONTENT:
-                return _no(args[0].dtype)
+                return _zero(args[0].dtype)
         result = function(*args, **(kwargs or {}))
         if self._products is not None and function in PRODUCTS:
             self._products.see(function, args, result)
         for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and _key(value) not in self._parts:
+            if isinstance(value, torch.Tensor) and _storage_key(value) not in self._parts:
                 self._add(value, self._part_of(value))
         return result
 
@@ -92,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, part: str) -> None:
         storage = tensor.untyped_storage()
-        key, size_bytes = _key(tensor), storage.nbytes()
+        key, size_bytes = _storage_key(tensor), storage.nbytes()
         self._parts[key] = part, size_bytes
         self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
         if self._heap is not None and part != WEIGHTS:
@@ -102,11 +103,11 @@ class LiveBytes(TorchDispatchMode):
         if self._total > self._peak_total:
             self.peak, self._peak_total = dict(self.live), self._total
 
-    def _change(self, part: str, size_bytes: int, taken: int) -> None:
+    def _change(self, part: str, size_bytes: int, allocation: int) -> None:
         self.live[part] += size_bytes
         self._total += size_bytes
         self.events.sizes.append((part, size_bytes))
-        self.events.taken.append(taken)
+        self.events.taken.append(allocation)
 
     def _forget(self, key: int) -> None:
         part, size_bytes = self._parts.pop(key)
@@ -116,12 +117,12 @@ class LiveBytes(TorchDispatchMode):
             self._heap.give(key)
 
 
-def _no(dtype: torch.dtype) -> Union[bool, int, float]:
-    """Zero, as Python has it for ``dtype``."""
+def _zero(dtype: torch.dtype) -> Union[bool, int, float]:
+    """Return the Python zero for ``dtype``."""
     if dtype == torch.bool:
         return False
     return 0.0 if dtype.is_floating_point else 0
 
 
-def _key(tensor: Any) -> int:
+def _storage_key(tensor: Any) -> int:
     return tensor.untyped_storage()._cdata

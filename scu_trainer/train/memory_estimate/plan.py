@@ -1,4 +1,4 @@
-"""What choices of settings would take, for a job that is not started: of language models without reading weights."""
+"""Memory estimates of alternative settings for a job before it starts; for language models without reading weights."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ from scu_trainer.train.tasks.common import checkpoints
 from scu_trainer.train.tasks.packing import Packing
 
 TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
-"""Layers up to which a model is traced whole. On a CPU only that shows how the heap grows."""
+"""Models with at most this many layers are traced as a whole; on a CPU only that shows how the heap grows."""
 
 FEW_ROWS = (2, 3)
-"""Rows of the micro-batches that are traced of a deep model; operations on a single row may copy less."""
+"""Rows of the two micro-batches that are traced for a deep model; not 1, because operations on one row may copy
+less."""
 
 
 def choice_of(job: Job) -> SettingChoice:
-    """What the job asks for."""
+    """Return the choice that the job's settings make."""
     training, model = job.training, job.model
     has_length = "block_size" not in job.task.kind.unused
     zero = getattr(training, "hf_deepspeed_config", None)
@@ -73,7 +74,8 @@ def choice_of(job: Job) -> SettingChoice:
 
 
 def divided_by_zero3(job: Job) -> Optional[str]:
-    """Why the prediction is of a process that keeps all of the weights; None without ZeRO-3."""
+    """Return what the prediction leaves out under ZeRO-3, because it assumes a process with all weights; None without
+    ZeRO-3."""
     zero = getattr(job.training, "hf_deepspeed_config", None)
     if zero is None or not zero.is_zero3():
         return None
@@ -93,7 +95,7 @@ def with_choice(job: Job, choice: SettingChoice) -> Job:
 
 
 class FromConfiguration:
-    """A language model of which only ``config`` is read. ``device``: kind of the device that is planned for."""
+    """A language model that is known only by its ``config``. ``device``: type of the device to plan for."""
 
     def __init__(self, job: Job, config: PretrainedConfig, device: str) -> None:
         self.job, self.config, self.device = job, config, device
@@ -104,10 +106,10 @@ class FromConfiguration:
         self._deep = functools.cache(self._trace)
 
     def step(self, choice: SettingChoice) -> Step:
-        """Rows are taken to be as long as they may be: their lengths are not known before they are read."""
+        """Return the step with rows of the largest length, because the real lengths are not known before reading."""
         length = choice.block_size
         rows = RowShapes(length, length, is_uneven=not self._is_packed)
-        model = self._subject(choice, self._numbers).model if rows.is_uneven else None  # may need padding
+        model = self._estimated_step(choice, self._shallow_layers).model if rows.is_uneven else None  # may need padding
         return step_of(self.job, rows, self.device, model)
 
     def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
@@ -121,14 +123,15 @@ class FromConfiguration:
                 parts = {**events.highest(before), "weights": deep.weights_bytes}
                 compiled_bytes = (step.sizes - 1) * deep.compiled_bytes
                 return estimate_memory(parts, deep.trained, held, self.device, compiled_bytes=compiled_bytes)
-        return estimate_of(self._subject(choice, range(len(self._kinds))), step, held, self.device)
+        return estimate_of(self._estimated_step(choice, range(len(self._kinds))), step, held, self.device)
 
     def _trace(self, choice: SettingChoice, length: int) -> Optional[Deep]:
-        """None where the layers do not run one after the other, or are others in a shallow model."""
-        numbers = self._numbers
+        """Trace a shallow model and derive the deep one. Returns None if the layers do not run one after another or if
+        a shallow model would have other layers."""
+        numbers = self._shallow_layers
         if len(numbers) == len(self._kinds):
             return None
-        subject = self._subject(choice, numbers)
+        subject = self._estimated_step(choice, numbers)
         layers = layers_of(subject.model, len(numbers))
         stand_ins, found = as_all_layers(self._kinds, numbers), []
         for rows in FEW_ROWS:
@@ -141,18 +144,21 @@ class FromConfiguration:
         return Deep(*found, weights_bytes, trained, traced.compiled_bytes)
 
     @functools.cached_property
-    def _numbers(self) -> Sequence[int]:
-        """Of the layers of a shallow model that the whole one repeats; of all where it has other weights: its number
-        decides what a layer is (DeepSeek-V3: dense below ``first_k_dense_replace``), or layers share weights."""
-        numbers, every, choice = shallow(self._kinds), range(len(self._kinds)), choice_of(self.job)
-        whole = shapes_by_part(self._subject(choice, every).model, len(every))
-        with contextlib.suppress(ModelError):  # without its other layers it may be no model at all
-            few = shapes_by_part(self._subject(choice, numbers).model, len(numbers))
+    def _shallow_layers(self) -> Sequence[int]:
+        """Layer numbers of a shallow model that represents the whole one; all layers if its weights would differ.
+
+        They differ if the number of a layer decides what it is (DeepSeek-V3: dense below ``first_k_dense_replace``), or
+        if layers share weights.
+        """
+        numbers, all_numbers, choice = shallow(self._kinds), range(len(self._kinds)), choice_of(self.job)
+        whole = shapes_by_part(self._estimated_step(choice, all_numbers).model, len(all_numbers))
+        with contextlib.suppress(ModelError):  # without its other layers the model may be invalid
+            few = shapes_by_part(self._estimated_step(choice, numbers).model, len(numbers))
             if few and [*(few[i] for i in as_all_layers(self._kinds, numbers)), few[-1]] == whole:
                 return numbers
-        return every
+        return all_numbers
 
-    def _subject(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
+    def _estimated_step(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
         job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
         model = of_configuration(
             with_layers(self.config, layers),
@@ -162,13 +168,15 @@ class FromConfiguration:
             is_checkpointed=choice.checkpoint_every_layer,
         )
         require_positions(model, job.model.model_name_or_path or "the embedded base", job.data.block_size)
-        return EstimatedStep(model, mode, _tokens if self._is_packed else _padded, loss_kind(job, model), half)
+        return EstimatedStep(
+            model, mode, _unpadded_rows if self._is_packed else _padded_rows, loss_kind(job, model), half
+        )
 
 
 @dataclass(frozen=True)
 class Deep:
-    """What is known of a model with all its layers from one with few. ``few``, ``more``: rows of a micro-batch, and
-    what happens in its step. ``compiled_bytes``: as of Traced; layers that are alike share their kernels."""
+    """A deep model as derived from a shallow one. ``few``, ``more``: rows of a micro-batch, and the events of its step.
+    ``compiled_bytes``: as in ``Traced``; layers of a kind share their compiled kernels."""
 
     few: tuple[int, Events]
     more: tuple[int, Events]
@@ -178,27 +186,27 @@ class Deep:
 
 
 def weights_of(model: nn.Module, layers: Sequence[nn.Module], all_layers: Sequence[nn.Module]) -> tuple[int, Trained]:
-    """(bytes of weights and buffers, what is trained) of ``model`` with ``all_layers`` in the place of ``layers``."""
+    """Return (bytes of weights and buffers, trained weights) of ``model`` with ``all_layers`` instead of ``layers``."""
     inside = {id(tensor) for layer in layers for tensor in tensors_of(layer)}
     outside = [tensor for tensor in tensors_of(model) if id(tensor) not in inside]
     tensors = [*outside, *(tensor for layer in all_layers for tensor in tensors_of(layer))]
     return sum(tensor.nbytes for tensor in tensors), trained_of(model, [t for t in tensors if t.requires_grad])
 
 
-def _tokens(rows: int, length: int) -> Mapping[str, Any]:
-    """Rows without padding, so without a mask; nobody reads what they hold."""
+def _unpadded_rows(rows: int, length: int) -> Mapping[str, Any]:
+    """Return rows without padding and therefore without a mask; their values are never read."""
     ids = torch.zeros((rows, length), dtype=torch.int64)
     return {"input_ids": ids, "labels": ids}
 
 
-def _padded(rows: int, length: int) -> Mapping[str, Any]:
-    found = _tokens(rows, length)
+def _padded_rows(rows: int, length: int) -> Mapping[str, Any]:
+    found = _unpadded_rows(rows, length)
     return {**found, "attention_mask": found["input_ids"]}
 
 
 @dataclass(frozen=True)
 class FromParts:
-    """A job that is loaded: small models, of which only what does not need other weights is varied."""
+    """A loaded job with a small model; only settings that need no other weights are varied."""
 
     job: Job
     parts: TrainingComponents
@@ -219,7 +227,7 @@ class FromParts:
 
 
 Source = FromConfiguration | FromParts
-"""A job whose settings can be varied."""
+"""A job with settings that can be varied."""
 
 
 # -- which micro-batch fits --------------------------------------------------------------------------------------------
@@ -227,8 +235,11 @@ Source = FromConfiguration | FromParts
 
 @dataclass(frozen=True)
 class Planned:
-    """A choice, what it would take in the largest micro-batches that fit, or in the smallest ones, and whether it fits.
-    ``whole``, ``as_asked``: its step, and what it takes, where nothing is cut for want of memory."""
+    """The estimate of a choice of settings.
+
+    ``estimate``, ``step``: with the largest micro-batches that fit, or with the smallest ones if none fit. ``whole``,
+    ``as_asked``: step and estimate without smaller micro-batches. ``fits``: whether ``estimate`` fits in memory.
+    """
 
     choice: SettingChoice
     estimate: MemoryEstimate
@@ -239,7 +250,7 @@ class Planned:
 
 
 def planned(source: Source, choice: SettingChoice, limit_bytes: int, least_rows: int) -> Planned:
-    """``least_rows``: of a micro-batch; as many as a step has where it is not cut."""
+    """Estimate ``choice``. ``least_rows``: smallest micro-batch; the rows of a step if steps are not divided."""
     estimate = functools.partial(source.estimate, choice)
     whole, taken = grown(source.step(choice), estimate, limit_bytes)
     step, made = within((whole, taken), estimate, limit_bytes, least_rows)

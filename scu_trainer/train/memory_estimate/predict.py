@@ -1,4 +1,4 @@
-"""What a job that is loaded will hold at the highest moment of its steps."""
+"""Prediction of the peak memory of the steps of a loaded job."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed, z
 from scu_trainer.train.step.muon import outer_layers
 
 ROWS_LOOKED_AT = 64
-"""Of rows without a known length, to find how long they are padded."""
+"""Number of rows without a known length that are collated to find their padded length."""
 
 
 def predict(
     job: Job, parts: TrainingComponents, limit_bytes: Optional[int] = None
 ) -> tuple[MemoryEstimate, Step, Step]:
-    """Of a job that is loaded, the micro-batch that it is about, and the one that it would be about without
-    ``limit_bytes``. Nothing of ``parts`` is changed. Raises what a model raises that makes tensors whose shape depends
-    on content."""
+    """Return (memory estimate of a loaded job, the step that it is for, the step without ``limit_bytes``).
+
+    ``parts`` is not changed. Passes on the exceptions of models that create tensors with data-dependent shapes.
+    """
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
     subject, held = subject_of(job, parts, rows), held_by(job, parts)
-    takes = functools.partial(estimate_of, subject, held=held, device=device)
-    whole, estimate = grown(step_of(job, rows, device, parts.model), takes, _card_bytes(job))
+    estimate_step = functools.partial(estimate_of, subject, held=held, device=device)
+    whole, estimate = grown(step_of(job, rows, device, parts.model), estimate_step, _card_bytes(job))
     step = whole
     if limit_bytes is not None:
-        step, estimate = within((whole, estimate), takes, limit_bytes, job.memory.min_batch_size)
+        step, estimate = within((whole, estimate), estimate_step, limit_bytes, job.memory.min_batch_size)
     return estimate, step, whole
 
 
 def grown(
     step: Step, estimate: Callable[[Step], MemoryEstimate], limit_bytes: Optional[int]
 ) -> tuple[Step, MemoryEstimate]:
-    """``step``, or where that is more than fits the largest between it and the one that was asked for: beyond that
-    micro-batches grow only into memory that is there."""
+    """Return ``step`` if it fits, else the largest step between the requested one and ``step`` that fits: beyond the
+    requested batch, micro-batches grow only as far as memory allows."""
     taken = estimate(step)
     if step.asked is None or limit_bytes is None or taken.fits(limit_bytes):
         return step, taken
@@ -73,7 +74,7 @@ def within(
     limit_bytes: int,
     least_rows: int,
 ) -> tuple[Step, MemoryEstimate]:
-    """``whole`` in the largest micro-batches that fit, or in the smallest that there may be."""
+    """Return ``whole`` with the largest micro-batches that fit, or with the smallest allowed ones if none fit."""
     step, taken = whole
     least = min(least_rows, step.rows)
     if taken.fits(limit_bytes) or step.rows == least:
@@ -88,7 +89,8 @@ def largest_that_fits(
     estimate: Callable[[Step], MemoryEstimate],
     limit_bytes: int,
 ) -> tuple[Step, MemoryEstimate]:
-    """Between ``smallest``, which is taken where no other fits, and ``whole``, which does not fit."""
+    """Return the largest step between ``smallest`` and ``whole`` that fits; ``smallest`` if none fits. ``whole`` itself
+    does not fit."""
     (least, small), (most, taken) = smallest, whole
     per_row = (taken.needed_bytes - small.needed_bytes) / max(1, most.rows - least.rows)
     rows = min(most.rows - 1, least.rows + int(max(0, limit_bytes - small.needed_bytes) / max(1.0, per_row)))
@@ -97,22 +99,25 @@ def largest_that_fits(
         more = estimate(larger)
         if more.fits(limit_bytes):
             return larger, more
-        rows = (least.rows + rows) // 2  # what does not grow with rows, as gradients beside activations do
+        rows = (least.rows + rows) // 2  # memory did not grow linearly, as where gradients dominate
     return smallest
 
 
 def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> MemoryEstimate:
     trained = trained_of(subject.model, subject.trained)
     looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
-    kept = _blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
+    kept = _kept_blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
     stepping, after_others = held.step_blocks(trained, device), step.micro_batches > 1
     traced = trace(subject, step.rows, step.length, after_others=after_others, kept=kept, stepping=stepping)
-    compiled_bytes = (step.sizes - 1) * traced.compiled_bytes  # what the first takes is among the libraries
+    compiled_bytes = (step.sizes - 1) * traced.compiled_bytes  # the first size is counted with the libraries
     return estimate_memory(traced.parts, trained, held, device, traced.heap_bytes, compiled_bytes)
 
 
-def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: Trained) -> list[int]:
-    """What is kept for all weights, as blocks for each: two moments of one weight are two blocks."""
+def _kept_blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: Trained) -> list[int]:
+    """Return the sizes of the blocks that are kept for each weight; two moments of a weight are two blocks.
+
+    ``kept``: bytes that are kept for all weights together, by part.
+    """
     share = {part: size_bytes / max(1, trained.size_bytes) for part, size_bytes in kept.items()}
     blocks = []
     for weight in weights:
@@ -124,13 +129,13 @@ def _blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: T
 
 
 def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] = None) -> Step:
-    """``device``: kind of the device that trains. ``model``: the loaded one."""
+    """Return the largest step of ``job``. ``device``: type of the training device. ``model``: the loaded model."""
     training = job.training
     batch_rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     if rows.all_rows is not None:
-        of_rank = -(-rows.all_rows // training.world_size)
-        batch_rows = max(1, min(batch_rows, of_rank))
-        accumulation = max(1, min(accumulation, -(-of_rank // batch_rows)))
+        rank_rows = -(-rows.all_rows // training.world_size)
+        batch_rows = max(1, min(batch_rows, rank_rows))
+        accumulation = max(1, min(accumulation, -(-rank_rows // batch_rows)))
     return planned_step(
         rows,
         job.memory,
@@ -138,17 +143,17 @@ def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] =
         batch_rows=batch_rows,
         accumulation=accumulation,
         device=device,
-        dtype=_multiplied_in(job, device, model),
+        dtype=_compute_dtype(job, device, model),
         steps=job.planned_steps(1 if rows.lengths is None else len(rows.lengths)),
         is_sharded=bool(job.training.fsdp) or zero_stage(job.training) == 3,
         is_padded=job.memory.resolved_padding_free is False
-        or (model is not None and obstacle_to_padding_free(_planned(job, model)) is not None),
+        or (model is not None and obstacle_to_padding_free(_trainer_attributes(job, model)) is not None),
     )
 
 
-def _multiplied_in(job: Job, device: str, model: Optional[nn.Module]) -> torch.dtype:
+def _compute_dtype(job: Job, device: str, model: Optional[nn.Module]) -> torch.dtype:
     half = autocast_of(job)
-    if half is not None and not (half == torch.float16 and device == "cpu"):  # accelerate leaves that out
+    if half is not None and not (half == torch.float16 and device == "cpu"):  # accelerate does not use that autocast
         return half
     if model is not None:
         return weights_dtype(model)
@@ -156,7 +161,8 @@ def _multiplied_in(job: Job, device: str, model: Optional[nn.Module]) -> torch.d
 
 
 def held_by(job: Job, parts: Optional[TrainingComponents] = None) -> Held:
-    """``parts``: what is loaded; of a job that is not, the configuration of its teacher is read."""
+    """Return what the job keeps in memory between steps. ``parts``: the loaded components; without them the size of the
+    teacher is read from its configuration."""
     prior, stage = job.regularization, zero_stage(job.training) or 0
     return Held(
         optim=optimizer_name(job),
@@ -164,13 +170,13 @@ def held_by(job: Job, parts: Optional[TrainingComponents] = None) -> Held:
         holds_averages=job.efficiency.ema_decay is not None,
         processes=job.training.world_size,
         zero_stage=stage,
-        teacher_bytes=_teacher_bytes(job.model.teacher) if parts is None else _bytes_of(parts.teacher),
+        teacher_bytes=_teacher_bytes(job.model.teacher) if parts is None else _model_bytes(parts.teacher),
         more_copies=argument_copies(job.training.optim_args),
         copies_parts=job.memory.memory_control and not uses_deepspeed(job.training) and not job.training.fsdp,
     )
 
 
-def _bytes_of(model: Optional[nn.Module]) -> int:
+def _model_bytes(model: Optional[nn.Module]) -> int:
     return 0 if model is None else sum(tensor.nbytes for tensor in tensors_of(model))
 
 
@@ -183,23 +189,23 @@ def _teacher_bytes(name: Optional[str]) -> int:
 
 
 def trained_of(model: nn.Module, weights: Sequence[nn.Parameter]) -> Trained:
-    """``weights`` of ``model`` that are trained."""
+    """Return the sizes of the trained ``weights`` of ``model``."""
     embeddings = {id(p) for layer in model.modules() if isinstance(layer, nn.Embedding) for p in layer.parameters()}
     outer = {id(p) for layer in outer_layers(model) for p in layer.parameters()}
-    apart = {
+    separate_counts = {
         "embeddings": sum(p.numel() for p in weights if id(p) in embeddings),
         "no matrices": sum(p.numel() for p in weights if p.dim() != 2 or id(p) in outer),
     }
     sizes = [p.nbytes for p in weights]
-    return Trained(sum(sizes), sum(p.numel() for p in weights), max(sizes, default=0), apart)
+    return Trained(sum(sizes), sum(p.numel() for p in weights), max(sizes, default=0), separate_counts)
 
 
 # -- what is traced ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """What ``model_loss`` asks a Trainer, before there is one."""
+class _TrainerAttributes:
+    """The attributes of a Trainer that ``model_loss`` reads, before there is a Trainer."""
 
     model: nn.Module
     args: Any
@@ -208,20 +214,22 @@ class _Planned:
     compute_loss_func: Any = None
 
 
-def _planned(job: Job, model: nn.Module) -> _Planned:
+def _trainer_attributes(job: Job, model: nn.Module) -> _TrainerAttributes:
     training = job.training
-    return _Planned(model, training, bool(training.fsdp), training.label_smoothing_factor or None, job.model.teacher)
+    return _TrainerAttributes(
+        model, training, bool(training.fsdp), training.label_smoothing_factor or None, job.model.teacher
+    )
 
 
 def loss_kind(job: Job, model: nn.Module) -> LossKind:
-    """How the loss of ``model`` will be taken: what ``LossPath`` finds out at the first batch."""
-    planned = _planned(job, model)
+    """Return how the loss of ``model`` will be computed, which ``LossPath`` otherwise finds out at the first batch."""
+    attributes = _trainer_attributes(job, model)
     wanted = job.memory.resolved_chunked_loss
-    if wanted != "never" and not obstacle_to_headless(planned):
+    if wanted != "never" and not obstacle_to_headless(attributes):
         is_large = head_of(model).out_features >= LARGE_VOCABULARY and own_forward_of(model) is None
         if wanted == "always" or is_large:
             return "headless"
-    return "opened" if job.acting_curriculum is not None and has_causal_loss(planned) else "returned"
+    return "opened" if job.acting_curriculum is not None and has_causal_loss(attributes) else "returned"
 
 
 def autocast_of(job: Job) -> Optional[torch.dtype]:
@@ -230,26 +238,28 @@ def autocast_of(job: Job) -> Optional[torch.dtype]:
 
 
 def subject_of(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes) -> EstimatedStep:
-    """The loaded model without content, and batches of its longest row."""
-    sample, mode = _longest(parts), FakeTensorMode(allow_non_fake_inputs=True)
+    """Return the loaded model with fake weights, and batches made of its longest row."""
+    sample, mode = _longest_row(parts), FakeTensorMode(allow_non_fake_inputs=True)
     if not kind_of_rows.is_uneven:
         sample = without_mask(sample)
 
     def batch(rows: int, length: int) -> Mapping[str, Any]:
-        return {name: _stretched(name, value, rows, length) for name, value in sample.items()}
+        return {name: _with_size(name, value, rows, length) for name, value in sample.items()}
 
     model, kind = copy_of(parts.model, mode), loss_kind(job, parts.model)
     return EstimatedStep(model, mode, batch, kind, autocast_of(job), _card_bytes(job))
 
 
 def _card_bytes(job: Job) -> Optional[int]:
-    """What training may use of its card; the limit of a run is set only when there is a trainer."""
+    """Return the bytes that training may use on its GPU; ``memory_limit_gb`` is applied here, because the allocator's
+    limit is set only later, by the trainer."""
     of_card, limit_gb = card_bytes(job.training.device), job.memory.memory_limit_gb
     return of_card if of_card is None or limit_gb is None else min(of_card, int(limit_gb * 2**30))
 
 
-def _longest(parts: TrainingComponents) -> dict[str, Any]:
-    """The longest row, as the collator pads it. Where rows tell no length, one among some of them."""
+def _longest_row(parts: TrainingComponents) -> dict[str, Any]:
+    """Return the longest row, padded by the collator. If rows have no known length, return one of a few rows that are
+    padded together."""
     data = parts.data.train
     lengths = lengths_of(data)
     if lengths is not None:
@@ -265,14 +275,14 @@ def _longest(parts: TrainingComponents) -> dict[str, Any]:
 
 
 def without_mask(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """For rows without padding: a model looks whether its mask hides anything, which one without content cannot tell,
-    and attends without a mask where it does not."""
+    """Drop a mask that hides nothing, for rows without padding. With real data a model finds out that the mask hides
+    nothing and attends without it; a fake mask has no values to check."""
     mask = sample.get("attention_mask")
     hides = torch.is_tensor(mask) and not bool(mask.all())
     return {name: value for name, value in sample.items() if hides or name != "attention_mask"}
 
 
-def _stretched(name: str, value: Any, rows: int, length: int) -> Any:
+def _with_size(name: str, value: Any, rows: int, length: int) -> Any:
     if not torch.is_tensor(value) or value.dim() == 0:
         return value
     if name in PADDING and has_time(name, value):

@@ -1,4 +1,4 @@
-"""A run's prediction of its own memory: said before the first step, written beside what was measured."""
+"""The memory prediction of a run: logged before the first step, and saved together with the measurement."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from scu_trainer.train.memory_estimate.shapes import Step
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
 WORTH_SAYING = 0.01
-"""Share of the peak below which a part is not named."""
+"""Parts below this share of the peak are not listed."""
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """``estimate`` in micro-batches of ``step``, or the ``reason`` why there is none. ``whole``: the step where no
-    memory is short. ``limit_bytes``: main memory that is there for it, where what takes more is killed."""
+    """The prediction, or the reason why there is none.
+
+    ``estimate``: for micro-batches of ``step``. ``whole``: the step if memory is not short. ``reason``: why there is no
+    estimate. ``limit_bytes``: available main memory, if the system kills a process that takes more.
+    """
 
     estimate: Optional[MemoryEstimate] = None
     step: Optional[Step] = None
@@ -35,7 +38,7 @@ class RunEstimate:
 
     @property
     def first_tokens(self) -> Optional[int]:
-        """Of the micro-batches to begin with; None: as large as they are where memory is not short."""
+        """Tokens of the micro-batches to start with; None if memory is not short."""
         return None if self.step == self.whole else self.step.tokens
 
     @property
@@ -43,23 +46,26 @@ class RunEstimate:
         if self.estimate is None:
             return f"memory: not predicted, {self.reason}"
         peak = self.estimate.peak_bytes
-        named = {part: getattr(self.estimate, part) for part in PARTS}
-        parts = [f"{part} {readable(held)}" for part, held in named.items() if held >= WORTH_SAYING * peak]
+        sizes_by_part = {part: getattr(self.estimate, part) for part in PARTS}
+        parts = [f"{part} {readable(held)}" for part, held in sizes_by_part.items() if held >= WORTH_SAYING * peak]
         rows = f"{self.step.rows} row{'s' if self.step.rows > 1 else ''}"
         size = rows + (f" of {self.step.length} tokens" if self.step.length > 1 else "")
         line = f"memory: a step in micro-batches of {size} should take {readable(peak)} ({', '.join(parts)})"
         if self.limit_bytes is None or (self.first_tokens is None and self.estimate.fits(self.limit_bytes)):
             return line
-        there = f"{line}; {readable(self.limit_bytes)} of main memory are there for it"
+        with_limit = f"{line}; {readable(self.limit_bytes)} of main memory are available"
         if self.estimate.fits(self.limit_bytes):
-            return f"{there}, and larger ones would not fit"
-        return f"{there}, and the system kills what takes more: scu-trainer plan names settings that take less"
+            return f"{with_limit}, and larger micro-batches would not fit"
+        return (
+            f"{with_limit}, and the system kills a process that takes more: scu-trainer plan suggests smaller settings"
+        )
 
     def as_dict(self, measured_bytes: Optional[int]) -> dict[str, Any]:
-        """For scu_metrics.json. ``measured_bytes``: of the run's steps, beyond what was there before the model."""
+        """Return the record for scu_metrics.json. ``measured_bytes``: peak of the run's steps above the memory in use
+        before the model was loaded."""
         if self.estimate is None:
             return {"reason": self.reason, "measured_peak_bytes": measured_bytes}
-        not_counted = self.estimate.libraries if self.device != "cpu" else 0  # torch measures its allocator there
+        not_counted = self.estimate.libraries if self.device != "cpu" else 0  # measured is torch's allocator
         return {
             "predicted_peak_bytes": self.estimate.peak_bytes - not_counted,
             "measured_peak_bytes": measured_bytes,
@@ -70,18 +76,19 @@ class RunEstimate:
 
 
 def prediction(job: Job, parts: TrainingComponents) -> RunEstimate:
-    """Of a job that is loaded; ``parts`` stay as they are. A model that cannot be predicted is trained all the same."""
-    reason = _obstacle(job)
+    """Predict the memory of a loaded job; ``parts`` is not changed. If the prediction fails, the result has a reason
+    instead of an estimate, and training continues."""
+    reason = _reason_against_prediction(job)
     if reason is not None:
         return RunEstimate(reason=reason)
     if job.efficiency.keep_freed_memory and job.training.device.type == "cpu":
-        keep_freed()  # as training will have it
+        keep_freed()  # as training will do
     try:
         with without_collector():
-            limit_bytes = _killing_limit(job, parts)
+            limit_bytes = _available_main_memory(job, parts)
             found = predict(job, parts, limit_bytes if job.memory.memory_control else None)
             return RunEstimate(*found, device=job.training.device.type, limit_bytes=limit_bytes)
-    except Exception as error:  # whatever a model's own code says to tensors without content
+    except Exception as error:  # a model's code can raise anything on fake tensors
         if is_out_of_memory(error):
             raise
         forget_traceback(error)
@@ -89,24 +96,26 @@ def prediction(job: Job, parts: TrainingComponents) -> RunEstimate:
         return RunEstimate(reason=f"its code cannot run without data: {first}")
 
 
-def _killing_limit(job: Job, parts: TrainingComponents) -> Optional[int]:
-    """Main memory for the model and all that training adds, of this machine or its container: an allocation beyond it
-    does not fail but ends the process, so nothing can be learned from the first step. None where the limit is another
-    one (a GPU's), or several processes share it."""
+def _available_main_memory(job: Job, parts: TrainingComponents) -> Optional[int]:
+    """Return the main memory, of the machine or its container, for the model and everything that training adds.
+
+    An allocation beyond it does not fail but ends the process, so the first step cannot be used to learn from. Returns
+    None on a GPU, which has its own limit, and if several processes share the memory.
+    """
     training, before, now = job.training, parts.before_model_bytes, resident_bytes(Path("/proc/self"))
     if training.device.type != "cpu" or training.world_size > 1 or before is None or now is None:
         return None
     return free_memory(training).main_bytes + now - before
 
 
-def _obstacle(job: Job) -> Optional[str]:
+def _reason_against_prediction(job: Job) -> Optional[str]:
     if not job.efficiency.predict_memory:
         return "predict_memory is false"
     if job.data.streaming:
         return "the rows of a stream are not known in advance"
     zero = getattr(job.training, "hf_deepspeed_config", None)
     if zero is not None and (zero.is_zero3() or zero.is_offload()):
-        return "ZeRO-3 and offloading decide when to move each part"
+        return "ZeRO-3 and offloading move parts at times of their choice"
     if job.training.fsdp or job.model.device_map is not None:
         return "FSDP and device_map place each part themselves"
-    return None if is_main_process() else "the first process says it"
+    return None if is_main_process() else "only the main process predicts it"

@@ -1,4 +1,4 @@
-"""The largest micro-batch that the memory loop will make of a step, known from settings and lengths alone."""
+"""The largest micro-batch that the memory loop will make, computed from settings and row lengths."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.step.micro_batch_sizer import busy_tokens, has_own_memory
 
 MOST_WINDOWS_DRAWN = 64
-"""Accumulation windows of random rows, to see how many sizes their micro-batches have."""
+"""Most accumulation windows of random rows that are drawn to count the sizes of their micro-batches."""
 
 SIZES_BESIDE_STEPS = 4
-"""What scores before training, samples and tests of the loss come to: a dozen sizes, most of them forward only."""
+"""Sizes outside of training steps, for scores before training, samples and tests of the loss. There are about a dozen,
+but most of them are forward only, so they count as 4."""
 
 
 @dataclass(frozen=True)
 class RowShapes:
-    """The rows of a job. ``longest``, ``mean``: tokens per row, 1 for rows without a time axis. ``is_uneven``: rows of
-    one step differ in length, as a rule. ``lengths``: of all, where they are known. ``all_rows``: how many there are
-    to train on, where that is known: a step takes no more."""
+    """Lengths of the rows of a job. ``longest``, ``mean``: tokens per row, 1 for rows without a time axis.
+    ``is_uneven``: whether the rows of one step usually differ in length. ``lengths``: lengths of all rows, if known.
+    ``all_rows``: number of training rows, if known; a step never takes more."""
 
     longest: int
     mean: float
@@ -35,7 +36,7 @@ class RowShapes:
 
     @classmethod
     def of(cls, data: Any) -> RowShapes:
-        """Of prepared training rows; those of a stream are not known before they come."""
+        """Return the shapes of prepared training rows; the lengths of a stream are not known in advance."""
         found = lengths_of(data)
         lengths = numpy.ones(1, dtype=numpy.int32) if found is None or not len(found) else numpy.maximum(1, found)
         longest = int(lengths.max())
@@ -46,10 +47,13 @@ class RowShapes:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a device. ``rows`` x ``length``: its largest micro-batch; ``length`` is the mean of rows
-    that go without padding, of which the ``longest`` is longer. ``micro_batches``: at least so many. ``sizes``:
-    numbers of tokens that kernels are compiled for in the course of a training; 1 where batches stay whole, however
-    many theirs are. ``asked``: of the batch that was asked for, where this one is what it may grow to on a card."""
+    """One optimizer step of a device.
+
+    ``rows`` x ``length``: its largest micro-batch. For rows without padding, ``length`` is their mean length, and
+    ``longest`` the longest. ``micro_batches``: smallest number of micro-batches. ``sizes``: how many numbers of tokens
+    kernels are compiled for during training; 1 if batches are not divided, whatever their number of sizes. ``asked``:
+    the step of the requested batch, if this step is what it may grow to on a GPU.
+    """
 
     rows: int
     length: int
@@ -63,7 +67,7 @@ class Step:
         return self.rows * self.length
 
     def with_rows(self, rows: int) -> Step:
-        """The same rows in micro-batches of ``rows``, which are fewer: they may all be of the longest."""
+        """Return the same step in smaller micro-batches of ``rows``, all of which may have the longest length."""
         needed = -(-self.rows * self.micro_batches // rows)
         length = max(self.length, self.longest)
         return replace(self, rows=rows, length=length, micro_batches=max(self.micro_batches, needed))
@@ -82,11 +86,11 @@ def planned_step(
     is_sharded: bool = False,
     steps: int = MOST_WINDOWS_DRAWN,
 ) -> Step:
-    """``batch_rows``: per device and accumulation batch. ``device``: torch's name of its kind. ``dtype``: in which it
-    multiplies. ``is_padded``: its layers see the padding of rows. ``is_sharded``: batches are cut, never put together.
-    ``steps``: of the training.
+    """Return the largest step as the memory loop plans it while memory is not short; otherwise micro-batches shrink.
 
-    As the memory loop plans it while there is room: it makes smaller micro-batches where memory is short.
+    ``batch_rows``: rows per device and accumulation batch. ``device``: torch's device type. ``dtype``: type in which it
+    multiplies. ``is_padded``: whether the layers see padding. ``is_sharded``: batches are divided, but never merged.
+    ``steps``: optimizer steps of the training.
     """
     batch_tokens = _batch_tokens(rows, curriculum, batch_rows)
     whole = Step(max(1, batch_tokens // rows.longest), rows.longest, accumulation)
@@ -98,9 +102,9 @@ def planned_step(
     def bounded(cap: int) -> Step:
         most = min(total_rows, memory.max_batch_size or total_rows)
         fitting, length = min(max(cap // rows.longest, memory.min_batch_size, 1), most), rows.longest
-        if rows.is_uneven and not is_padded and fitting < most and fitting * length < cap:  # a shorter row fills it up
+        if rows.is_uneven and not is_padded and fitting < most and fitting * length < cap:  # a shorter row still fits
             fitting, length = fitting + 1, -(-cap // (fitting + 1))
-        sizes = _sizes(rows, total_rows, cap, memory, is_padded, steps) if is_compiled and rows.is_uneven else 1
+        sizes = _count_sizes(rows, total_rows, cap, memory, is_padded, steps) if is_compiled and rows.is_uneven else 1
         return Step(fitting, length, -(-total_rows // fitting), sizes, rows.longest)
 
     if cap != "auto":
@@ -113,14 +117,16 @@ def planned_step(
     return asked if grown == asked else replace(grown, asked=asked)
 
 
-def _sizes(rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettings, is_padded: bool, steps: int) -> int:
-    """How many numbers of tokens go through the model in a training; of micro-batches those of one doubling where
-    lengths are not known."""
+def _count_sizes(
+    rows: RowShapes, rows_per_window: int, cap: int, memory: MemorySettings, is_padded: bool, steps: int
+) -> int:
+    """Return how many different numbers of tokens the model processes during training. If lengths are not known, the
+    micro-batches count as the sizes of one doubling."""
     if rows.lengths is None:
         return splitting.SIZES_PER_DOUBLING + SIZES_BESIDE_STEPS
     generator, found, all_rows = numpy.random.default_rng(0), set(), len(rows.lengths)
     cut, windows = (splitting.cut if is_padded else splitting.cut_unpadded), min(steps, MOST_WINDOWS_DRAWN)
-    for count in {min(rows_per_window, all_rows), all_rows % rows_per_window} - {0}:  # an epoch's last may have fewer
+    for count in {min(rows_per_window, all_rows), all_rows % rows_per_window} - {0}:  # an epoch's last window
         for _ in range(windows if count < all_rows else 1):
             window = generator.choice(rows.lengths, count, replace=False).tolist()
             lengths = [splitting.few_sizes(length) for length in window] if is_padded else window
@@ -137,6 +143,6 @@ def _batch_tokens(rows: RowShapes, curriculum: Optional[CurriculumSettings], bat
 
 
 def lengths_of(data: Any) -> Optional[numpy.ndarray]:
-    """Tokens of each row, int32; None for rows that tell no length."""
+    """Return the tokens of each row, int32; None if rows have no length column."""
     has_lengths = "length" in (getattr(data, "column_names", None) or ())
     return numbered.lengths_of(data) if has_lengths else None

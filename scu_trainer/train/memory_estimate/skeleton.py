@@ -1,4 +1,4 @@
-"""Models whose weights have shapes and no content: copies of a loaded one, or made of a configuration alone."""
+"""Models with fake weights, which have shapes but no data: copies of a loaded model, or made from a configuration."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from scu_trainer.models.quantize import numbers_in, quantizable_layers, quantize
 from scu_trainer.settings import ModelSettings
 
 SCALE_BITS = {(4, True): 8 / 64 + 32 / (64 * 256), (4, False): 32 / 64, (8, True): 0.0, (8, False): 0.0}
-"""(bits, scales quantized too) -> bits per weight beside its own: one scale for 64 weights of NF4 (QLoRA, arXiv
-2305.14314, section 3), in 32 bits, or in 8 with a second scale for 256 of them. LLM.int8 has one for each row."""
+"""(bits, whether scales are quantized too) -> additional bits per weight. NF4 has one scale for 64 weights (QLoRA,
+arXiv 2305.14314, section 3), in 32 bits, or in 8 bits with a second scale for 256 of them. LLM.int8 has one scale per
+row, which is negligible."""
 
 
 class PackedLinear(nn.Linear):
-    """Stands in for a layer stored in 4 or 8 bits: as many bytes, unpacked for each product.
+    """A stand-in for a layer that is stored in 4 or 8 bits: it has as many bytes, and unpacks them for each product.
 
-    ``scale_bits``: beside each weight, see ``SCALE_BITS``. ``compute_dtype``: None for that of the input.
+    ``bits``: per weight, including its scale, see ``SCALE_BITS``. ``compute_dtype``: None for that of the input.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class PackedLinear(nn.Linear):
         self.weight = nn.Parameter(torch.empty(packed_bytes, dtype=torch.uint8), requires_grad=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        product = _Unpacked.apply(
+        product = _UnpackedProduct.apply(
             hidden.to(self.compute_dtype or hidden.dtype), self.weight, (self.out_features, self.in_features)
         )
         if self.bias is not None:
@@ -49,8 +50,8 @@ class PackedLinear(nn.Linear):
         return product.to(hidden.dtype)
 
 
-class _Unpacked(torch.autograd.Function):
-    """Keeps the packed weight for backward, and unpacks it again there."""
+class _UnpackedProduct(torch.autograd.Function):
+    """A product with an unpacked weight that saves only the packed weight and unpacks it again in backward."""
 
     @staticmethod
     def forward(ctx, hidden, packed, shape):
@@ -65,13 +66,13 @@ class _Unpacked(torch.autograd.Function):
 
 
 def copy_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A loaded ``model`` with everything that was done to it, its weights without content."""
+    """Return a copy of a loaded ``model``, including all its modifications, with fake weights."""
     with mode:
         stand_ins = {id(module): _stand_in(module) for _, module in quantized_modules(model)}
     with FakeCopyMode(mode):
         copied = copy.deepcopy(model, stand_ins)
     with mode:
-        _move_to_cpu(copied)  # where stand-ins and inputs are; quantized models are loaded on their card
+        _move_to_cpu(copied)  # stand-ins and inputs are there; quantized models are loaded on a GPU
     return copied
 
 
@@ -95,25 +96,25 @@ def of_configuration(
     compute_dtype: torch.dtype,
     is_checkpointed: bool,
 ) -> nn.Module:
-    """The causal language model of ``config``, tuned as ``settings`` say, without weights and without reading any.
+    """Return the causal language model of ``config`` with fake weights, prepared for the tuning in ``settings``.
 
-    ``compute_dtype``: arithmetic of layers that are stored in 4 bits. Raises ModelError where ``config`` is of no such
-    model, or the model cannot be tuned so.
+    No weights are read. ``compute_dtype``: type in which layers that are stored in 4 bits compute. Raises ModelError if
+    ``config`` is not that of a causal language model, or if the model does not support this tuning.
     """
     from transformers import AutoModelForCausalLM
 
     name = settings.model_name_or_path or "the embedded model"
-    with torch.device("meta"):  # peft moves adapters about, which tensors of a mode do not allow
+    with torch.device("meta"):  # not in ``mode``: peft moves adapters, which fake tensors do not allow
         with as_model_error(name, "model"):
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config),  # which notes the type
+                copy.deepcopy(config),  # from_config writes the dtype into it
                 dtype=stored_dtype(config, settings),
                 trust_remote_code=settings.trust_remote_code,
                 attn_implementation=settings.attn_implementation,
             )
         if settings.tuning == "qlora":
-            _pack(model, settings, compute_dtype)
-        model = _tuned(model, settings)
+            _replace_quantized_layers(model, settings, compute_dtype)
+        model = _prepared_for_tuning(model, settings)
     if is_checkpointed:
         checkpoint_every_layer(model)
     with mode:
@@ -122,18 +123,17 @@ def of_configuration(
 
 
 def _move_to_cpu(model: nn.Module) -> None:
-    """In the place of weights elsewhere others of this mode, on the CPU: those on the meta device take no part in
-    autocast."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    """Replace weights on other devices by fake ones on the CPU, because autocast ignores tensors on the meta device."""
+    replacements: dict[torch.Tensor, torch.Tensor] = {}
 
     def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu":
             return tensor
-        if tensor not in made:  # tied weights stay one
+        if tensor not in replacements:  # tied weights stay tied
             copied = torch.empty(tensor.shape, dtype=tensor.dtype)
             is_weight = isinstance(tensor, nn.Parameter)
-            made[tensor] = nn.Parameter(copied, requires_grad=tensor.requires_grad) if is_weight else copied
-        return made[tensor]
+            replacements[tensor] = nn.Parameter(copied, requires_grad=tensor.requires_grad) if is_weight else copied
+        return replacements[tensor]
 
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -141,14 +141,14 @@ def _move_to_cpu(model: nn.Module) -> None:
 
 
 def stored_dtype(config: PretrainedConfig, settings: ModelSettings) -> torch.dtype:
-    """As ``models/loading/load.py`` loads it: full tuning in float32 where nothing else is asked for."""
+    """Return the dtype in which ``models/loading/load.py`` loads the model: float32 for full tuning by default."""
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
     stored = getattr(config, "dtype", None)
     return torch.float32 if settings.tuning == "full" or stored is None else stored
 
 
-def _pack(model: nn.Module, settings: ModelSettings, compute_dtype: torch.dtype) -> None:
+def _replace_quantized_layers(model: nn.Module, settings: ModelSettings, compute_dtype: torch.dtype) -> None:
     bits = 8 if settings.load_in_8bit else 4
     stored = bits + SCALE_BITS[bits, settings.bnb_4bit_use_double_quant]
     for name in quantizable_layers(model):
@@ -162,17 +162,17 @@ def _pack(model: nn.Module, settings: ModelSettings, compute_dtype: torch.dtype)
             parameter.data = parameter.data.float()
 
 
-def _tuned(model: nn.Module, settings: ModelSettings) -> nn.Module:
+def _prepared_for_tuning(model: nn.Module, settings: ModelSettings) -> nn.Module:
     if settings.tuning == "full":
         return choose_weights(model, settings)
     from peft import PeftConfig, get_peft_model
 
     adapter = Path(settings.model_name_or_path or "").expanduser()
     if is_adapter(adapter):
-        saved = PeftConfig.from_pretrained(str(adapter))  # its shape; its weights are not read
-        saved.inference_mode = False  # as it was saved it would be frozen
+        saved = PeftConfig.from_pretrained(str(adapter))  # only its configuration, no weights
+        saved.inference_mode = False  # saved adapters are frozen by default
         return get_peft_model(model, saved)
-    config = adapter_config(model, replace(settings, init_lora_weights="true"))  # its shapes; no weights are read
+    config = adapter_config(model, replace(settings, init_lora_weights="true"))  # no weights are read
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # as ``prepare_for_tuning`` does
         return get_peft_model(model, config)

@@ -1,4 +1,4 @@
-"""Training steps on tensors without content: what they hold at their highest moment, by part."""
+"""Training steps on fake tensors, to measure their peak memory by part."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from scu_trainer.train.memory_estimate.live import LiveBytes
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 LossKind = Literal["headless", "opened", "returned"]
-"""How the loss is taken, see ``loss_path.py``."""
+"""How the loss is computed, see ``loss_path.py``."""
 
 ALSO_LOGGED = logging.getLogger("torch._subclasses.fake_tensor")
-"""Where torch logs a traceback of what cannot run on tensors without content, beside raising it."""
+"""The logger to which torch writes a traceback of errors on fake tensors, in addition to raising them."""
 
 PASSES = 3
-"""Forward and backward passes until the heap has about the size that it will keep."""
+"""Forward and backward passes until the heap has about its final size."""
 
 
 @dataclass(frozen=True)
 class EstimatedStep:
-    """What is traced. ``mode``: of the tensors without content. ``batch(rows, length)``: what the model gets, with
-    labels. ``autocast``: the type of half precision arithmetic, if any. ``card_bytes``: what may be used of the card
-    for whose tensors those of the CPU stand; None where a CPU trains."""
+    """The model and the batches to trace. ``mode``: the mode of the fake tensors. ``batch(rows, length)``: the inputs
+    of the model, with labels. ``autocast``: the type of half precision arithmetic, if any. ``card_bytes``: usable
+    memory of the GPU that the traced CPU tensors represent; None if training is on a CPU."""
 
     model: nn.Module
     mode: FakeTensorMode
@@ -59,9 +59,10 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes by part (see events.py) at the highest moment of a pass; ``events``: of the first one.
-    ``compiled_bytes``: what every further number of tokens adds where products are compiled. ``heap_bytes``: to which
-    the C library's heap grows for all but the weights; None where it was not asked, or has no addresses for so much."""
+    """The result of ``trace``. ``parts``: bytes by part (see events.py) at the peak of a pass. ``events``: events of
+    the first pass. ``compiled_bytes``: bytes that every further number of tokens adds if products are compiled.
+    ``heap_bytes``: size to which the C library's heap grows for everything except the weights; None if it was not
+    traced or has no address space for so much."""
 
     parts: dict[str, int]
     events: Events
@@ -79,28 +80,28 @@ def trace(
     stepping: Sequence[int] = (),
     layers: Sequence[nn.Module] = (),
 ) -> Traced:
-    """Forward and backward over ``rows`` rows of ``length``.
+    """Trace forward and backward over ``rows`` rows of ``length`` tokens.
 
     Args:
-        after_others: an earlier micro-batch of the same optimizer step has left its gradients.
-        kept: sizes of blocks that stay from the first optimizer step on, where the heap is to be looked at.
-        stepping: sizes of blocks that the optimizer's step takes beside them for a moment.
-        layers: whose borders are marked among the events.
+        after_others: whether gradients of an earlier micro-batch of the same optimizer step exist.
+        kept: sizes of blocks that are kept from the first optimizer step on; None if the heap is not traced.
+        stepping: sizes of blocks that the optimizer step allocates temporarily.
+        layers: layers for which marks are added to the events.
 
-    Raises whatever a model raises that makes tensors whose shape depends on content.
+    Passes on the exceptions of models that create tensors with data-dependent shapes.
     """
     with contextlib.nullcontext() if kept is None else UntouchedHeap() as heap:
         products = CompiledProducts(rows * length)
         live = LiveBytes(getattr(head_of(subject.model), "out_features", None), heap, products)
         live.count(tensors_of(subject.model), WEIGHTS)
-        with subject.mode, _trained(subject, live, after_others), replaced(ALSO_LOGGED, "disabled", True):
+        with subject.mode, _counted_gradients(subject, live, after_others), replaced(ALSO_LOGGED, "disabled", True):
             events = live.events
             with marked(layers, events):
-                _pass(subject, subject.inputs(rows, length), live)
+                _forward_and_backward(subject, subject.inputs(rows, length), live)
             for index, size_bytes in enumerate(kept or ()):
                 heap.take(("kept", index), size_bytes)
             if heap is not None:
-                _step(heap, stepping)
+                _simulate_optimizer_step(heap, stepping)
             if not after_others:
                 _drop_gradients(subject.trained)
             if heap is not None:
@@ -110,8 +111,8 @@ def trace(
 
 
 @contextlib.contextmanager
-def _trained(subject: EstimatedStep, live: LiveBytes, after_others: bool) -> Iterator[None]:
-    """Inside, gradients are counted as gradients; afterwards they are gone."""
+def _counted_gradients(subject: EstimatedStep, live: LiveBytes, after_others: bool) -> Iterator[None]:
+    """Count gradients as gradients in this context, and drop them at its end."""
     subject.model.train()
     with contextlib.ExitStack() as stack:
         stack.callback(_drop_gradients, subject.trained)
@@ -125,8 +126,8 @@ def _trained(subject: EstimatedStep, live: LiveBytes, after_others: bool) -> Ite
         yield
 
 
-def _step(heap: UntouchedHeap, blocks: Sequence[int]) -> None:
-    """The optimizer's, while gradients are there."""
+def _simulate_optimizer_step(heap: UntouchedHeap, blocks: Sequence[int]) -> None:
+    """Allocate and free the temporary blocks of the optimizer step, while gradients exist."""
     for index, size_bytes in enumerate(blocks):
         heap.take(("stepping", index), size_bytes)
     for index in range(len(blocks)):
@@ -138,14 +139,14 @@ def _drop_gradients(weights: Sequence[nn.Parameter]) -> None:
         weight.grad = None
 
 
-def _pass(subject: EstimatedStep, inputs: Mapping[str, Any], live: LiveBytes) -> None:
-    with live, chunks_as_on_card(subject.card_bytes), _loss_of(subject):
+def _forward_and_backward(subject: EstimatedStep, inputs: Mapping[str, Any], live: LiveBytes) -> None:
+    with live, chunks_as_on_card(subject.card_bytes), _loss_context(subject):
         with torch.autocast("cpu", subject.autocast, enabled=subject.autocast is not None):
             loss = subject.model(**inputs)["loss"]
         loss.backward()
 
 
-def _loss_of(subject: EstimatedStep) -> contextlib.AbstractContextManager:
+def _loss_context(subject: EstimatedStep) -> contextlib.AbstractContextManager:
     if subject.loss == "returned":
         return contextlib.nullcontext()
     take = headless if subject.loss == "headless" else opened
