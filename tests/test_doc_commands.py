@@ -63,4 +63,4 @@ def test_a_training_is_read(page, words, place):
 
 def test_a_training_that_contradicts_itself_is_not_read(place, capsys):
     assert command.main(["train", "--config", "my.yaml", "--spike_threshold", "9", "--print_config"]) == 2
-    assert "spike_threshold acts with spike_guard: skip" in capsys.readouterr().err
+    assert "spike_threshold has an effect only with spike_guard: skip" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Settings: one small dataclass per concern. Everything is checked when it is made, before any work is spent.
+"""Settings: one small dataclass per concern, each of which checks its values when it is created.
 
 Stock training options are not repeated here: they stay in ``transformers.TrainingArguments``, and the command line
-composes both. On the command line the fields of ``RegularizationSettings`` carry the prefix ``scu_``.
+combines both. On the command line the fields of ``RegularizationSettings`` have the prefix ``scu_``.
 """
 
 from scu_trainer.settings.curriculum import METHODS, CurriculumSettings

@@ -1,4 +1,4 @@
-"""How a field says what it is for, and how a value that cannot be used is refused."""
+"""Help texts and value checks for the fields of settings dataclasses."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from typing import Any, Literal, NamedTuple, Optional, Union, get_args, get_orig
 from scu_trainer.errors import SettingsError, nearest
 
 MOST_COUNT = 2**31 - 1
-"""Largest whole number: what libraries keep in 32 bits would overflow silently."""
+"""Largest whole number, because libraries that use 32 bits would silently overflow beyond it."""
 
 MOST_NUMBER = 1e15
-"""Numbers beyond are slips, and their squares are not finite in float32."""
+"""Largest number: a larger one is a typing error, and its square can be infinite in float32."""
 
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
 """Limits of file systems (NAME_MAX, PATH_MAX without its final zero)."""
 
 
 class Allowed(NamedTuple):
-    """Limits of a number. Without ``least`` or ``above``: 0, or the default if that is below 0. Without ``most``:
-    MOST_COUNT or MOST_NUMBER. ``unit``: what it counts, where its name does not say that."""
+    """Limits of a number. ``least``, ``above``: lower limit, inclusive or exclusive; by default 0, but a default below
+    0 is also allowed. ``most``, ``below``: upper limit; by default MOST_COUNT or MOST_NUMBER. ``unit``: what the number
+    counts, if its name does not say it."""
 
     least: Optional[float] = None
     most: Optional[float] = None
@@ -38,35 +39,35 @@ class Allowed(NamedTuple):
 NO_LIMITS: Mapping[str, Allowed] = types.MappingProxyType({})
 
 NOT_GIVEN = {"max_steps": "it must be 1 or more, or -1 to train for num_train_epochs"}
-"""Messages for fields whose default is below 0 and means "not given"."""
+"""Messages for fields with a default below 0 that means "not given"."""
 
 
 def option(default, help: str):
-    """A dataclass field."""
+    """Return a dataclass field with a help text."""
     return field(default=default, metadata={"help": help})
 
 
 @functools.cache
 def hints_of(kind: type) -> Mapping[str, Any]:
-    """Types of the fields of a dataclass. Cached, because Python compiles the annotations on every call."""
+    """Return the types of the fields of a dataclass. Cached, because Python evaluates the annotations on every call."""
     return types.MappingProxyType(get_type_hints(kind))
 
 
 def changed(settings) -> list[str]:
-    """Names of the fields that have another value than their default."""
+    """Return the names of the fields whose value differs from the default."""
     return [item.name for item in fields(settings) if getattr(settings, item.name) != item.default]
 
 
 def check_fields(settings, allowed: Mapping[str, Allowed] = NO_LIMITS, prefix: str = "") -> None:
-    """Reject an unknown choice, a value of the wrong type, a number that is negative or not finite, a text that cannot
-    be a name. ``allowed``: narrower limits of single fields."""
+    """Raise SettingsError for an unknown choice, a value of the wrong type, a number outside its limits, or a text that
+    cannot be a name. ``allowed``: limits by field. ``prefix``: of the names on the command line."""
     _check_choices(settings)
-    _check_kinds(settings, prefix)
+    _check_types(settings, prefix)
     check_values(type(settings), vars(settings), allowed, prefix)
 
 
 def _check_choices(settings) -> None:
-    """Reject a value outside a ``Literal`` field's choices, naming the nearest one."""
+    """Raise SettingsError for a value that is not among a ``Literal`` field's choices, with the most similar one."""
     for name, hint in hints_of(settings.__class__).items():
         value, choices = getattr(settings, name), get_args(hint)
         if get_origin(hint) is Literal and value not in choices:
@@ -79,42 +80,47 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _is_whole(value: Any) -> bool:
-    """Also 1e3."""
+def _is_whole_number(value: Any) -> bool:
+    """Whether ``value`` is a whole number, including floats such as 1e3."""
     return _is_number(value) and (isinstance(value, int) or float(value).is_integer())
 
 
 KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "true or false"),
-    int: (_is_whole, "a whole number"),
+    int: (_is_whole_number, "a whole number"),
     float: (_is_number, "a number"),
     list: (lambda value: isinstance(value, (list, tuple)), "a list, such as [a, b]"),
 }
-"""Type of a field -> (whether a value fits, the words for it in a message)."""
+"""Type of a field -> (check of a value, description of allowed values in messages)."""
 
 
-def _check_kinds(settings, prefix: str = "") -> None:
-    """Reject text for a number or a switch: to Python "false" is true."""
+def _check_types(settings, prefix: str = "") -> None:
+    """Raise SettingsError for a value of the wrong type, such as text for a switch: Python takes "false" as true."""
     hints = hints_of(settings.__class__)
     for item in fields(settings):
-        value, parts = getattr(settings, item.name), {get_origin(part) or part for part in _parts(hints[item.name])}
-        kinds = parts - {type(None)}
-        if len(kinds) > 1 or not kinds <= KINDS.keys() or (value is None and type(None) in parts):
+        value, parts = (
+            getattr(settings, item.name),
+            {get_origin(part) or part for part in _union_members(hints[item.name])},
+        )
+        field_types = parts - {type(None)}
+        if len(field_types) > 1 or not field_types <= KINDS.keys() or (value is None and type(None) in parts):
             continue
-        takes, words = KINDS[kinds.pop()]
+        takes, words = KINDS[field_types.pop()]
         require(takes(value), f"{prefix}{item.name} is {short(value)}; it must be {words}")
 
 
 def check_values(
     kind: type, values: Mapping[str, Any], allowed: Mapping[str, Allowed] = NO_LIMITS, prefix: str = ""
 ) -> None:
-    """Reject numbers and texts among ``values`` that do not fit the fields of the dataclass ``kind``; ``allowed``
-    narrows single fields. ``prefix``: of their names on the command line. Raises SettingsError."""
+    """Raise SettingsError for numbers and texts among ``values`` that are not allowed for the fields of ``kind``.
+
+    ``kind``: a dataclass. ``allowed``: limits by field. ``prefix``: of the names on the command line.
+    """
     hints = hints_of(kind)
     for item in fields(kind):
         if item.name not in values:
             continue
-        is_name = {*_parts(hints[item.name])} <= {str, type(None)}
+        is_name = {*_union_members(hints[item.name])} <= {str, type(None)}
         given = values[item.name]
         for value in given if isinstance(given, (list, tuple)) else [given]:
             if isinstance(value, str):
@@ -123,20 +129,20 @@ def check_values(
                 _check_number(prefix + item.name, item.default, value, allowed.get(item.name, Allowed()))
 
 
-def _parts(hint: Any) -> Iterator[Any]:
-    """The types of a Union, or the type itself."""
+def _union_members(hint: Any) -> Iterator[Any]:
+    """Yield the types of a Union, or the type itself."""
     if get_origin(hint) in (Union, types.UnionType):
         for part in get_args(hint):
-            yield from _parts(part)
+            yield from _union_members(part)
     else:
         yield hint
 
 
 def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> None:
     default = default if isinstance(default, (int, float)) else None
-    if default is not None and default < 0 and value < 0:  # -1 of max_steps: a word for "not given"
-        said = NOT_GIVEN.get(name, f"it must be 0 or more, or {default} for not given")
-        require(value == default, f"{name} is {short(value)}; {said}")
+    if default is not None and default < 0 and value < 0:  # such as max_steps: -1, which means "not given"
+        message = NOT_GIVEN.get(name, f"it must be 0 or more, or {default} for not given")
+        require(value == default, f"{name} is {short(value)}; {message}")
         return
     least = 0 if allowed.least is None else allowed.least
     most = (MOST_COUNT if isinstance(value, Integral) else MOST_NUMBER) if allowed.most is None else allowed.most
@@ -153,7 +159,7 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
 
 
 def short(value: Any) -> str:
-    """For a message: not longer than a line."""
+    """Return ``value`` for a message, shortened to at most a line."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"a number of {int(math.log10(abs(value))) + 1} digits"
     text = str(value) if isinstance(value, Real) else repr(value)
@@ -161,14 +167,16 @@ def short(value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """As it is typed; also a member of an enum, such as ``optim`` of the stock arguments."""
+    """Return ``value`` as text that a user would type; also for enum members, such as ``optim`` of the stock
+    arguments."""
     value = getattr(value, "value", value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_text(name: str, text: str, *, is_name: bool) -> None:
-    """Reject text that neither files nor libraries accept; ``is_name``: also one too long for a path."""
-    require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which names cannot contain; take it out")
+    """Raise SettingsError for text that files and libraries do not accept. ``is_name``: also check that it can be a
+    path."""
+    require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which names cannot contain; remove it")
     encoding = sys.getfilesystemencoding()
     way_out = "give the file or folder a name in UTF-8 (mv, or convmv)"
     if encoding != "utf-8":
@@ -177,17 +185,17 @@ def check_text(name: str, text: str, *, is_name: bool) -> None:
     require(is_unicode, f"{name} is {short(text)}, which is not valid UTF-8; {way_out}")
     if not is_name:
         return
-    can_be_named = text.encode(encoding, "ignore").decode(encoding) == text  # from a file, which is read as UTF-8
+    can_be_named = text.encode(encoding, "ignore").decode(encoding) == text  # settings files are read as UTF-8
     require(can_be_named, f"{name} is {short(text)}; {way_out}")
     longest = max(len(part.encode()) for part in text.split("/"))
     require(
         longest <= LONGEST_NAME_BYTES and len(text.encode()) <= LONGEST_PATH_BYTES,
-        f"{name} is {short(text)}; a path has at most {LONGEST_PATH_BYTES} bytes and each name in it at most "
-        f"{LONGEST_NAME_BYTES}, this one has {len(text.encode()):,} and {longest:,}; give a shorter one",
+        f"{name} is {short(text)}; a path may have at most {LONGEST_PATH_BYTES} bytes, and each name in it at most "
+        f"{LONGEST_NAME_BYTES}, but this one has {len(text.encode()):,} and {longest:,}; give a shorter one",
     )
     require(
         not text.startswith("~") or os.path.expanduser(text) != text,
-        f"{name} is {short(text)}, and there is no user of that name; write ./{text[:40]} for a file of that name",
+        f"{name} is {short(text)}, but there is no user of that name; write ./{text[:40]} for a file of that name",
     )
 
 

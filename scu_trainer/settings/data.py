@@ -1,4 +1,4 @@
-"""Where documents come from."""
+"""Settings of the data: where documents come from."""
 
 from __future__ import annotations
 
@@ -36,40 +36,42 @@ class DataSettings:
     eval_dataset: Optional[str] = option(
         None, "a separate held-out dataset, same kinds as dataset; default: a split of dataset"
     )
-    validation_split_percentage: float = option(5.0, "share of the documents held out when eval_dataset is not given")
+    validation_split_percentage: float = option(5.0, "percentage of documents held out if eval_dataset is not given")
     sample_prompts: int = option(
-        3, "number of held-out prompts that the model answers before training, at each evaluation and after; 0: none"
+        3,
+        "number of held-out prompts that the model answers before training, at each evaluation and after training; "
+        "0: none",
     )
-    sample_max_new_tokens: int = option(48, "most tokens of each answer to sample_prompts")
-    max_eval_documents: Optional[int] = option(None, "most held-out documents")
-    streaming: bool = option(False, "read a Hub dataset or large files while training; needs max_steps")
+    sample_max_new_tokens: int = option(48, "largest number of tokens of each answer to sample_prompts")
+    max_eval_documents: Optional[int] = option(None, "largest number of held-out documents")
+    streaming: bool = option(False, "read a Hub dataset or large files during training; needs max_steps")
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = option(
         "first_exhausted",
-        "when an epoch of a weighted mixture ends: before any row repeats (first_exhausted), or once every row "
-        "was seen (all_exhausted)",
+        "when an epoch of a weighted mixture ends: before any row is repeated (first_exhausted), or after every row "
+        "was used (all_exhausted)",
     )
     text_column: str = option("text", "column with plain text")
     prompt_column: Optional[str] = option(None, "column with the question; default: instruction, question, prompt, ...")
     response_column: Optional[str] = option(None, "column with the answer; default: output, response, answer, ...")
     system_column: Optional[str] = option(None, "column with the system message; default: system, system_prompt")
     messages_column: Optional[str] = option(None, "column with a conversation; default: messages, conversations")
-    dataset_size: Optional[int] = option(None, "most documents to use, applied before the split")
+    dataset_size: Optional[int] = option(None, "largest number of documents to use, applied before the split")
     block_size: int = option(512, "tokens per training row")
     packing: bool = option(True, "fill each row with several documents, one after another")
     isolate_documents: Optional[bool] = option(
         None,
-        "keep packed documents from seeing each other; default: yes if the model can, and no packing if it "
-        "cannot; false: pack in any case",
+        "prevent packed documents from attending to each other; default: yes if the model supports it, otherwise no "
+        "packing; false: pack in any case",
     )
-    completion_only_loss: bool = option(True, "prompt/completion rows: learn the completion's tokens only")
-    assistant_only_loss: bool = option(True, "chat rows: learn the assistant's tokens only")
+    completion_only_loss: bool = option(True, "prompt/completion rows: train only on the tokens of the completion")
+    assistant_only_loss: bool = option(True, "chat rows: train only on the tokens of the assistant")
     chat_template: Optional[str] = option(
         None,
         f"chat template: {', '.join(CHAT_TEMPLATES)}, or a Jinja file; default: the tokenizer's own",
     )
-    skip_bad_rows: bool = option(False, "count and skip unreadable rows instead of stopping at the first")
-    preprocessing_num_workers: int = option(1, "processes that tokenize")
-    cache_dir: Optional[str] = option(None, "folder for tokenized data and the embedded base")
+    skip_bad_rows: bool = option(False, "count and skip unreadable rows instead of stopping at the first one")
+    preprocessing_num_workers: int = option(1, "number of processes that tokenize")
+    cache_dir: Optional[str] = option(None, "folder for tokenized data and the embedded base model")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", dataset_of(self.dataset))
@@ -78,8 +80,8 @@ class DataSettings:
         named = [name for name in ("prompt_column", "response_column") if getattr(self, name) is not None]
         require(
             self.messages_column is None or not named,
-            f"messages_column and {' and '.join(named)} both name the column with the content; keep one of the "
-            f"two ways",
+            f"messages_column and {' and '.join(named)} are two ways to name the columns with the content; keep one of "
+            f"them",
         )
         require(
             self.packing or not self.isolate_documents,
@@ -107,17 +109,19 @@ class DataSettings:
 
     @property
     def shown_dataset(self) -> str:
-        """``dataset`` in a message: one name, or those of all sources."""
+        """``dataset`` for a message: one name, or the names of all sources."""
         return shown(self.dataset)
 
     @property
     def sources(self) -> tuple[SourceSettings, ...]:
-        """Entries of a list; empty for one dataset."""
+        """The entries of ``dataset`` if it is a list, else empty."""
         return sources_of(self.dataset, hints_of(type(self))) if isinstance(self.dataset, list) else ()
 
     def place_of_source(self, name: str) -> Optional[int]:
-        """Of a list: the place of the source with that name, or with that dataset; None if there is none. Raises
-        SettingsError where several sources are that dataset."""
+        """Return the index of the source with this name or this dataset; None if there is none.
+
+        Raises SettingsError if several sources have this dataset.
+        """
         sources = self.sources
         named = [place for place, source in enumerate(sources) if source.name == name]
         found = named or [place for place, source in enumerate(sources) if is_same_dataset(source.dataset, name)]
@@ -128,5 +132,5 @@ class DataSettings:
         return found[0] if found else None
 
     def of_source(self, source: SourceSettings) -> DataSettings:
-        """These settings for one source alone: what its entry says goes before what stands beside the list."""
+        """Return these settings for a single source; the values of its entry override the common ones."""
         return replace(self, dataset=source.dataset, stopping_strategy="first_exhausted", **source.own)

@@ -1,5 +1,5 @@
-"""What makes a training cheaper or its cost visible. What acts on it is off by default, but where a task's defaults say
-otherwise."""
+"""Settings that make training cheaper or show its cost. Those that change training are off by default, unless a task
+has another default."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 GIVES_WAY = ("linear", "constant", "constant_with_warmup")
-"""Values of ``lr_scheduler_type`` beside steps of the learning rate: the default, and what such a schedule is before
-its first step."""
+"""Values of ``lr_scheduler_type`` that are allowed with lr_step_size and lr_milestones: the default, and those that are
+constant."""
 
 ALLOWED = {
     "ema_decay": Allowed(above=0, below=1),
@@ -25,7 +25,7 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class EfficiencySettings:
-    """Averages of the weights, memory layout, steps of the learning rate, and what a step costs and will cost."""
+    """Averages of the weights, memory layout, steps of the learning rate, and measurements and predictions of cost."""
 
     ema_decay: Optional[float] = option(
         None,
@@ -34,41 +34,41 @@ class EfficiencySettings:
     )
     use_muon: bool = option(
         False,
-        "Muon for the matrices inside the model, AdamW for embeddings, output layer, norms and biases, at one "
-        "learning rate",
+        "use Muon for the matrices inside the model, and AdamW for embeddings, output layer, norms and biases, with "
+        "the same learning rate",
     )
-    channels_last: bool = option(False, "store images and convolution filters with their channels last in memory")
+    channels_last: bool = option(False, "store images and convolution filters in the channels-last memory format")
     cudnn_benchmark: bool = option(
         False,
-        "on CUDA, let cuDNN time its convolutions for each new image size and keep the fastest; use it if "
-        "sizes do not change; results may differ between runs in the last bits",
+        "on CUDA, let cuDNN time its convolution algorithms for each new image size and use the fastest; for images "
+        "of few sizes; results may differ between runs in the last bits",
     )
     keep_freed_memory: bool = option(
         False,
-        "on a CPU, keep memory that a step frees for the next step; otherwise the system zeroes it again",
+        "on a CPU, keep the memory that a step frees for the next step, so that the system does not zero it again",
     )
     lr_step_size: Optional[int] = option(
         None, "multiply the learning rate by lr_gamma every this many epochs (torch's StepLR)"
     )
     lr_milestones: Optional[list[float]] = option(
         None,
-        "where the learning rate is multiplied by lr_gamma (torch's MultiStepLR): epochs such as 30 60 80, or, all of "
-        "them below 1, shares of the run such as 0.5 0.75",
+        "when to multiply the learning rate by lr_gamma (torch's MultiStepLR): epochs such as 30 60 80, or shares of "
+        "the run such as 0.5 0.75",
     )
-    lr_gamma: float = option(0.1, "factor of lr_step_size and lr_milestones")
+    lr_gamma: float = option(0.1, "factor for lr_step_size and lr_milestones")
     throughput: bool = option(
         False,
-        "log samples and tokens per second, and count the operations of a training step: achieved FLOP/s and their "
-        "share of the device's peak",
+        "log samples and tokens per second, and count the operations of a training step to log FLOP/s and their share "
+        "of the device's peak",
     )
     peak_tflops: Optional[float] = option(
         None,
-        "peak of one device in TFLOP/s that throughput is compared with; default: the manufacturer's figure for "
-        "a known GPU, a measured matrix product on a CPU",
+        "peak of one device in TFLOP/s, for throughput; default: the manufacturer's figure for a known GPU, a measured "
+        "matrix product on a CPU",
     )
     predict_memory: bool = option(
         True,
-        "before training, run a step on shapes alone (a few seconds at most) and report how much memory it "
+        "before training, run a step on shapes without data (a few seconds at most) and report how much memory it "
         "should take; scu_metrics.json has the prediction and the measurement",
     )
     profile_steps: int = option(
@@ -114,13 +114,13 @@ def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments
     """Raise SettingsError for settings that contradict the stock arguments."""
     require(
         efficiency.ema_decay is None or not (training.load_best_model_at_end and training.save_only_model),
-        "ema_decay and load_best_model_at_end need the averages of the best checkpoint, and save_only_model "
-        "does not keep them; drop save_only_model",
+        "ema_decay and load_best_model_at_end need the averages of the best checkpoint, but save_only_model does not "
+        "save them; drop save_only_model",
     )
     require(
         not (efficiency.cudnn_benchmark and training.full_determinism),
-        "cudnn_benchmark picks whatever is fastest at the moment, and full_determinism needs the same choice "
-        "each time; keep one of them",
+        "cudnn_benchmark chooses what is fastest at the moment, but full_determinism needs the same choice each time; "
+        "keep one of them",
     )
     _check_one_schedule(efficiency, training)
     if efficiency.use_muon:
@@ -136,7 +136,7 @@ def _check_muon(training: TrainingArguments) -> None:
     )
     require(
         not training.deepspeed and not training.fsdp,
-        "use_muon needs whole matrices, and DeepSpeed and FSDP split them; drop use_muon",
+        "use_muon needs whole matrices, but DeepSpeed and FSDP shard them; drop use_muon",
     )
 
 
@@ -150,9 +150,9 @@ def _check_one_schedule(efficiency: EfficiencySettings, training: TrainingArgume
         f"{name} and lr_scheduler_type: {kind} are two schedules of the learning rate; add lr_scheduler_type: "
         f"constant, or leave {name} out",
     )
-    require(not training.lr_scheduler_kwargs, f"lr_scheduler_kwargs have no effect beside {name}; leave them out")
+    require(not training.lr_scheduler_kwargs, f"lr_scheduler_kwargs have no effect with {name}; leave them out")
     deepspeed = getattr(training, "hf_deepspeed_config", None)
     require(
         deepspeed is None or deepspeed.get_value("scheduler") is None,
-        f"{name} and the scheduler of the DeepSpeed configuration are two schedules; take scheduler out of the file",
+        f"{name} and the scheduler of the DeepSpeed configuration are two schedules; remove scheduler from the file",
     )

@@ -1,4 +1,4 @@
-"""Image classifiers: which one, the size of its images, and what is done to them in training."""
+"""Settings of image classifiers: the architecture, the size of images, and their augmentation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SMALLEST_IMAGE = 8  # pixels
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """Which classifier of images, and what it sees."""
+    """The image classifier and its inputs."""
 
     architecture: Literal["resnet18", "resnet50", "resnet101", "efficientnet_b0"] = option(
         "resnet18", "image classifier to train from scratch; model_name_or_path overrides it"
     )
     image_size: Optional[int] = option(
         None,
-        "pixels per side; default: the size that a loaded model was trained with, else the size of the first "
+        "pixels per side; default: the size with which a loaded model was trained, else the size of the first "
         "image, rounded up to 32, 64, 96, 128 or 224",
     )
     image_channels: Optional[int] = option(
@@ -32,8 +32,8 @@ class ImageSettings:
     )
     augmentation: Literal["none", "light", "standard", "strong"] = option(
         "light",
-        "random changes of training images. light: shifted, turned and scaled a little, never mirrored (digits, text); "
-        "standard: cropped and mirrored; strong: also other colours, and a part erased",
+        "random changes of training images. light: small shifts, rotations and scalings, no mirroring (for digits, "
+        "text); standard: cropping and mirroring; strong: also changes of colour, and an erased part",
     )
 
     def __post_init__(self) -> None:
@@ -60,14 +60,14 @@ DEFAULTS: dict[str, object] = {
 PRESETS: dict[str, dict[str, object]] = {
     "gpu": {
         "per_device_train_batch_size": 256,
-        "dataloader_num_workers": 8,  # one for each core, where there are fewer
+        "dataloader_num_workers": 8,  # at most one per core
         "dataloader_pin_memory": True,
         "dataloader_persistent_workers": True,
         "optim": "adamw_torch_fused",
         "mixed_precision": "auto",
         "torch_compile": True,
         "cudnn_benchmark": True,
-        "torch_compile_mode": "reduce-overhead",  # where batches have one size
+        "torch_compile_mode": "reduce-overhead",  # only if all batches have the same size
         "channels_last": True,
     },
     "cpu": {
@@ -92,14 +92,15 @@ PRESETS: dict[str, dict[str, object]] = {
         "channels_last": True,
     },
 }
-"""gpu: compiled, images fetched ahead. cpu: compiling and other memory layouts gain nothing there, reading from the
-cache costs less than a second process. memory_efficient: few activations and a small optimizer state, paid in time; the
-batch stays, for a loss that is a mean over its rows adds up to too much over accumulated ones."""
+"""gpu: compiled, with images loaded ahead. cpu: compilation and other memory layouts do not help there, and reading
+from the cache costs less than a second process. memory_efficient: few activations and a small optimizer state, at the
+cost of time; the batch size stays, because the mean losses of accumulated smaller batches would add up to a larger
+loss."""
 
 MODES: dict[str, dict[str, object]] = {
     "tiny": {"dataset_size": 400, "num_train_epochs": 1.0, "max_steps": -1},
     "standard": {"dataset_size": None, "num_train_epochs": 10.0, "max_steps": -1},
     "extended": {"dataset_size": None, "num_train_epochs": 40.0, "max_steps": -1},
 }
-"""Groups of values under one name; ``max_steps`` of -1 lets the epochs count, ``dataset_size`` None is everything that
-there is. The architecture and its images stay: they are which model it is, not how long it learns."""
+"""Named groups of values. ``max_steps`` of -1 trains for the epochs, and ``dataset_size`` None uses all images. Modes
+do not change architecture and image size, which decide what the model is, not how long it trains."""

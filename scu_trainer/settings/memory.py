@@ -1,4 +1,4 @@
-"""How memory is shared out."""
+"""Settings of memory: micro-batches, limits, and where weights are placed."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How the rows of an optimizer step are cut into micro-batches, and how live memory moves the size of a
-    micro-batch.
+    """How the rows of an optimizer step are divided into micro-batches, and how memory use controls their size.
 
-    A micro-batch is what one forward and backward sees. The logical batch, what the optimizer sees, stays what
-    ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` say (but for ``batch_mode: logical``).
+    A micro-batch is the input of one forward and backward pass. The logical batch, the rows of one optimizer step, is
+    always that of ``per_device_train_batch_size`` and ``gradient_accumulation_steps``, except with ``batch_mode:
+    logical``.
     """
 
     memory_control: bool = option(
         True,
-        "size micro-batches from live memory and recover from out-of-memory; false with no token_cap: the stock "
-        "Trainer",
+        "choose the size of micro-batches from the memory in use, and recover from out-of-memory errors; false without "
+        "token_cap: batches of the stock Trainer",
     )
     token_cap: Optional[Union[int, str]] = option(
         None,
-        "padded tokens per micro-batch (rows, for inputs without a length); auto: the longest row, or what keeps the "
-        "device busy; default: auto with memory_control, no splitting without",
+        "padded tokens per micro-batch (rows, for inputs without a length); auto: the longest row, or as many as keep "
+        "the device busy; default: auto with memory_control, otherwise no splitting",
     )
-    min_batch_size: int = option(1, "fewest rows per micro-batch, even if memory is short")
-    max_batch_size: Optional[int] = option(None, "most rows per micro-batch; default: limited only by token_cap")
+    min_batch_size: int = option(1, "smallest number of rows per micro-batch, even if memory is short")
+    max_batch_size: Optional[int] = option(
+        None, "largest number of rows per micro-batch; default: limited only by token_cap"
+    )
     target_headroom_gb: Union[float, str] = option(
         "8%", "memory that stays free, in GiB, or as a share of the limit ('8%%')"
     )
     gc_threshold_gb: Optional[float] = option(
         None,
-        "collect garbage at once if fewer GiB than this are free at the peak of a step; default: a quarter of "
+        "collect garbage immediately if less than this many GiB are free at the peak of a step; default: a quarter of "
         "target_headroom_gb",
     )
     ram_threshold_gb: Optional[float] = option(
@@ -56,41 +58,42 @@ class MemorySettings:
     pid_kd: float = option(0.2, "derivative gain, optimizer steps")
     batch_mode: Literal["chunk", "logical"] = option(
         "chunk",
-        "chunk: memory sizes the micro-batch, the logical batch stays; logical: memory sizes the logical batch itself, "
-        "between min_batch_size and max_batch_size rows per device, which changes the optimization",
+        "chunk: memory control changes the micro-batch, and the logical batch stays; logical: it changes the logical "
+        "batch, between min_batch_size and max_batch_size rows per device, which changes the optimization",
     )
     batch_size_lr_rule: Literal["sqrt", "linear", "none"] = option(
         "sqrt",
-        "batch_mode logical: learning rate times (rows / nominal rows) to the power 1/2 (adaptive optimizers), "
-        "1 (SGD) or 0",
+        "batch_mode logical: multiply the learning rate by (rows / nominal rows) to the power 1/2 (sqrt, for adaptive "
+        "optimizers), 1 (linear, for SGD) or 0 (none)",
     )
     chunked_loss: Literal["auto", "always", "never"] = option(
         "auto",
-        "causal language models: cross-entropy straight from the hidden states, some tokens at a time, so that logits "
-        "never exist as a whole; same loss and gradient up to rounding. auto: for vocabularies of 16,384 words or more",
+        "causal language models: compute the cross-entropy from the hidden states for a part of the tokens at a time, "
+        "so that the full logits never exist; same loss and gradient up to rounding. auto: for vocabularies of 16,384 "
+        "tokens or more",
     )
     padding_free: Optional[bool] = option(
         None,
-        "causal language models: the layers see the rows of a micro-batch end to end, without padding, and on a CPU "
-        "a prefix that rows share once; same loss and gradient up to rounding; default: where all layers attend to "
+        "causal language models: concatenate the rows of a micro-batch instead of padding them, and on a CPU compute a "
+        "prefix that rows share only once; same loss and gradient up to rounding; default: if all layers attend to "
         "whole rows, by sdpa or FlashAttention",
     )
     memory_limit_gb: Optional[float] = option(
-        None, "most GiB of the training device that each process may use; default: all of it"
+        None, "largest memory in GiB that each process may use on the training device; default: all"
     )
     max_gpu_mem: Optional[Union[float, str]] = option(
-        None, "device_map: weights on each GPU, in GiB or as '4GB'; default: what accelerate finds free"
+        None, "device_map: size of the weights on each GPU, in GiB or as '4GB'; default: what accelerate finds free"
     )
     cpu_mem: Optional[Union[float, str]] = option(
-        None, "device_map: weights in main memory, in GiB or as '16GB'; the rest goes to offload_folder"
+        None, "device_map: size of the weights in main memory, in GiB or as '16GB'; the rest goes to offload_folder"
     )
     offload_folder: Optional[str] = option(
         None, "device_map: folder for weights that fit neither on a GPU nor in main memory"
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_cap", _token_cap(self.token_cap))
-        object.__setattr__(self, "target_headroom_gb", _headroom(self.target_headroom_gb))
+        object.__setattr__(self, "token_cap", _parsed_token_cap(self.token_cap))
+        object.__setattr__(self, "target_headroom_gb", _parsed_headroom(self.target_headroom_gb))
         for name in ("max_gpu_mem", "cpu_mem"):
             object.__setattr__(self, name, size_in_gib(name, getattr(self, name)))
         check_fields(self, ALLOWED)
@@ -109,12 +112,12 @@ class MemorySettings:
         )
         require(
             self.batch_mode == "chunk" or self.memory_control,
-            "batch_mode: logical lets memory choose the batch; it needs memory_control: true",
+            "batch_mode: logical lets memory control choose the batch; it needs memory_control: true",
         )
 
     @property
     def resolved_token_cap(self) -> Optional[Union[int, str]]:
-        """A number, "auto", or None for no splitting by length."""
+        """``token_cap`` with its default filled in: a number, "auto", or None for no splitting by length."""
         return "auto" if self.token_cap is None and self.memory_control else self.token_cap
 
     @property
@@ -123,16 +126,19 @@ class MemorySettings:
 
     @property
     def resolved_chunked_loss(self) -> str:
-        """With memory control and splitting off the stock loss stays, unless asked otherwise."""
+        """``chunked_loss``, with auto replaced by never if memory control and splitting are off."""
         return "never" if self.chunked_loss == "auto" and not self.acts else self.chunked_loss
 
     @property
     def resolved_padding_free(self) -> Optional[bool]:
-        """False with memory control and splitting off; None: where the model can do it."""
+        """``padding_free``, but False if memory control and splitting are off. None: if the model supports it."""
         return self.padding_free if self.acts else False
 
     def most_logical_rows(self, nominal_rows: int) -> int:
-        """With ``batch_mode: logical``, of a device whose batch has ``nominal_rows``."""
+        """Return the largest logical batch of a device with ``batch_mode: logical`` and batches of ``nominal_rows``.
+
+        Raises SettingsError if ``max_batch_size`` exceeds ``nominal_rows``.
+        """
         rows = self.max_batch_size or nominal_rows
         require(
             rows <= nominal_rows,
@@ -143,11 +149,11 @@ class MemorySettings:
 
     @property
     def headroom_share(self) -> Optional[float]:
-        """Share of the limit that stays free; None where it is given in GiB."""
+        """Share of the memory limit that stays free; None if ``target_headroom_gb`` is in GiB."""
         return float(self.target_headroom_gb[:-1]) / 100 if isinstance(self.target_headroom_gb, str) else None
 
 
-def _token_cap(value) -> Optional[Union[int, str]]:
+def _parsed_token_cap(value) -> Optional[Union[int, str]]:
     if value is None or value == "auto":
         return value
     try:
@@ -158,26 +164,26 @@ def _token_cap(value) -> Optional[Union[int, str]]:
     return number
 
 
-def _headroom(value) -> Union[float, str]:
-    """A float in GiB, or a share such as '8%'."""
+def _parsed_headroom(value) -> Union[float, str]:
+    """Return the headroom as a float in GiB, or as a share such as '8%'."""
     text = str(value).strip()
     try:
         number = float(text.removesuffix("%"))
     except ValueError:
         raise SettingsError(f"target_headroom_gb is {value!r}; allowed: GiB such as 1.5, or a share '8%'") from None
     if text.endswith("%"):
-        require(0 <= number < 100, f"target_headroom_gb is {text}; a share lies between 0% and below 100%")
+        require(0 <= number < 100, f"target_headroom_gb is {text}; a share must be from 0% to below 100%")
         return text
     require(math.isfinite(number) and number >= 0, f"target_headroom_gb is {number}; it must be 0 or more")
     return number
 
 
 BYTES = {"": 2**30, "GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
-"""Units as accelerate's ``max_memory`` knows them; a bare number counts GiB."""
+"""Bytes by unit, as in accelerate's ``max_memory``; a number without a unit is in GiB."""
 
 
 def size_in_gib(name: str, value) -> Optional[float]:
-    """GiB of a number of GiB, or of a text such as '4GB' or '900MiB'."""
+    """Return GiB from a number of GiB, or from a text such as '4GB' or '900MiB'. Raises SettingsError for others."""
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""A list of datasets instead of one: which sources are mixed, under what names, with what weights."""
+"""Mixtures: a list of datasets instead of one, with the names and weights of its sources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scu_trainer.settings.base import MOST_NUMBER, require, short
 
 COLUMNS = ("text_column", "prompt_column", "response_column", "system_column", "messages_column")
 SOURCE_FIELDS = ("dataset_config_name", "dataset_split", *COLUMNS, "dataset_size")
-"""Fields of ``DataSettings`` that an entry of the list may set for its source alone."""
+"""Fields of ``DataSettings`` that an entry of the list may set for its source."""
 
 ENTRY_KEYS = ("dataset", "weight", "name", *SOURCE_FIELDS)
 
@@ -27,7 +27,7 @@ ALLOWED_NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """One entry. ``weight``: None where no entry has one. ``own``: values for this source alone, by field."""
+    """One entry of the list. ``weight``: None if no entry has one. ``own``: values for this source only, by field."""
 
     dataset: str
     name: str
@@ -36,7 +36,8 @@ class SourceSettings:
 
 
 def dataset_of(value: Union[str, list]) -> Union[str, list]:
-    """The value of ``dataset`` as it is kept: a text that begins with "[" is a JSON list. Raises SettingsError."""
+    """Return the value of ``dataset``, with a text that begins with "[" parsed as a JSON list. Raises SettingsError if
+    that is not valid JSON."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return list(value) if isinstance(value, tuple) else value
     try:
@@ -50,54 +51,57 @@ def dataset_of(value: Union[str, list]) -> Union[str, list]:
 
 
 def dataset_names(value: Any) -> list[str]:
-    """Names of the datasets in a value of ``dataset``, in order, also of old files; [] for none."""
+    """Return the names of the datasets in a value of ``dataset``, in order, also from files of older versions."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     names = [entry.get("dataset") if isinstance(entry, Mapping) else entry for entry in entries]
     return [str(name) for name in names if name]
 
 
 def is_same_dataset(one: str, other: str) -> bool:
-    """Whether both are the same name, or lead to the same file or folder."""
+    """Whether both are the same name, or paths of the same file or folder."""
     paths = [Path(name).expanduser() for name in (one, other)]
     return one == other or (all(path.exists() for path in paths) and paths[0].resolve() == paths[1].resolve())
 
 
 def shown(value: Any) -> str:
-    """A value of ``dataset`` in a message or a title."""
+    """Return a value of ``dataset`` as text for a message or a title."""
     return " + ".join(dataset_names(value))
 
 
 def sources_of(entries: list[Any], hints: Mapping[str, Any]) -> tuple[SourceSettings, ...]:
-    """The sources of a list. ``hints``: types of the fields of ``DataSettings``. Raises SettingsError for an entry that
-    is no source, for weights on some only, and for two sources with one name."""
+    """Return the sources of a list. ``hints``: types of the fields of ``DataSettings``.
+
+    Raises SettingsError for an invalid entry, if only some sources have weights, and for two sources with the same
+    name.
+    """
     require(bool(entries), "dataset is an empty list; give at least one entry, or one name without a list")
-    found = tuple(_source(number, entry, hints) for number, entry in enumerate(entries, start=1))
-    without = [source.name for source in found if source.weight is None]
+    sources = tuple(_parsed_source(number, entry, hints) for number, entry in enumerate(entries, start=1))
+    without = [source.name for source in sources if source.weight is None]
     require(
-        len(without) in (0, len(found)),
-        f"dataset has weights on some of its sources only; give {', '.join(without)} one too, or drop all of them",
+        len(without) in (0, len(sources)),
+        f"dataset has weights for only some of its sources; add a weight to {', '.join(without)}, or drop all weights",
     )
-    name, count = Counter(source.name for source in found).most_common(1)[0]
+    name, count = Counter(source.name for source in sources).most_common(1)[0]
     require(
         count == 1,
-        f"dataset has {count} sources with the name {name!r}; tell them apart, for instance name: {name}_2",
+        f"dataset has {count} sources with the name {name!r}; give them different names, for instance name: {name}_2",
     )
-    return found
+    return sources
 
 
 def shares_of(sources: tuple[SourceSettings, ...]) -> list[Fraction]:
-    """Asked share of the rows of each weighted source, exact; the sum is 1."""
+    """Return the requested share of the rows of each weighted source, as exact fractions that sum to 1."""
     weights = [Fraction(source.weight) for source in sources]  # type: ignore[arg-type]  # all have one, or none
     return [weight / sum(weights) for weight in weights]
 
 
-def _source(number: int, entry: Any, hints: Mapping[str, Any]) -> SourceSettings:
+def _parsed_source(number: int, entry: Any, hints: Mapping[str, Any]) -> SourceSettings:
     place = f"entry {number} of dataset"
     if isinstance(entry, str):
         entry = {"dataset": entry}
     require(
         isinstance(entry, Mapping),
-        f"{place} is {short(entry)}; it takes a name, or a mapping with dataset and {', '.join(ENTRY_KEYS[1:])}",
+        f"{place} is {short(entry)}; it must be a name, or a mapping with dataset and {', '.join(ENTRY_KEYS[1:])}",
     )
     for key in entry:
         require(
@@ -108,39 +112,39 @@ def _source(number: int, entry: Any, hints: Mapping[str, Any]) -> SourceSettings
     dataset = entry.get("dataset")
     require(
         isinstance(dataset, str) and bool(dataset) and not dataset.lstrip().startswith("["),
-        f"{place} has {short(dataset)} as its dataset; it takes an embedded name, a path or a Hub id",
+        f"{place} has {short(dataset)} as its dataset; it must be an embedded name, a path or a Hub id",
     )
     name = short_name(dataset) if entry.get("name") is None else entry["name"]
     require(
         isinstance(name, str) and ALLOWED_NAME.fullmatch(name) is not None,
-        f"{place} has the name {short(name)}; it takes letters, digits and _ . - because figures are named after it",
+        f"{place} has the name {short(name)}; use only letters, digits and _ . - because metrics are named after it",
     )
     own = {key: entry[key] for key in SOURCE_FIELDS if entry.get(key) is not None}
     for key, value in own.items():
-        _check_kind(f"{place} ({name}) has {key}: {short(value)}", value, hints[key])
-    return SourceSettings(dataset, name, _weight(f"{place} ({name})", entry.get("weight")), own)
+        _check_type(f"{place} ({name}) has {key}: {short(value)}", value, hints[key])
+    return SourceSettings(dataset, name, _parsed_weight(f"{place} ({name})", entry.get("weight")), own)
 
 
-def _weight(place: str, value: Any) -> Optional[float]:
+def _parsed_weight(place: str, value: Any) -> Optional[float]:
     if value is None:
         return None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     require(
         is_number and 0 < value <= MOST_NUMBER,
-        f"{place} has weight: {short(value)}; it takes a number above 0, such as 1 (to leave a source out, drop it)",
+        f"{place} has weight: {short(value)}; it must be a number above 0, such as 1 (to leave a source out, drop it)",
     )
     return float(value)
 
 
-def _check_kind(found: str, value: Any, hint: Any) -> None:
+def _check_type(found: str, value: Any, hint: Any) -> None:
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     is_right = isinstance(value, tuple(kinds)) and (bool in kinds or not isinstance(value, bool))
     words = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-    require(is_right, f"{found}; it takes {' or '.join(words.get(kind, kind.__name__) for kind in kinds)}")
+    require(is_right, f"{found}; it must be {' or '.join(words.get(kind, kind.__name__) for kind in kinds)}")
 
 
 def short_name(dataset: str) -> str:
-    """The last part of a path or Hub id, without the suffix of a file."""
+    """Return the last part of a path or Hub id, without file suffixes."""
     path = PurePosixPath(dataset)
     while path.suffix.lower() in FILE_SUFFIXES and path.stem:
         path = path.with_suffix("")

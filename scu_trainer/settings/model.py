@@ -1,4 +1,4 @@
-"""Which model is tuned, and how."""
+"""Settings of the model: which one is trained, and how."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ OF_ADAPTERS = (
 )
 PATTERNS = ("trainable_parameters", "frozen_parameters")
 MUTATING = ("olora", "pissa", "loftq", "corda", "lora_ga")
-"""They take what the adapter begins with out of the base weights, again at each load: it must come out the same."""
+"""Initializations that subtract the initial adapter from the base weights, also at each load, where they must compute
+the same values again."""
 
 ALLOWED = {
     "lora_r": Allowed(least=1),
@@ -38,7 +39,7 @@ OF_LORA = ("use_rslora", "use_dora", "init_lora_weights", "loraplus_lr_ratio", "
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model is tuned, and which of its weights."""
+    """Which model is trained, and which of its weights."""
 
     model_name_or_path: Optional[str] = option(
         None, "model folder with a config.json, or a Hub id; default: a small Granite hybrid, trained once and cached"
@@ -54,13 +55,13 @@ class ModelSettings:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "type of the frozen weights; with tuning: full, of the trained weights (bfloat16 takes half the bytes "
-        "and needs an optimizer that keeps small steps, which is chosen unless you name one)",
+        "type of the frozen weights, or with tuning: full of the trained weights (bfloat16 takes half the memory and "
+        "needs an optimizer that does not lose small steps, which is chosen unless you set optim)",
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",
-        "precision of training: bf16 or fp16 autocast, or no: the type of the weights. auto: follow bf16, fp16 "
-        "or the launcher, else the fastest safe one of the device",
+        "precision of training: bf16 or fp16 autocast, or no for the type of the weights. auto: follow bf16, fp16 "
+        "or the launcher, else the fastest safe one for the device",
     )
     attn_implementation: Optional[str] = option(
         None, "sdpa, eager, flash_attention_2, ...; default: flash attention if it is installed and runs, else sdpa"
@@ -73,11 +74,11 @@ class ModelSettings:
     )
     tuning_path: Literal["given", "auto"] = option(
         "given",
-        "auto: the planner picks before the run how frozen weights are held (as they are, in half precision, in 8 or 4 "
-        "bits, in main memory and on disk), and the next way where one cannot hold a row",
+        "auto: before the run, choose how to store frozen weights (as they are, in half precision, in 8 or 4 bits, in "
+        "main memory and on disk), and use the next way if a single row does not fit",
     )
     load_in_8bit: bool = option(False, "qlora: store frozen weights in 8 bits (LLM.int8) instead of 4 (NF4)")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "qlora: the 16 values that 4 bits stand for")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "qlora: the data type of 4-bit weights")
     bnb_4bit_use_double_quant: bool = option(True, "qlora: quantize the scales of 4-bit weights too")
     device_map: Optional[str] = option(
         None,
@@ -85,10 +86,10 @@ class ModelSettings:
         "process, as far as max_gpu_mem, cpu_mem and offload_folder allow",
     )
     lora_r: int = option(8, "rank of the adapters")
-    lora_alpha: float = option(16.0, "scale of the adapters is lora_alpha / lora_r")
+    lora_alpha: float = option(16.0, "scale of the adapters, as lora_alpha / lora_r")
     lora_dropout: float = option(0.0, "dropout in front of the adapters")
     lora_target_modules: Optional[list[str]] = option(
-        None, "names of the modules to adapt; default: every linear layer that the architecture really calls"
+        None, "names of the modules to adapt; default: every linear layer that the model calls"
     )
     peft_type: Literal["lora", "vera"] = option(
         "lora",
@@ -99,30 +100,30 @@ class ModelSettings:
         None, "folder of an adapter of model_name_or_path to train further; its own configuration applies"
     )
     use_rslora: bool = option(
-        False, "scale adapters by lora_alpha / sqrt(lora_r): high ranks learn as fast as low ones"
+        False, "scale adapters by lora_alpha / sqrt(lora_r), with which high ranks learn as fast as low ones"
     )
-    use_dora: bool = option(False, "train the lengths of the weights' rows apart from their directions (DoRA)")
+    use_dora: bool = option(False, "train the lengths of the rows of weights separately from their directions (DoRA)")
     init_lora_weights: str = option(
         "true",
-        f"where adapters begin: true (at nothing), {', '.join(INITIAL[1:])}; the latter three take their part out of "
-        "the base weights",
+        f"initialization of the adapters: true (no change of the model), {', '.join(INITIAL[1:])}; the last three "
+        "subtract the initial adapter from the base weights",
     )
     loraplus_lr_ratio: Optional[float] = option(
         None, "LoRA+: how many times faster B learns than A, such as 16; learning_rate is the rate of A"
     )
     modules_to_save: Optional[list[str]] = option(
-        None, "names of modules to train whole along with the adapters, and save with them, such as lm_head"
+        None, "names of modules to train fully in addition to the adapters, and to save with them, such as lm_head"
     )
     exclude_modules: Optional[list[str]] = option(None, "names of modules that get no adapter")
-    layers_to_transform: Optional[list[int]] = option(None, "numbers of the layers that get adapters, from 0")
+    layers_to_transform: Optional[list[int]] = option(None, "numbers of the layers that get adapters, counted from 0")
     new_tokens: Optional[list[str]] = option(
-        None, "tokens to add to the tokenizer; their rows of the embedding are trained, also with adapters"
+        None, "tokens to add to the tokenizer; their rows of the embedding are trained, with adapters too"
     )
     trainable_parameters: Optional[list[str]] = option(
-        None, "tuning: full: regular expressions of the names of the weights that are trained; default: all"
+        None, "tuning: full: regular expressions for the names of the weights to train; default: all"
     )
     frozen_parameters: Optional[list[str]] = option(
-        None, "tuning: full: regular expressions of the names of weights that are not trained, such as embed_tokens"
+        None, "tuning: full: regular expressions for the names of weights to freeze, such as embed_tokens"
     )
     teacher: Optional[str] = option(
         None,
@@ -134,39 +135,48 @@ class ModelSettings:
     )
     teacher_temperature: float = option(
         2.0,
-        "divisor of both models' logits before they are compared; higher values also weigh what the "
-        "teacher finds unlikely",
+        "divisor of both models' logits before they are compared; with higher values, tokens that the teacher finds "
+        "unlikely have more weight",
     )
-    embedded_base_steps: int = option(240, "optimizer steps to train the embedded base model, once")
+    embedded_base_steps: int = option(240, "optimizer steps for the single training of the embedded base model")
 
     def __post_init__(self) -> None:
         check_fields(self, ALLOWED)
-        odd = next((name for name in changed(self) if name.startswith("teacher_") and self.teacher is None), None)
-        require(odd is None, f"{odd} needs a teacher; add teacher: RUN, or drop it")
+        misplaced = next((name for name in changed(self) if name.startswith("teacher_") and self.teacher is None), None)
+        require(misplaced is None, f"{misplaced} needs a teacher; add teacher: RUN, or drop it")
         self._check_adapters()
-        place = self.device_map
+        device_map = self.device_map
         require(
-            place is None or place in DEVICE_MAPS,
-            f"device_map is {place!r}; allowed: {', '.join(DEVICE_MAPS)}{nearest(str(place), DEVICE_MAPS)}",
+            device_map is None or device_map in DEVICE_MAPS,
+            f"device_map is {device_map!r}; allowed: {', '.join(DEVICE_MAPS)}{nearest(str(device_map), DEVICE_MAPS)}",
         )
         require(
             not (self.load_in_8bit and self.tuning != "qlora"),
-            f"load_in_8bit stores weights that are not trained; it needs tuning: qlora, and tuning is {self.tuning}",
+            f"load_in_8bit is for weights that are not trained; it needs tuning: qlora, but tuning is {self.tuning}",
         )
 
     @property
     def trains_bfloat16(self) -> bool:
-        """Whether trained weights are stored in 16 bits, without a copy in 32."""
+        """Whether trained weights are stored in bfloat16 without float32 master weights."""
         return self.dtype == "bfloat16" and self.tuning == "full"
 
     def _check_adapters(self) -> None:
         given = changed(self)
-        odd = next((name for name in OF_ADAPTERS if self.tuning == "full" and name in given), None)
-        require(odd is None, f"{odd} is about adapters, and tuning is full, which has none; drop it, or tuning: lora")
-        odd = next((name for name in OF_LORA if self.peft_type == "vera" and name in given), None)
-        require(odd is None, f"{odd} is LoRA's, and peft_type is vera, which does not have it; drop one of them")
-        odd = next((name for name in PATTERNS if self.tuning != "full" and name in given), None)
-        require(odd is None, f"{odd} is for tuning: full; adapters are put by lora_target_modules, exclude_modules")
+        misplaced = next((name for name in OF_ADAPTERS if self.tuning == "full" and name in given), None)
+        require(
+            misplaced is None,
+            f"{misplaced} is for adapters, but tuning is full, which has none; drop it, or set tuning: lora",
+        )
+        misplaced = next((name for name in OF_LORA if self.peft_type == "vera" and name in given), None)
+        require(
+            misplaced is None,
+            f"{misplaced} is for LoRA, but peft_type is vera, which does not have it; drop one of them",
+        )
+        misplaced = next((name for name in PATTERNS if self.tuning != "full" and name in given), None)
+        require(
+            misplaced is None,
+            f"{misplaced} is for tuning: full; for adapters, set lora_target_modules or exclude_modules",
+        )
         for name in PATTERNS:
             _check_patterns(name, getattr(self, name) or ())
         self._check_initial()
@@ -178,8 +188,8 @@ class ModelSettings:
         initial = self.init_lora_weights
         require(
             not initial.startswith("pissa_niter"),
-            f"init_lora_weights is {initial}, a random decomposition: each load would subtract a different "
-            f"part from the base, and a saved adapter would not fit; use pissa, which is exact",
+            f"init_lora_weights is {initial}, a random decomposition: each load would subtract a different part from "
+            f"the base weights, and a saved adapter would not fit them; use pissa, which is exact",
         )
         require(
             initial in INITIAL,
@@ -187,12 +197,12 @@ class ModelSettings:
         )
         require(
             initial not in MUTATING or self.tuning != "qlora",
-            f"init_lora_weights: {initial} changes the base weights, which tuning: qlora packs before adapters are "
-            "there, so that a saved adapter would not fit them; use tuning: lora, or init_lora_weights: true",
+            f"init_lora_weights: {initial} changes the base weights, but tuning: qlora quantizes them before the "
+            "adapters exist, so a saved adapter would not fit them; use tuning: lora, or init_lora_weights: true",
         )
         require(
             initial not in MUTATING or self.device_map is None,
-            f"init_lora_weights: {initial} reads the base weights, which device_map may put elsewhere; drop one",
+            f"init_lora_weights: {initial} reads the base weights, which device_map may move; drop one of them",
         )
 
 

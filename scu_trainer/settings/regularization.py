@@ -1,4 +1,4 @@
-"""How lambda is controlled, and what must not be forgotten."""
+"""Settings of the regularization loop, which controls lambda, and of the retention loop, which limits forgetting."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.settings.base import Allowed, changed, check_fields, option, require
 
 ACT_BY_LAMBDA = ("fixed", "schedule")
-"""Laws that need no target: lambda is what it is set to."""
+"""Laws that need no target, because lambda follows directly from the settings."""
 
 FEWEST_TO_RETAIN = 16
-"""Documents: eight to measure on, eight for the verdict."""
+"""Smallest number of documents: eight to measure on, and eight for the verdict."""
 
 MEASURES = ("law", "target_s", "measure", "prior", "sigma", "tokens", "ema_alpha")
-"""Fields that say what S is; all others say how it is steered."""
+"""Fields that define how S is measured; all others define how it is controlled."""
 
 ALLOWED = {
     "sigma": Allowed(above=0),
@@ -33,10 +33,11 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class RegularizationSettings:
-    """The Shannon Control Unit: measure S = ParamBPT / (DataBPT + ParamBPT), and with a target hold it there by lambda.
+    """The Shannon Control Unit: measures S = ParamBPT / (DataBPT + ParamBPT), and with a target keeps S there by
+    lambda.
 
-    Without ``target_s`` nothing is steered: S is measured at logging steps, and weights are those of a training without
-    the loop. Laws ``fixed`` and ``schedule`` act by ``lambda_init`` and need no target.
+    Without ``target_s`` nothing is controlled: S is measured at logging steps, and the weights are the same as without
+    the loop. The laws ``fixed`` and ``schedule`` use ``lambda_init`` and need no target.
 
     Units: ParamBPT and DataBPT are bits per token, sigma has the unit of a weight, lambda is the shrink per unit of
     learning rate (decoupled actuator) or the factor of the penalty in nats per token (penalty actuator).
@@ -44,12 +45,12 @@ class RegularizationSettings:
 
     law: Literal["model", "original", "fixed", "schedule"] = option(
         "model",
-        "model: known plant gain, estimated growth; original: the published PI law with an acting penalty; "
-        "fixed: constant lambda; schedule: lambda ramps from lambda_init to lambda_final",
+        "model: known plant gain, estimated growth; original: the published PI law with a penalty; fixed: constant "
+        "lambda; schedule: lambda changes from lambda_init to lambda_final",
     )
     target_s: Union[float, str, None] = option(
         None,
-        "target of S, between 0 and 1, or 'auto' (needs held-out data); none (the default): S is only measured",
+        "target of S, between 0 and 1, or 'auto' (needs held-out data); none (the default): only measure S",
     )
     measure: Literal["effective", "factors"] = option(
         "effective", "LoRA: squared norm of the effective update scale*B*A, or of the factors A and B themselves"
@@ -60,20 +61,23 @@ class RegularizationSettings:
     sigma: float = option(0.1, "standard deviation of the Gaussian prior around w0, in units of a weight")
     tokens: Optional[int] = option(
         None,
-        "N, the number of tokens that the description of the weights is spread over; default: supervised "
-        "training tokens",
+        "N, the number of tokens over which the description length of the weights is spread; default: the number of "
+        "supervised training tokens",
     )
     stop_at_target: bool = option(False, "end training when S reaches target_s (early stop without held-out data)")
     hold_steps: int = option(
-        0, "with stop_at_target: hold S for this many steps while the rate decays to 0, instead of ending at once"
+        0,
+        "with stop_at_target: hold S for this many steps while the learning rate decays to 0, instead of ending "
+        "immediately",
     )
     control_frequency: int = option(
         1,
-        "optimizer steps between two decisions of the controller; if nothing is steered, S is measured when it "
-        "is logged",
+        "optimizer steps between two decisions of the controller; without a target, S is measured when it is logged",
     )
     ema_alpha: Optional[float] = option(
-        None, "weight of the newest value: in the average of DataBPT (model law, 0.05) or of S (original law, 0.1)"
+        None,
+        "weight of the newest value in the running average of DataBPT (model law, default 0.05) or of S (original law, "
+        "default 0.1)",
     )
     time_constant: float = option(10.0, "model law: steps within which an error of logit(S) is corrected")
     growth_alpha: float = option(0.2, "model law: weight of the newest growth of logit(S) in its running average")
@@ -81,13 +85,15 @@ class RegularizationSettings:
     kp: float = option(0.8, "original law: proportional gain on S - target")
     ki: float = option(0.15, "original law: integral gain on S - target")
     deadband: Optional[float] = option(
-        None, "errors of S smaller than this count as 0 (original law 0.002, model law 0)"
+        None, "errors of S smaller than this count as 0; default: 0.002 with the original law, 0 with the model law"
     )
     integral_clamp: float = option(0.2, "original law: bound on the absolute value of the integral term")
     integral_leak: float = option(0.995, "original law: factor on the integral per control step")
     lambda_init: float = option(1.0, "lambda at the start (original, fixed and schedule laws)")
-    lambda_min: Optional[float] = option(None, "lower bound of lambda (original law 1e-4, else 0)")
-    lambda_max: Optional[float] = option(None, "upper bound of lambda (original law 10, else none but max_shrink)")
+    lambda_min: Optional[float] = option(None, "lower bound of lambda; default: 1e-4 with the original law, else 0")
+    lambda_max: Optional[float] = option(
+        None, "upper bound of lambda; default: 10 with the original law, else only max_shrink limits it"
+    )
     lambda_final: float = option(0.0, "schedule law: lambda at the last step")
     schedule: Literal["linear", "cosine"] = option("linear", "schedule law: shape of the ramp of lambda")
     actuator: Literal["auto", "decoupled", "penalty"] = option(
@@ -95,15 +101,15 @@ class RegularizationSettings:
         "decoupled: w += lr*lambda*(w0 - w) after the optimizer step; penalty: lambda*(w - w0)/(sigma^2 N) is added "
         "to the gradient before clipping; auto: penalty for the original law, decoupled for all others",
     )
-    auto_patience: int = option(2, "target_s auto: evaluations in a row above the best before S is held")
+    auto_patience: int = option(2, "target_s auto: number of evaluations in a row above the best before S is held")
 
     @property
     def steers(self) -> bool:
-        """Whether lambda may move weights. Without a target the laws that follow S have nothing to hold it at."""
+        """Whether lambda may change the weights. Without a target, only the laws in ACT_BY_LAMBDA do that."""
         return self.target_s is not None or self.law in ACT_BY_LAMBDA
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "target_s", _target(self.target_s))
+        object.__setattr__(self, "target_s", _parsed_target(self.target_s))
         check_fields(self, ALLOWED, prefix="scu_")
         low, high = self.lambda_bounds
         require(low <= high, f"scu_lambda_min {low} exceeds scu_lambda_max {high}; lower scu_lambda_min")
@@ -117,7 +123,7 @@ class RegularizationSettings:
             )
         require(
             not (self.stop_at_target and self.target_s == "auto"),
-            "scu_stop_at_target needs a number as scu_target_s; 'auto' already finds the turning point itself",
+            "scu_stop_at_target needs a number as scu_target_s, because 'auto' already finds the turning point",
         )
         require(
             not (self.hold_steps and not self.stop_at_target),
@@ -129,7 +135,7 @@ class RegularizationSettings:
         )
         require(
             not (self.target_s == "auto" and self.law != "model"),
-            f"scu_target_s: auto works with scu_law: model; scu_law is {self.law}, give a number",
+            f"scu_target_s: auto works only with scu_law: model, but scu_law is {self.law}; give a number",
         )
         require(
             not (self.law == "model" and self.actuator == "penalty"),
@@ -138,13 +144,13 @@ class RegularizationSettings:
         self._require_target()
 
     def _require_target(self) -> None:
-        """Of an option that steers, where nothing is steered: it would have no effect."""
-        needs = [name for name in changed(self) if name not in MEASURES and not self.steers]
-        needs += ["stop_at_target"] if self.stop_at_target and self.target_s is None and self.steers else []
+        """Raise SettingsError for a field that only has an effect with a target, if there is none."""
+        names = [name for name in changed(self) if name not in MEASURES and not self.steers]
+        names += ["stop_at_target"] if self.stop_at_target and self.target_s is None and self.steers else []
         require(
-            not needs,
-            f"scu_{needs[0] if needs else ''} has an effect only with a target, and without scu_target_s S is "
-            f"only measured; add scu_target_s: 0.1 (or auto), or drop scu_{needs[0] if needs else ''}",
+            not names,
+            f"scu_{names[0] if names else ''} has an effect only with a target; without scu_target_s, S is only "
+            f"measured; add scu_target_s: 0.1 (or auto), or drop scu_{names[0] if names else ''}",
         )
 
     @property
@@ -176,7 +182,7 @@ class RegularizationSettings:
 
 
 SAMPLED = "sampled"
-"""What ``retain`` is where the model writes the text before it is trained."""
+"""Value of ``retain`` for text that the model generates before training."""
 
 OF_RETENTION = {
     "retain_budget_bits": Allowed(above=0),
@@ -187,37 +193,40 @@ OF_RETENTION = {
 
 @dataclass(frozen=True)
 class RetentionSettings:
-    """What must not be forgotten while something else is learned, and what keeps it."""
+    """Which text must not be forgotten during training, how much of it may be, and how forgetting is limited."""
 
     retain: Optional[str] = option(
         None,
-        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset; or, of a "
-        "mixture, the name of a source, whose held-out documents are used; or sampled: what the model writes before "
-        "training. Its documents are split into one part to measure on, one to train on, and one for the verdict",
+        "text that must not be forgotten: an embedded name, a file, a folder or a Hub id, as for dataset; the "
+        "name of a source of a mixture, of which the held-out documents are used; or sampled: text that the model "
+        "generates before training. Its documents are split into one part to measure on, one to train on, and one for "
+        "the verdict",
     )
     retain_budget_bits: float = option(
         0.02,
-        "most bits per token that may be lost on it, compared with the model before training; given without retain, "
-        "it is about what the model writes (retain: sampled)",
+        "largest loss of bits per token on this text, compared with the model before training; if it is given without "
+        "retain, retain is sampled",
     )
     retain_actuator: Literal["auto", "replay", "lambda"] = option(
         "auto",
-        "how to keep it during training: add rows of it to the batches (replay), or use the decay toward the "
-        "initial weights (lambda); auto: replay if there is enough of it to train on",
+        "how to limit forgetting: add rows of the text to the batches (replay), or use the decay toward the initial "
+        "weights (lambda); auto: replay if there is enough text to train on",
     )
-    retain_max_share: float = option(0.5, "largest share of the rows of a batch that are replayed")
-    retain_documents: int = option(2000, "most documents of retain to read; of sampled, at most 400 are written")
+    retain_max_share: float = option(0.5, "largest share of replayed rows in a batch")
+    retain_documents: int = option(
+        2000, "largest number of documents of retain to read; with sampled, at most 400 are generated"
+    )
     retain_frequency: Optional[int] = option(
-        None, "optimizer steps between two measurements; default: as often as costs 2 %% of the training time"
+        None, "optimizer steps between two measurements; default: so that measuring takes 2 %% of the training time"
     )
-    retain_stop: bool = option(False, "end the run if the budget cannot be held, instead of only reporting it")
+    retain_stop: bool = option(False, "end the run if the budget cannot be kept, instead of only reporting it")
 
     def __post_init__(self) -> None:
         check_fields(self, OF_RETENTION)
         require(
             self.retain_documents >= FEWEST_TO_RETAIN,
-            f"retain_documents is {self.retain_documents}; it must be {FEWEST_TO_RETAIN} or more: some are measured, "
-            "others give the verdict",
+            f"retain_documents is {self.retain_documents}; it must be {FEWEST_TO_RETAIN} or more: some are for "
+            "measurements, others for the verdict",
         )
         given = changed(self)
         require(
@@ -232,7 +241,7 @@ class RetentionSettings:
         return self.retain is not None
 
 
-def _target(value) -> Union[float, str, None]:
+def _parsed_target(value) -> Union[float, str, None]:
     if value == "auto":
         return "auto"
     if value is None or value == "none":

@@ -1,4 +1,5 @@
-"""What protects a run: going on after a kill, mistakes that are found first, numbers that go bad."""
+"""Settings that protect a run: resume, preflight, early stopping, and handling of losses that are not finite or
+diverge."""
 
 from __future__ import annotations
 
@@ -21,25 +22,26 @@ ALLOWED = {
 }
 
 SAVE_STEPS = 0.1
-"""``save_steps`` unless it is given: a kill costs a tenth of the run, or what it costs a stock run if that is less."""
+"""``save_steps`` by default, as a share of the run: an interruption costs at most a tenth of the run."""
 FEWEST_SAVE_STEPS, STOCK_SAVE_STEPS = 10, 500
-"""Of that tenth: short runs are not there to write checkpoints, and no long run is to lose more than a stock one."""
+"""Bounds on these steps: short runs should not mainly write checkpoints, and long runs should not lose more steps than
+with the stock default."""
 
 
 @dataclass(frozen=True)
 class SafetySettings:
-    """Resume, preflight, signals, numbers that go bad. On the command line ``--no_resume`` sets ``resume`` to false."""
+    """Resume, preflight, early stopping, guards and signals. The flag ``--no_resume`` sets ``resume`` to false."""
 
     resume: bool = option(
         True,
-        "resume the unfinished run of the same configuration in output_dir; --no_resume starts another one next to it",
+        "resume the unfinished run of the same configuration in output_dir; --no_resume starts a new run next to it",
     )
     weights_only: bool = option(
-        False, "also resume from a checkpoint without optimizer state: take its weights, with a fresh optimizer"
+        False, "also resume from a checkpoint without optimizer state: use its weights and a new optimizer"
     )
     preflight: Literal["stop", "warn", "off"] = option(
         "stop",
-        "what to do about mistakes found before the first step: stop the run, warn only, or do not check (off)",
+        "what to do about mistakes found before the first step: stop the run, only warn, or do not check (off)",
     )
     save_epochs: Optional[int] = option(
         None,
@@ -47,43 +49,44 @@ class SafetySettings:
     )
     early_stopping_patience: Optional[int] = option(
         None,
-        "end after this many evaluations in a row without a better metric_for_best_model (default: the held-out loss), "
-        "and keep the best model",
+        "end the run after this many evaluations in a row without a better metric_for_best_model (default: the "
+        "held-out loss), and keep the best model",
     )
-    early_stopping_threshold: float = option(0.0, "smallest improvement that counts")
+    early_stopping_threshold: float = option(0.0, "smallest improvement that counts for early_stopping_patience")
     max_nonfinite_steps: int = option(
         3,
         "how many optimizer steps in a row may have a loss or gradient that is not finite: each is skipped and "
-        "counted; one more ends the run with a checkpoint from before; 0 ends it at the first",
+        "counted; one more ends the run with a checkpoint from before them; 0 ends it at the first one",
     )
     spike_guard: Literal["off", "skip"] = option(
         "off",
-        "what to do with an optimizer step whose loss or gradient norm is far above that of the steps before: skip "
-        "undoes it before the optimizer acts, counts it and names its rows",
+        "what to do with an optimizer step with a loss or gradient norm far above those of earlier steps: skip drops "
+        "its gradient before the optimizer acts, counts the step and logs its rows",
     )
     spike_threshold: float = option(
         12.0,
         "with spike_guard: skip, how far above counts as a spike, in robust standard deviations of the logarithm",
     )
-    divergence: Literal["stop", "warn", "off"] = option("warn", "what to do when the training loss diverges for good")
+    divergence: Literal["stop", "warn", "off"] = option("warn", "what to do when the training loss diverges lastingly")
     divergence_factor: float = option(
         2.0, "the run counts as diverging when the running mean of its training loss is this many times its best"
     )
     grace_period_s: Optional[float] = option(
         None,
-        "seconds after a first SIGTERM or Ctrl-C for finishing the step and the checkpoint, for instance 30 "
-        "under Slurm or Kubernetes; after that the run ends with the checkpoint that it has; default: no limit",
+        "seconds after a first SIGTERM or Ctrl-C to finish the step and the checkpoint, for instance 30 under Slurm or "
+        "Kubernetes; after that the run ends with its last checkpoint; default: no limit",
     )
 
     def __post_init__(self) -> None:
         check_fields(self, ALLOWED)
         require(
             self.early_stopping_threshold == 0 or self.early_stopping_patience is not None,
-            "early_stopping_threshold needs early_stopping_patience, the evaluations to wait; give it, such as 3",
+            "early_stopping_threshold needs early_stopping_patience, the number of evaluations to wait; set it, for "
+            "instance to 3",
         )
         require(
             self.spike_guard != "off" or self.spike_threshold == 12.0,
-            "spike_threshold acts with spike_guard: skip; set that as well, or drop it",
+            "spike_threshold has an effect only with spike_guard: skip; set that as well, or drop it",
         )
 
 
@@ -92,7 +95,7 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
     strategy = plain(training.save_strategy)
     require(
         safety.save_epochs is None or strategy == "epoch",
-        f"save_epochs counts epochs, and save_strategy is {strategy}; set save_strategy: epoch",
+        f"save_epochs counts epochs, but save_strategy is {strategy}; set save_strategy: epoch",
     )
     if safety.early_stopping_patience is not None:
         require(
@@ -108,7 +111,7 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
 
 
 def steps_between_saves(steps: int) -> int:
-    """In a run of ``steps``, where nobody gave ``save_steps``."""
+    """Return the default of ``save_steps`` for a run of ``steps``."""
     return min(STOCK_SAVE_STEPS, max(FEWEST_SAVE_STEPS, math.ceil(steps * SAVE_STEPS)))
 
 
@@ -116,8 +119,12 @@ def steps_between_saves(steps: int) -> int:
 
 
 def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Values of the fields that early stopping needs as well and that were not ``given``: evaluations, each with a
-    checkpoint. Raises SettingsError if the given ones rule that out. ``values``: of all fields, by name."""
+    """Return values for the fields that early stopping needs and that were not ``given``: evaluations, and a checkpoint
+    at each of them.
+
+    ``values``: all fields by name. ``given``: names of the fields that the user set. Raises SettingsError if these
+    contradict early stopping.
+    """
     evaluates, saves = _strategies(values, given)
     every = _steps_between(values, given)
     chosen = {"load_best_model_at_end": True, "eval_strategy": evaluates, "save_strategy": saves}
@@ -130,7 +137,7 @@ def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> 
 
 
 def _strategies(values: Mapping[str, Any], given: Collection[str]) -> tuple[str, str]:
-    """Strategy of evaluations and of checkpoints; if only one is given, the other follows it."""
+    """Return the strategies of evaluations and of checkpoints; if only one is given, the other follows it."""
     evaluates, saves = plain(values["eval_strategy"]), plain(values["save_strategy"])
     if "eval_strategy" not in given:
         follows = "save_strategy" in given and saves in ("steps", "epoch")
@@ -141,7 +148,8 @@ def _strategies(values: Mapping[str, Any], given: Collection[str]) -> tuple[str,
 
 
 def _steps_between(values: Mapping[str, Any], given: Collection[str]) -> float:
-    """Steps between evaluations: as given for them or for checkpoints, else 20 evaluations in max_steps."""
+    """Return the steps between evaluations: as given for evaluations or checkpoints, else 20 evaluations in
+    max_steps."""
     for name in ("eval_steps", "save_steps"):
         if name in given and values[name]:
             return values[name]
@@ -151,11 +159,11 @@ def _steps_between(values: Mapping[str, Any], given: Collection[str]) -> float:
 def _require_checkpoint_of_best(
     evaluates: str, saves: str, eval_steps: Optional[float], save_steps: Optional[float]
 ) -> None:
-    """Require a checkpoint at each evaluation: the stock Trainer forgets a best model between two checkpoints, and
-    silently leaves another one."""
+    """Require a checkpoint at each evaluation, because the stock Trainer forgets a best model between two checkpoints
+    and silently keeps another one."""
     require(
         evaluates != "no",
-        "early_stopping_patience needs evaluations, and eval_strategy is no; set eval_strategy: steps or epoch, or "
+        "early_stopping_patience needs evaluations, but eval_strategy is no; set eval_strategy: steps or epoch, or "
         "drop early_stopping_patience",
     )
     require(

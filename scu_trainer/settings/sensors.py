@@ -1,4 +1,4 @@
-"""Recordings of several sensors, and the size of the model that classifies them."""
+"""Settings of sensor classifiers: recordings, branches, and the size of the model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BRANCHES = {
     "cooling": ("cooling_curve",),
     "geometry": ("geometry",),
 }
-"""Arrays of a recording that each branch reads; in the order of the columns of a branch mask."""
+"""Arrays of a recording that each branch reads, in the order of the columns of a branch mask."""
 
 DEFAULT_BRANCHES = ("visible", "infrared", "kinematics")
 
 FUSION = "fusion"
-"""Stands beside the branches where parts of the model are named."""
+"""Name of the part of the model that joins the branches."""
 
 WITH_TRANSFORMER = ("visible", "kinematics", FUSION)
-"""Parts whose linear layers adapters go on, and that 4 or 8 bits may hold."""
+"""Parts with linear layers that can have adapters or be stored in 4 or 8 bits."""
 
 SYNTHETIC = "synthetic_sensors"
 
@@ -50,28 +50,28 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class SensorSettings:
-    """Which recordings, which of their branches, and how large the model is."""
+    """The recordings, their branches, and the size of the model."""
 
     synthetic: bool = option(
         False,
-        f"train on generated recordings whose class no single branch can determine; the same as dataset: {SYNTHETIC}",
+        f"train on generated recordings that need several branches to be classified; the same as dataset: {SYNTHETIC}",
     )
     num_classes: Optional[int] = option(
-        None, "number of classes; default: those found in the manifest, 9 for synthetic recordings (a square number)"
+        None, "number of classes; default: those in the manifest, or 9 for synthetic recordings (a square number)"
     )
     branches: Optional[list[str]] = option(
         None,
-        f"the inputs that the model uses, of {', '.join(BRANCHES)}; default: {', '.join(DEFAULT_BRANCHES)}, or "
-        "those of the trained model",
+        f"branches that the model uses, among {', '.join(BRANCHES)}; default: {', '.join(DEFAULT_BRANCHES)}, or those "
+        "of the trained model",
     )
-    sensor_samples: int = option(1500, "synthetic recordings that are generated, before the split")
-    sensor_missing_share: float = option(0.1, "synthetic recordings: share that lacks one of its branches")
+    sensor_samples: int = option(1500, "number of synthetic recordings, before the split")
+    sensor_missing_share: float = option(0.1, "synthetic recordings: share of recordings that lack a branch")
     sensor_hidden_size: int = option(64, "width of the transformers")
-    sensor_layers: int = option(2, "transformer layers of the visible and of the kinematics branch")
+    sensor_layers: int = option(2, "transformer layers of the visible branch and of the kinematics branch")
     sensor_fusion_layers: int = option(2, "cross-attention layers that join the branches")
     sensor_heads: int = option(4, "attention heads")
-    sensor_channels: int = option(16, "channels of the first convolution of a branch that looks at frames")
-    sensor_patch: int = option(4, "kinematics: points in time per token")
+    sensor_channels: int = option(16, "channels of the first convolution of a branch that reads frames")
+    sensor_patch: int = option(4, "kinematics: time steps per token")
     sensor_dropout: float = option(0.0, "dropout inside the transformers")
     report_head: bool = option(
         False, "also learn to write the short report of each recording; a trained model keeps its head"
@@ -82,14 +82,14 @@ class SensorSettings:
         "the trained model's",
     )
     checkpoint_branches: Optional[list[str]] = option(
-        None, "branches (and fusion) whose blocks keep only their inputs and recompute the rest in the backward pass"
+        None, "branches (and fusion) with activation checkpointing: their blocks recompute activations in backward"
     )
     frozen_branches: Optional[list[str]] = option(
-        None, "tuning: full: branches (and fusion) of a trained model that stay as they are"
+        None, "tuning: full: branches (and fusion) of a trained model that are frozen"
     )
     quantized_branches: Optional[list[str]] = option(
         None,
-        "tuning: qlora: parts whose transformer blocks are stored in 4 or 8 bits, of "
+        "tuning: qlora: parts with transformer blocks to store in 4 or 8 bits, among "
         f"{', '.join(WITH_TRANSFORMER)}; default: all that the model has",
     )
     branch_devices: Optional[Union[dict, str]] = option(
@@ -98,21 +98,21 @@ class SensorSettings:
     offload_linears_mb: Optional[float] = option(
         None,
         "tuning: lora: keep frozen linear layers of at least this many MiB in main memory, or in "
-        "offload_linears_folder, and fetch them when they run",
+        "offload_linears_folder, and load them when they run",
     )
     offload_linears_folder: Optional[str] = option(None, "folder on a fast disk for the offloaded linear layers")
 
     def __post_init__(self) -> None:
         check_fields(self, ALLOWED)
         wanted = DEFAULT_BRANCHES if self.branches is None else self.branches
-        object.__setattr__(self, "branches", _ordered("branches", wanted, tuple(BRANCHES)))
+        object.__setattr__(self, "branches", _in_allowed_order("branches", wanted, tuple(BRANCHES)))
         parts = (*BRANCHES, FUSION)
         allowed = {"checkpoint_branches": parts, "frozen_branches": parts, "quantized_branches": WITH_TRANSFORMER}
         for name, names in allowed.items():
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _ordered(name, getattr(self, name), names))
-        object.__setattr__(self, "branch_devices", _devices(self.branch_devices))
-        if self.branches != list(DEFAULT_BRANCHES):  # else a trained model may bring its own
+                object.__setattr__(self, name, _in_allowed_order(name, getattr(self, name), names))
+        object.__setattr__(self, "branch_devices", _parsed_devices(self.branch_devices))
+        if self.branches != list(DEFAULT_BRANCHES):  # with the default, a trained model may have others
             self.check_parts()
         width, heads = self.sensor_hidden_size, self.sensor_heads
         require(
@@ -122,42 +122,42 @@ class SensorSettings:
         )
         require(
             self.offload_linears_folder is None or self.offload_linears_mb is not None,
-            "offload_linears_folder is where offload_linears_mb puts linear layers, and that is not set; "
-            "add offload_linears_mb, for instance 16",
+            "offload_linears_folder is the folder for the layers of offload_linears_mb, but that is not set; add "
+            "offload_linears_mb, for instance 16",
         )
 
     def check_parts(self) -> None:
-        """Raise SettingsError where a list names a branch that is none of ``branches``."""
-        there = (*(self.branches or ()), FUSION)
+        """Raise SettingsError if a list of parts names a branch that is not in ``branches``."""
+        parts = (*(self.branches or ()), FUSION)
         for name in ("checkpoint_branches", "frozen_branches", "quantized_branches", "branch_devices"):
             for part in getattr(self, name) or ():
-                require(part in there, f"{name} has {part!r}, and the model has {', '.join(there)}; drop {part}")
+                require(part in parts, f"{name} has {part!r}, but the model has {', '.join(parts)}; drop {part}")
 
 
-def _devices(given: Any) -> Optional[dict[str, str]]:
-    """As a file gives them, or as JSON of a flag."""
-    if given is None:
+def _parsed_devices(value: Any) -> Optional[dict[str, str]]:
+    """Return the device of each branch, from a mapping in a file or JSON in a flag. Raises SettingsError for others."""
+    if value is None:
         return None
     example = 'give something like {"geometry": "cpu"}'
     try:
-        found = json.loads(given) if isinstance(given, str) else given
+        values = json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        found = given
-    require(isinstance(found, dict) and bool(found), f"branch_devices is {given!r}; {example}")
-    for branch, device in found.items():
-        _ordered("branch_devices", branch, tuple(BRANCHES))
+        values = value
+    require(isinstance(values, dict) and bool(values), f"branch_devices is {value!r}; {example}")
+    for branch, device in values.items():
+        _in_allowed_order("branch_devices", branch, tuple(BRANCHES))
         require(isinstance(device, str), f"branch_devices has {device!r} for {branch}; {example}")
-    return found
+    return values
 
 
-def _ordered(name: str, found: Any, allowed: tuple[str, ...]) -> list[str]:
-    """``found`` in the order of ``allowed``, each once."""
-    found = [found] if isinstance(found, str) else list(found)
-    for item in found:
+def _in_allowed_order(name: str, values: Any, allowed: tuple[str, ...]) -> list[str]:
+    """Return ``values`` in the order of ``allowed``. Raises SettingsError for unknown or repeated names."""
+    values = [values] if isinstance(values, str) else list(values)
+    for item in values:
         require(item in allowed, f"{name} has {item!r}; allowed: {', '.join(allowed)}{nearest(str(item), allowed)}")
-    require(bool(found), f"{name} is empty; give at least one of {', '.join(allowed)}")
-    require(len(set(found)) == len(found), f"{name} names a branch twice: {', '.join(found)}")
-    return [item for item in allowed if item in found]
+    require(bool(values), f"{name} is empty; give at least one of {', '.join(allowed)}")
+    require(len(set(values)) == len(values), f"{name} names a branch twice: {', '.join(values)}")
+    return [item for item in allowed if item in values]
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -192,5 +192,5 @@ MODES: dict[str, dict[str, Any]] = {
         "max_steps": -1,
     },
 }
-"""Groups of values under one name; ``max_steps`` of -1 lets the epochs count, ``dataset_size`` None is all recordings.
-The sizes are those of a model from scratch: a loaded one keeps its own."""
+"""Named groups of values. ``max_steps`` of -1 trains for the epochs, and ``dataset_size`` None uses all recordings. The
+sizes are for a model from scratch; a loaded one keeps its own."""

@@ -1,4 +1,5 @@
-"""Numbers that ``transformers.TrainingArguments`` accepts unchecked and cannot train with; seeds."""
+"""Limits for numbers that ``transformers.TrainingArguments`` accepts unchecked but cannot train with, and the data
+seed."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Any
 from scu_trainer.settings.base import MOST_NUMBER, Allowed
 
 MOST_SEED = 2**32 - 1
-"""numpy's."""
+"""The largest seed of numpy."""
 
 MOST_WORKERS = 2**16
-"""Processes: no machine starts more. Preflight warns long before."""
+"""More worker processes than any machine can start. Preflight warns at far smaller numbers."""
 
 LEFT_TO_PREFLIGHT = {
     "learning_rate": Allowed(),
@@ -23,7 +24,7 @@ LEFT_TO_PREFLIGHT = {
     "adam_beta2": Allowed(below=1),
     "label_smoothing_factor": Allowed(most=1),
 }
-"""Preflight has its own messages for these; they apply where it does not stop the run."""
+"""Limits that apply only if preflight does not stop the run, because it has its own messages for these fields."""
 
 ALLOWED = {
     **dict.fromkeys(LEFT_TO_PREFLIGHT, Allowed(least=-MOST_NUMBER)),
@@ -37,10 +38,11 @@ ALLOWED = {
     "ddp_bucket_cap_mb": Allowed(least=1),
     "ddp_timeout": Allowed(least=1),
 }
-"""Limits other than "0 or more", which all other numbers have; see ``settings/base.py``."""
+"""Limits that differ from "0 or more", which applies to all other numbers; see ``settings/base.py``."""
 
 
 def seed_of_data(args: Any) -> int:
-    """Decides which rows are held out, which are chosen, and their order: ``data_seed``, or ``seed`` without it."""
+    """Return ``data_seed``, or ``seed`` without it: the seed for the held-out split, the selection and the order of
+    rows."""
     seed: int = args.seed if args.data_seed is None else args.data_seed
     return seed

@@ -1,7 +1,7 @@
-"""What kind of model is trained, and the named groups of values that go with it.
+"""Settings of the task: what kind of model is trained, and its named groups of values.
 
-Each task has settings of its own (``images.py``, ``words.py``, ``sensors.py``), other defaults, and named groups of
-values: a preset fits a job to a machine, a mode sets the size of the job.
+Each task has its own settings (``images.py``, ``words.py``, ``sensors.py``), defaults, and named groups of values: a
+preset adapts a job to a machine, a mode sets the size of the job.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ TEXT_MODES: dict[str, dict[str, object]] = {
         "max_steps": -1,
     },
 }
-"""Groups of values under one name; ``max_steps`` of -1 lets the epochs count, None is everything that there is. The
-model and how it is tuned stay."""
+"""Named groups of values. ``max_steps`` of -1 trains for the epochs, and None means no limit. Modes do not change the
+model and its tuning."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``settings``: dataclass of the task's own fields. ``unused``: shared fields that have no effect on it.
-    ``split_fields``: own fields that decide which rows are held out."""
+    """The settings of a task. ``settings``: dataclass of the task's own fields. ``unused``: shared fields without
+    effect on the task. ``defaults``: values that replace the general defaults. ``modes``, ``presets``: named groups of
+    values. ``split_fields``: own fields that decide which rows are held out."""
 
     settings: Optional[type] = None
     unused: tuple[str, ...] = ()
@@ -86,37 +87,37 @@ class Kind:
         return () if self.settings is None else tuple(item.name for item in fields(self.settings))
 
 
-def _kind(settings: type, module: Any, unused: tuple[str, ...], split_fields: tuple[str, ...]) -> Kind:
+def _task_kind(settings: type, module: Any, unused: tuple[str, ...], split_fields: tuple[str, ...]) -> Kind:
     groups = {name.lower(): getattr(module, name, {}) for name in ("MODES", "PRESETS")}
     return Kind(settings, unused, module.DEFAULTS, **groups, split_fields=split_fields)
 
 
 KINDS = {
     TEXT: Kind(modes=TEXT_MODES),
-    "image-classification": _kind(images.ImageSettings, images, (*ONLY_TEXT, *LANGUAGE), IMAGE_COLUMNS),
-    "word-generation": _kind(words.WordSettings, words, NOT_WORDS, ("category_column",)),
-    "sensor-classification": _kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE), RECORDINGS),
+    "image-classification": _task_kind(images.ImageSettings, images, (*ONLY_TEXT, *LANGUAGE), IMAGE_COLUMNS),
+    "word-generation": _task_kind(words.WordSettings, words, NOT_WORDS, ("category_column",)),
+    "sensor-classification": _task_kind(sensors.SensorSettings, sensors, (*ONLY_TEXT, *LANGUAGE), RECORDINGS),
 }
 
 
 def require_mixable(data: DataSettings, task: str) -> None:
-    """Raise SettingsError for a list of datasets and a task that cannot mix them."""
+    """Raise SettingsError for a list of datasets with a task that cannot mix them."""
     require(
         not data.is_mixture or task == TEXT,
-        f"dataset is a list of {len(data.sources)} sources ({data.shown_dataset}); task: {TEXT} only mixes "
+        f"dataset is a list of {len(data.sources)} sources ({data.shown_dataset}), but only task: {TEXT} mixes "
         f"sources, and task is {task}; give one dataset",
     )
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """Which of the tasks, on what scale."""
+    """The task, and its named groups of values."""
 
     task: Literal["text-generation", "image-classification", "word-generation", "sensor-classification"] = option(
-        TEXT, "what to train: a causal language model, an image classifier, a GRU over words, a classifier of sensors"
+        TEXT, "what to train: a causal language model, an image classifier, a GRU over words, a sensor classifier"
     )
     preset: Optional[str] = option(
-        None, "values for a kind of machine, which file and flags override; images: gpu, cpu, memory_efficient"
+        None, "values for a type of machine, which file and flags override; images: gpu, cpu, memory_efficient"
     )
     seeds: Optional[list[int]] = option(
         None,
@@ -125,14 +126,14 @@ class TaskSettings:
     )
     mode: Optional[str] = option(
         None,
-        "values for a size of job: tiny, standard, extended. In a file, its other lines override them; as a "
-        "flag, they override the file",
+        "values for a size of job: tiny, standard, extended. A mode in a file is overridden by the other lines of the "
+        "file; a mode as a flag overrides the file",
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("preset", "mode"):
-            self._group(name)
+            self._group_values(name)
         seeds = self.seeds or []
         require(len({*seeds}) == len(seeds), f"seeds are {seeds}; give different ones, such as 0 1 2")
 
@@ -140,7 +141,7 @@ class TaskSettings:
     def kind(self) -> Kind:
         return KINDS[self.task]
 
-    def _group(self, name: str) -> Mapping[str, Any]:
+    def _group_values(self, name: str) -> Mapping[str, Any]:
         wanted, known = getattr(self, name), getattr(self.kind, f"{name}s")
         if wanted is None or wanted in known:
             return known.get(wanted, {})
@@ -149,21 +150,21 @@ class TaskSettings:
 
     @property
     def mode_values(self) -> Mapping[str, Any]:
-        """Values of the mode by field, None for the general default; empty without a mode."""
-        return self._group("mode")
+        """Values of the mode by field, where None means the general default; empty without a mode."""
+        return self._group_values("mode")
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Values that replace the general defaults, of fields of any dataclass."""
-        return {**self.kind.defaults, **self._group("preset"), **self.mode_values}
+        """Values that replace the general defaults, for fields of any settings dataclass."""
+        return {**self.kind.defaults, **self._group_values("preset"), **self.mode_values}
 
     def check_typed(self, names: Collection[str]) -> None:
-        """Raise SettingsError for a field that was given and has no effect on this task."""
+        """Raise SettingsError for a field in ``names``, those that were given, without effect on this task."""
         others = {name: task for task, kind in KINDS.items() if task != self.task for name in kind.own_names}
         for name in names:
             if name in others and name not in self.kind.own_names:
                 raise SettingsError(
-                    f"{name} has an effect on task: {others[name]} only, and task is {self.task}; drop one of them"
+                    f"{name} has an effect only on task: {others[name]}, but task is {self.task}; drop one of them"
                 )
             if name in self.kind.unused:
                 raise SettingsError(f"{name} has no effect on task: {self.task}; drop it")

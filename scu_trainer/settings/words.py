@@ -1,4 +1,4 @@
-"""A recurrent language model over words that knows the category of its text: sizes, vocabulary, categories."""
+"""Settings of the recurrent language model over words: categories, vocabulary and sizes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class WordSettings:
-    """What a word is, which words are known, and how large the model over them is."""
+    """The words, the vocabulary, and the size of the model."""
 
-    category_column: Optional[str] = option(
-        "category", "column with the category of a text; empty: the model knows no categories"
-    )
-    lowercase: bool = option(True, "treat capital and small letters as the same")
+    category_column: Optional[str] = option("category", "column with the category of a text; empty: no categories")
+    lowercase: bool = option(True, "convert texts to lowercase")
     vocabulary_size: int = option(10_000, "largest number of words in the vocabulary; rarer words become <unk>")
-    min_word_count: int = option(2, "how often a word must occur in the training texts to enter the vocabulary")
+    min_word_count: int = option(2, "how often a word must occur in the training texts to be in the vocabulary")
     embedding_size: int = option(128, "size of the word embedding")
     category_embedding_size: int = option(64, "size of the category embedding")
     gru_hidden_size: int = option(256, "size of the recurrent state")
     gru_layers: int = option(1, "number of stacked recurrent layers")
     gru_dropout: float = option(0.2, "dropout before, between and after the recurrent layers")
     category_dropout: float = option(0.1, "share of the training rows whose category is hidden from the model")
-    tie_embeddings: bool = option(True, "use the word embedding as the output matrix as well")
+    tie_embeddings: bool = option(True, "use the word embedding also as the output matrix")
 
     def __post_init__(self) -> None:
         check_fields(self, ALLOWED)
@@ -54,7 +52,7 @@ DEFAULTS: dict[str, object] = {
     "max_steps": -1,
     "keep_freed_memory": True,
 }
-"""What differs from the text models: a small model from scratch, one text per row."""
+"""Defaults that differ from those of text models: a small model from scratch, one text per row."""
 
 MODES: dict[str, dict[str, object]] = {
     "tiny": {
@@ -94,5 +92,5 @@ MODES: dict[str, dict[str, object]] = {
         "max_steps": -1,
     },
 }
-"""Groups of values under one name, from seconds to an hour on two CPU cores. ``max_steps`` of -1 lets the
-epochs count, ``dataset_size`` None is everything that there is."""
+"""Named groups of values, from seconds to an hour on two CPU cores. ``max_steps`` of -1 trains for the epochs, and
+``dataset_size`` None uses all texts."""

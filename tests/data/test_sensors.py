@@ -787,7 +787,7 @@ def test_batches_can_be_cut_by_rows():
         ({"sensor_dropout": 1.0}, "sensor_dropout is 1.0"),
         ({"sensor_missing_share": -0.1}, "sensor_missing_share is -0.1"),
         ({"offload_linears_mb": -1}, "offload_linears_mb is -1"),
-        ({"offload_linears_folder": "x"}, "offload_linears_folder is where offload_linears_mb puts"),
+        ({"offload_linears_folder": "x"}, "offload_linears_folder is the folder for the layers of offload_linears_mb"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(changes, message):

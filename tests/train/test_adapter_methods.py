@@ -334,13 +334,13 @@ def test_names_that_the_model_does_not_have_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tuning": "full", "use_dora": True}, "use_dora is about adapters, and tuning is full"),
-        ({"peft_type": "vera", "use_rslora": True}, "use_rslora is LoRA's, and peft_type is vera"),
+        ({"tuning": "full", "use_dora": True}, "use_dora is for adapters, but tuning is full"),
+        ({"peft_type": "vera", "use_rslora": True}, "use_rslora is for LoRA, but peft_type is vera"),
         ({"trainable_parameters": ["a"]}, "trainable_parameters is for tuning: full"),
         ({"tuning": "full", "trainable_parameters": ["("]}, "is not a regular expression"),
         ({"init_lora_weights": "pissa_niter_16"}, "random decomposition.*use pissa, which is exact"),
         ({"init_lora_weights": "pisa"}, "allowed: true, gaussian, olora, pissa, loftq .did you mean 'pissa'"),
-        ({"init_lora_weights": "pissa", "tuning": "qlora"}, "which tuning: qlora packs before"),
+        ({"init_lora_weights": "pissa", "tuning": "qlora"}, "but tuning: qlora quantizes them before"),
         ({"loraplus_lr_ratio": 0.5}, "loraplus_lr_ratio is 0.5; it must be 1 or more"),
         ({"new_tokens": ["<a>", "<a>"]}, "new_tokens lists a token twice"),
         ({"layers_to_transform": [-1]}, "layers_to_transform is -1; it must be 0 or more"),

@@ -534,7 +534,7 @@ if __name__ == "__main__":
 
 def test_the_help_says_how_many_texts_are_written_at_most():
     help_sentence = RetentionSettings.__dataclass_fields__["retain_documents"].metadata["help"]
-    assert f"of sampled, at most {MOST_DOCUMENTS} are written" in help_sentence
+    assert f"with sampled, at most {MOST_DOCUMENTS} are generated" in help_sentence
 
 
 def test_sampled_text_is_decided_by_the_seed_and_leaves_the_random_numbers_alone(tmp_path):
