@@ -778,7 +778,7 @@ def test_batches_can_be_cut_by_rows():
         ({"branches": ["visible"], "checkpoint_branches": ["infrared"]}, "checkpoint_branches has 'infrared'"),
         (
             {"branches": ["geometry"], "frozen_branches": ["plume"]},
-            "frozen_branches has 'plume', and the model has geom",
+            "frozen_branches has 'plume', but the model has geom",
         ),
         ({"quantized_branches": ["plume"]}, "quantized_branches has 'plume'; allowed: visible, kinematics, fusion"),
         ({"num_classes": 1}, "num_classes is 1"),

@@ -530,14 +530,14 @@ def test_checkpointing_of_chosen_branches(tmp_path, recordings):
 
 REFUSED = [
     ({"report_weight": 0.5}, "report_weight is 0.5, but no report is learned; set report_head: true"),
-    ({"frozen_branches": "plume"}, "frozen_branches has 'plume', and the model has visible, infrared"),
+    ({"frozen_branches": "plume"}, "frozen_branches has 'plume', but the model has visible, infrared"),
     (
         {"frozen_branches": "visible"},
         "frozen_branches keeps what a trained model knows, but this run starts from scratch",
     ),
     (
         {"frozen_branches": "visible", "model_name_or_path": "/some/model", "tuning": "lora"},
-        "frozen_branches is for tuning: full, and tuning: lora keeps all",
+        "frozen_branches is for tuning: full, and tuning: lora already freezes all",
     ),
     ({"quantized_branches": "visible"}, "quantized_branches is for tuning: qlora, but tuning is full"),
     ({"tuning": "lora"}, "tuning: lora adapts a trained model, but there is none"),

@@ -133,7 +133,7 @@ def test_devices_on_which_no_branch_can_lie(device, reason):
 
 REFUSED = [
     ({"branch_devices": '{"kinematics":"meta"}'}, "branch_devices puts kinematics on meta: the meta device holds"),
-    ({"branch_devices": '{"geometry":"cpu"}'}, "branch_devices has 'geometry', and the model has visible, infrared"),
+    ({"branch_devices": '{"geometry":"cpu"}'}, "branch_devices has 'geometry', but the model has visible, infrared"),
     ({"branch_devices": '{"visible":"cpu"}', "device_map": "auto"}, "branch_devices and device_map both decide"),
     ({"branch_devices": '{"visible":"cpu"}', "tuning": "qlora"}, "branch_devices moves layers in full precision"),
     ({"branch_devices": '{"visible":"cpu"}', "torch_compile": "true"}, "set torch_compile: false, or drop"),
