@@ -1,5 +1,5 @@
-"""Documents from files, the Hub or Python itself -> rows of tokens, held-out rows, and the statistics of what was
-left."""
+"""Turn documents from files, the Hub or the Python installation into rows of tokens and held-out rows, with statistics
+of what was read and dropped."""
 
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import default_cache_dir

@@ -1,6 +1,6 @@
-"""Text that comes with Python itself, so that everything can be tried without a network or a file.
+"""Text data sets from the Python installation, so that everything can be tried without a network or a file.
 
-The extraction is deterministic for a given Python: sorted paths, no installed packages, no tests, no build records.
+The extraction is deterministic for a given Python: sorted paths, no installed packages, no tests, no build data.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LEFT_OUT = frozenset(
 
 
 def embedded_identity(name: str) -> list[str]:
-    """What the text of an embedded source depends on."""
+    """Return everything that the text of an embedded source depends on."""
     return ["embedded", name, platform.python_version(), str(EXTRACTION_VERSION)]
 
 
 def read_embedded(name: str, cache_dir: Path, text_column: str) -> Iterator[Record]:
-    """Records of one embedded source, from its cached extraction, which is made at the first call."""
+    """Yield the records of one embedded source. The first call extracts and caches its text."""
     folder = built_once(cache_dir / "embedded" / "-".join(embedded_identity(name)[1:]), lambda new: _extract(name, new))
     for row in open_arrow(folder / "text.arrow"):
         yield Record(row["name"], {text_column: row["text"]})
@@ -42,12 +42,12 @@ def _extract(name: str, folder: Path) -> None:
     schema = pyarrow.schema({"name": pyarrow.string(), "text": pyarrow.string()})
     rows = [{"name": name, "text": text} for name, text in EXTRACTORS[name]()]
     if not rows:
-        raise DataError(f"this Python has no text for {name!r} (no source files beside it); give a file or a Hub id")
+        raise DataError(f"this Python has no text for {name!r} (its source files are missing); give a file or a Hub id")
     write_arrow(folder / "text.arrow", schema, [pyarrow.RecordBatch.from_pylist(rows, schema=schema)])
 
 
 def python_docs() -> Iterator[tuple[str, str]]:
-    """The language reference that ``help()`` shows, one document per topic."""
+    """Yield name and text of each topic of the language reference that ``help()`` shows."""
     try:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
@@ -57,14 +57,14 @@ def python_docs() -> Iterator[tuple[str, str]]:
 
 
 def stdlib_source() -> Iterator[tuple[str, str]]:
-    """Source files of the standard library, one document each."""
+    """Yield name and text of each source file of the standard library."""
     for name, source in stdlib_modules():
         if len(source) >= SMALLEST_DOCUMENT:
             yield name, source
 
 
 def stdlib_docstrings() -> Iterator[tuple[str, str]]:
-    """Docstrings of each module of the standard library with its classes and functions, one document per module."""
+    """Yield name and docstrings of each module of the standard library, with those of its classes and functions."""
     for name, source in stdlib_modules():
         text = "\n\n".join(docstrings_of(source)) + "\n"
         if len(text) >= SMALLEST_DOCUMENT:
@@ -75,17 +75,17 @@ EXTRACTORS = {"python_docs": python_docs, "stdlib_docstrings": stdlib_docstrings
 
 
 def stdlib_modules() -> Iterator[tuple[str, str]]:
-    """Path and source of each module of the standard library, without its tests."""
+    """Yield path and source of each module of the standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if LEFT_OUT.isdisjoint(relative.parts) and not path.name.startswith("_sysconfigdata"):
-            with tokenize.open(path) as file:  # honours the encoding that the file declares
+            with tokenize.open(path) as file:  # uses the encoding that the file declares
                 yield relative.as_posix(), file.read()
 
 
 def docstrings_of(source: str) -> Iterator[str]:
-    """Docstrings of a module, its classes and functions, each under its name."""
+    """Yield the docstrings of a module, its classes and functions, each after its name."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in _statements(ast.parse(source)):
         text = ast.get_docstring(node) if isinstance(node, documented) else None
@@ -95,9 +95,9 @@ def docstrings_of(source: str) -> Iterator[str]:
 
 
 def _statements(module: ast.Module) -> Iterator[ast.AST]:
-    """In the order of ``ast.walk``, without the expressions, which define no classes and no functions."""
-    waiting = deque([module])
-    while waiting:
-        yield (node := waiting.popleft())
+    """Yield the statements in the order of ``ast.walk``, without expressions, which define no classes or functions."""
+    queue = deque([module])
+    while queue:
+        yield (node := queue.popleft())
         for field in ("body", "handlers", "orelse", "finalbody", "cases"):
-            waiting.extend(getattr(node, field, ()))
+            queue.extend(getattr(node, field, ()))

@@ -1,8 +1,8 @@
-"""What a row says: plain text, a prompt with its completion, a question with its answer, or a conversation.
+"""Find the content of a row: plain text, a prompt and its completion, a question and its answer, or a conversation.
 
-The names of the columns decide, row by row, in this order: columns that the settings name; a conversation
-(``messages``, ``conversations``); ``prompt`` with ``completion``, as TRL has them; a question with an answer under the
-names that Alpaca, Dolly, GSM8K and their like use; ``text``. Every column that is not read is named in the statistics.
+The column names decide, for each row, in this order: the columns named in the settings; a conversation (``messages``,
+``conversations``); ``prompt`` and ``completion``, as in TRL; a question and its answer under the names that Alpaca,
+Dolly, GSM8K and similar datasets use; ``text``. The statistics list every column that is not read.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PROMPTS = ("instruction", "question", "prompt", "query", "problem")
 ANSWERS = ("output", "response", "answer", "completion", "solution", "targets")
 CONTEXTS = ("input", "context")
 ALONE = ("input", "inputs")
-"""Names of a question where there is no other one."""
+"""Columns that hold the question if the row has none of ``PROMPTS``."""
 
 SYSTEMS = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 IMAGES = ("images", "image", "videos", "video", "audios", "audio")
-"""What a conversation shows beside its words, which this task cannot learn from."""
+"""Columns with media that a conversation refers to. This task cannot learn from them."""
 
 PREFERENCES = ("chosen", "rejected")
 LABELS = ("label", "kto_tag")
-"""Whether an answer is a good one, as KTO has it: true or false, or 1 or 0."""
+"""Columns that mark an answer as good or bad, as in KTO: true or false, or 1 or 0."""
 
 KNOWN_COLUMNS = (
     *(*CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CONTEXTS, *SYSTEMS, *TOOLS, *IMAGES, *PREFERENCES, *LABELS),
@@ -44,11 +44,12 @@ _LIST_OF_MESSAGES = re.compile(
     rf"""\s*\[\s*\{{\s*["'](?:(?:content|value)["']\s*:.*["'])?(?:role|from)["']\s*:\s*["'](?:{_SPEAKERS})["']""",
     re.DOTALL | re.IGNORECASE,
 )
-"""The first key names a speaker, or what one says before that: an answer that lists other objects stays a text."""
+"""Matches a list of messages written as text. Its first object must begin with a speaker, or with content followed by
+a speaker, so that an answer that lists other objects stays text."""
 
 
 class Columns(NamedTuple):
-    """Names that the settings give; None: the usual ones."""
+    """Column names from the settings. None means that the usual names are tried."""
 
     text: str = DEFAULT_TEXT_COLUMN
     prompt: Optional[str] = None
@@ -62,12 +63,13 @@ class Columns(NamedTuple):
 
     @property
     def are_named(self) -> bool:
-        """Whether somebody said where the content stands."""
+        """Whether the settings say which columns hold the content."""
         return self.named != (DEFAULT_TEXT_COLUMN,)
 
 
 class Understood(NamedTuple):
-    """``format``: its name, with the columns that it is read from. ``not_used``: the other columns with a value."""
+    """The content of a row. ``format``: its name and the columns that were read. ``not_used``: all other columns that
+    have a value."""
 
     content: Content
     format: str
@@ -75,50 +77,56 @@ class Understood(NamedTuple):
 
 
 def understand(row: dict, columns: Columns) -> Understood:
-    """The content of one row. Raises BadRow with the reason if it has none that can be used."""
-    read = _named(row, columns) if columns.are_named else None
-    usual = read or _chat(row, columns.system) or _completion(row, columns.system) or _pair(row, columns.system)
-    name, content, used = usual or _text(row, columns.text)
+    """Return the content of one row. Raises BadRow, with the reason, if the row has no usable content."""
+    read = _from_named(row, columns) if columns.are_named else None
+    usual = (
+        read
+        or _from_chat(row, columns.system)
+        or _from_completion(row, columns.system)
+        or _from_pair(row, columns.system)
+    )
+    name, content, used = usual or _from_text(row, columns.text)
     if not columns.are_named:
-        _refuse_what_would_be_lost(row, content)
+        _refuse_unusable_columns(row, content)
     used = tuple(column for column in used if column in row)
     is_unmarked = columns.are_named or isinstance(content, Text)
     marks = () if is_unmarked else tuple(name for name in LABELS if _mark(row, name) is True)
     left = [name for name, value in row.items() if name not in (*used, *marks) and not _is_empty(value)]
-    said = _said(content) if left else ()
-    not_used = tuple(f"{name} (a copy)" if row[name] in said else str(name) for name in left)
+    texts = _texts_in(content) if left else ()
+    not_used = tuple(f"{name} (a copy)" if row[name] in texts else str(name) for name in left)
     return Understood(content, f"{name} ({', '.join(used)})", not_used)
 
 
-def _said(content: Content) -> list[Any]:
-    """Texts, and the conversation, of which a column may be a copy."""
+def _texts_in(content: Content) -> list[Any]:
+    """Return every text of the content, and the conversation itself, to find columns that only repeat them."""
     if isinstance(content, Chat):
         return [*(message["content"] for message in content.messages), content.messages]
     return list(content)
 
 
 Read = tuple[str, Content, Sequence[str]]
-"""(name of the format, content, columns that it may stand in)"""
+"""(name of the format, content, columns it may have been read from)"""
 
 
-def _named(row: dict, columns: Columns) -> Optional[Read]:
-    """From the columns of the settings; None where they name none with the content, and the usual names decide."""
+def _from_named(row: dict, columns: Columns) -> Optional[Read]:
+    """Read the columns that the settings name. Returns None if they do not say where the content is, so that the usual
+    names decide."""
     if columns.messages is not None:
         return _conversation(row, _present(row, columns.messages, "messages_column"), columns.system)
     if columns.prompt is not None or columns.response is not None:
-        prompt = columns.prompt or _only(row, PROMPTS, "prompt_column")
-        response = columns.response or _only(row, ANSWERS, "response_column")
+        prompt = columns.prompt or _only_column(row, PROMPTS, "prompt_column")
+        response = columns.response or _only_column(row, ANSWERS, "response_column")
         for name, setting in ((prompt, "prompt_column"), (response, "response_column")):
             _present(row, name, setting)
         if are_messages(row[prompt]) or are_messages(row[response]):
             return _messages_pair(row, prompt, response, columns.system)
-        return _question(row, prompt, response, columns.system, is_named=True)
+        return _build_pair(row, prompt, response, columns.system, is_named=True)
     if columns.text != DEFAULT_TEXT_COLUMN:
-        return _text(row, _present(row, columns.text, "text_column"))
+        return _from_text(row, _present(row, columns.text, "text_column"))
     return None
 
 
-def _chat(row: dict, system_column: Optional[str]) -> Optional[Read]:
+def _from_chat(row: dict, system_column: Optional[str]) -> Optional[Read]:
     column = next((name for name in CHAT_COLUMNS if row.get(name) is not None), None)
     return None if column is None else _conversation(row, column, system_column)
 
@@ -132,7 +140,9 @@ def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
 
 
 def under_system(row: dict, messages: list[dict], system_column: Optional[str]) -> tuple[list[dict], tuple[str, ...]]:
-    """``messages`` under the system prompt that stands beside them, unless they have one; the column that was read."""
+    """Put the row's system prompt before ``messages``, unless they have one already.
+
+    Returns the messages and the column that was read, as a tuple that may be empty."""
     column = system_column or next((name for name in SYSTEMS if not _is_empty(row.get(name))), SYSTEMS[0])
     system = row.get(column)
     if not isinstance(system, str) or messages[0]["role"] == "system":
@@ -140,7 +150,7 @@ def under_system(row: dict, messages: list[dict], system_column: Optional[str]) 
     return [{"role": "system", "content": system}, *messages] if system.strip() else messages, (column,)
 
 
-def _completion(row: dict, system_column: Optional[str]) -> Optional[Read]:
+def _from_completion(row: dict, system_column: Optional[str]) -> Optional[Read]:
     if "prompt" not in row or "completion" not in row:
         return None
     if are_messages(row["prompt"]) or are_messages(row["completion"]):
@@ -150,7 +160,7 @@ def _completion(row: dict, system_column: Optional[str]) -> Optional[Read]:
 
 
 def _messages_pair(row: dict, prompt: str, response: str, system_column: Optional[str]) -> Read:
-    """A prompt and a completion made of messages; the prompt may be part of the answer's list already."""
+    """Join a prompt and a completion that are lists of messages. The completion may repeat the prompt at its start."""
     before = _as_messages(row[prompt], prompt, "user")
     after = _as_messages(row[response], response, "assistant")
     if after[: len(before)] == before:
@@ -162,7 +172,7 @@ def _messages_pair(row: dict, prompt: str, response: str, system_column: Optiona
 
 
 def are_messages(value: Any) -> bool:
-    """A list, or one that a table holds as text."""
+    """Whether ``value`` is a list of messages, or text in a table that looks like one."""
     return isinstance(value, list) or (isinstance(value, str) and _LIST_OF_MESSAGES.match(value) is not None)
 
 
@@ -171,40 +181,44 @@ def _as_messages(value: Any, column: str, role: str) -> list[dict]:
     return [{"role": role, "content": value}] if is_text else messages_of(value, column)
 
 
-def _pair(row: dict, system_column: Optional[str]) -> Optional[Read]:
-    """A question and its answer under usual names, of each exactly one with text."""
+def _from_pair(row: dict, system_column: Optional[str]) -> Optional[Read]:
+    """Find a question and its answer by their usual column names.
+
+    Raises BadRow if several columns could be the question or the answer."""
     prompts, answers = ([name for name in names if isinstance(row.get(name), str)] for names in (PROMPTS, ANSWERS))
     prompts = prompts or [name for name in ALONE if isinstance(row.get(name), str)]
     if not prompts or not answers:
-        return _no_pair(row)
+        return _require_text_in_pair(row)
     if len(prompts) > 1 or len(answers) > 1:
         raise BadRow(
             f"has several columns that could be the question or the answer: {', '.join((*prompts, *answers))}. Name "
             f"them, for instance --prompt_column {prompts[0]} --response_column {answers[0]}"
         )
-    return _question(row, prompts[0], answers[0], system_column)
+    return _build_pair(row, prompts[0], answers[0], system_column)
 
 
-def _no_pair(row: dict) -> None:
-    """Raises BadRow where a question and an answer have their columns, and one of them holds no text in this row."""
+def _require_text_in_pair(row: dict) -> None:
+    """Raise BadRow if the row has columns for a question and an answer, but one of them does not hold text."""
     both = [next((name for name in names if name in row), None) for names in ((*PROMPTS, *ALONE), ANSWERS)]
     if None not in both and DEFAULT_TEXT_COLUMN not in row:
         for name in both:
             _string(row, name)
 
 
-def _question(row: dict, prompt: str, answer: str, system_column: Optional[str], *, is_named: bool = False) -> Read:
-    """``is_named``: the settings say where question and answer stand; what is no text beside them is not read then."""
-    context = _filled(row, [name for name in CONTEXTS if name not in (prompt, answer)])
-    context, given = _beside(row, context, (prompt, answer), is_named)
+def _build_pair(row: dict, prompt: str, answer: str, system_column: Optional[str], *, is_named: bool = False) -> Read:
+    """Build a Pair from the two columns, with the context, system prompt and history of the row.
+
+    ``is_named``: the settings name the two columns. A context or system prompt that is not text is ignored then."""
+    context = _first_filled(row, [name for name in CONTEXTS if name not in (prompt, answer)])
+    context, context_text = _optional_text(row, context, (prompt, answer), is_named)
     if system_column is None:
-        system, said = _beside(row, _filled(row, SYSTEMS), (prompt, answer), is_named)
+        system, system_text = _optional_text(row, _first_filled(row, SYSTEMS), (prompt, answer), is_named)
     else:
-        system, said = system_column, "" if _is_empty(row.get(system_column)) else _string(row, system_column)
+        system, system_text = system_column, "" if _is_empty(row.get(system_column)) else _string(row, system_column)
     pair = Pair(
-        _string(row, prompt) + (f"\n{given}" if given.strip() else ""),
+        _string(row, prompt) + (f"\n{context_text}" if context_text.strip() else ""),
         _string(row, answer),
-        said,
+        system_text,
         _history(row.get("history")),
     )
     is_alpaca = prompt == "instruction" and answer == "output"
@@ -213,37 +227,38 @@ def _question(row: dict, prompt: str, answer: str, system_column: Optional[str],
 
 
 def asked(row: dict, prompt: str) -> list[dict]:
-    """The question in the column ``prompt`` as messages, with all that a training reads beside it. Raises BadRow."""
-    around = [_filled(row, names) for names in (CONTEXTS, SYSTEMS)]
+    """Return the question in the column ``prompt`` as messages, with the context, system prompt and history that
+    training would read too. Raises BadRow if one of these is unusable."""
+    around = [_first_filled(row, names) for names in (CONTEXTS, SYSTEMS)]
     odd = next((name for name in around if not (_is_empty(row.get(name)) or isinstance(row[name], str))), None)
     if odd is not None:
         found = f"column {odd!r} holds {type(row[odd]).__name__}, not text, and belongs to {prompt!r}"
         raise BadRow(f"{found}; write it as text, or remove it")
-    _, pair, _ = _question({**row, ANSWERS[0]: ""}, prompt, ANSWERS[0], None)
+    _, pair, _ = _build_pair({**row, ANSWERS[0]: ""}, prompt, ANSWERS[0], None)
     return pair.as_chat().messages[:-1]
 
 
-def _beside(row: dict, name: Optional[str], pair: tuple[str, str], is_named: bool) -> tuple[Optional[str], str]:
-    """A column that belongs to the question of ``pair``, and its text; (None, "") where it is not read."""
+def _optional_text(row: dict, name: Optional[str], pair: tuple[str, str], is_named: bool) -> tuple[Optional[str], str]:
+    """Return a context or system column of the question in ``pair``, and its text; (None, "") if it is not read."""
     value = None if name is None else row.get(name)
     if _is_empty(value) or isinstance(value, str):
         return name, value if isinstance(value, str) else ""
     if is_named:
         return None, ""
-    raise BadRow(  # a table that guessed, or several texts in one
+    raise BadRow(  # for example a number that a table parsed from text, or a list of several texts
         f"column {name!r} holds {type(value).__name__}, not text, and the answer would be learned without it; write it "
-        f"as text, or leave it out: --prompt_column {pair[0]} --response_column {pair[1]}"
+        f"as text, or ignore it with --prompt_column {pair[0]} --response_column {pair[1]}"
     )
 
 
-def _filled(row: dict, names: Sequence[str]) -> Optional[str]:
-    """The first of ``names`` that has a value, or else that is there."""
-    there = [name for name in names if name in row]
-    return next((name for name in there if not _is_empty(row[name])), there[0] if there else None)
+def _first_filled(row: dict, names: Sequence[str]) -> Optional[str]:
+    """Return the first of ``names`` that has a value in the row, or else the first that is a column of it."""
+    present = [name for name in names if name in row]
+    return next((name for name in present if not _is_empty(row[name])), present[0] if present else None)
 
 
 def _history(value: Any) -> tuple[tuple[str, str], ...]:
-    """Of Alpaca: a list of [question, answer]."""
+    """Return the earlier turns of Alpaca's column ``history``, a list of [question, answer]."""
     turns = () if _is_empty(value) else value
     if not isinstance(turns, (list, tuple)) or not all(map(_is_turn, turns)):
         raise BadRow("column 'history' is not a list of [question, answer]")
@@ -254,14 +269,15 @@ def _is_turn(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
-def _text(row: dict, column: str) -> Read:
+def _from_text(row: dict, column: str) -> Read:
     if column not in row:
-        raise BadRow(_no_column(row, column))
+        raise BadRow(_why_no_text(row, column))
     return "text", Text(_string(row, column)), (column,)
 
 
-def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
-    """Rows whose meaning stands in a column that this task does not learn from."""
+def _refuse_unusable_columns(row: dict, content: Content) -> None:
+    """Raise BadRow if training would ignore a column that changes what the row means: a rejected answer, an image, or
+    a mark that the answer is bad."""
     if all(not _is_empty(row.get(name)) for name in PREFERENCES) and not isinstance(content, Text):
         raise BadRow(_PREFERENCE)
     if isinstance(content, Text):
@@ -269,22 +285,24 @@ def _refuse_what_would_be_lost(row: dict, content: Content) -> None:
     shown = next((name for name in IMAGES if not _is_empty(row.get(name))), None)
     if shown is not None:
         raise BadRow(
-            f"belongs to what its column {shown!r} shows, but this task only learns text; remove such rows, or name "
+            f"refers to media in its column {shown!r}, but this task only learns text; remove such rows, or name "
             "the columns with the text (prompt_column and response_column, or messages_column) to learn only that"
         )
     mark = next((name for name in LABELS if _mark(row, name) is False), None)
     if mark is not None:
         raise BadRow(
-            f"is marked as a bad answer ({mark}: {str(row[mark]).lower()}), and would be learned as a good one; remove "
-            "such rows, or train with TRL's KTOTrainer and our loops (see docs/any_trainer.md). If it means something "
-            "else, rename the column, or name those of question and answer (prompt_column and response_column, or "
-            "messages_column)"
+            f"is marked as a bad answer ({mark}: {str(row[mark]).lower()}), but would be learned as a good one; remove "
+            "such rows, or train with TRL's KTOTrainer and our loops (see docs/any_trainer.md). If the column means "
+            "something else, rename it, or name the columns of question and answer (prompt_column and response_column, "
+            "or messages_column)"
         )
 
 
 def _mark(row: dict, name: str) -> Optional[bool]:
-    """A mark of KTO, which a table may hold as a word; None for anything else. 0 and 1 are marks where KTO has them,
-    under its own name or beside prompt and completion; elsewhere they may be classes."""
+    """Return the KTO mark in column ``name``, which a table may hold as a word; None for any other value.
+
+    0 and 1 are marks only in a column ``kto_tag`` or in a row with ``prompt`` and ``completion``. Elsewhere they may be
+    class labels."""
     marks = {"true": True, "false": False}
     if name == "kto_tag" or {"prompt", "completion"} <= {*row}:
         marks |= {"1": True, "1.0": True, "0": False, "0.0": False}
@@ -293,111 +311,114 @@ def _mark(row: dict, name: str) -> Optional[bool]:
 
 _PREFERENCE = (
     "is a pair of a chosen and a rejected answer, and this task does not learn from rejected ones; train with "
-    "TRL's DPOTrainer and our loops (see docs/any_trainer.md), or learn the chosen answers alone: "
-    "--prompt_column prompt --response_column chosen, or where it holds question and answer --messages_column chosen "
-    "(--text_column chosen, if it is text)"
+    "TRL's DPOTrainer and our loops (see docs/any_trainer.md), or learn only the chosen answers: "
+    "--prompt_column prompt --response_column chosen; if chosen holds both question and answer, --messages_column "
+    "chosen (--text_column chosen, if it is text)"
 )
 
 
 def _present(row: dict, column: str, setting: str) -> str:
     if column not in row:
         raise BadRow(
-            f"has no column {column!r}, which {setting} names{nearest(column, map(str, row))}; {_columns(row)}"
+            f"has no column {column!r}, which {setting} names{nearest(column, map(str, row))}; {_columns_of(row)}"
         )
     return column
 
 
-def _only(row: dict, names: Sequence[str], setting: str) -> str:
+def _only_column(row: dict, names: Sequence[str], setting: str) -> str:
     found = [name for name in names if name in row]
     if len(found) != 1:
         raise BadRow(
-            f"has {len(found)} columns that could be meant; name the right one with --{setting}; {_columns(row)}"
+            f"has {len(found)} columns that could be the {setting}; name the right one with --{setting}; "
+            f"{_columns_of(row)}"
         )
     return found[0]
 
 
-def _columns(row: dict) -> str:
+def _columns_of(row: dict) -> str:
     return f"its columns: {', '.join(map(str, row)) or 'none'}"
 
 
-def _no_column(row: dict, text_column: str) -> str:
-    """Why a row without ``text_column`` says nothing that can be learned."""
+def _why_no_text(row: dict, text_column: str) -> str:
+    """Return the reason why a row without ``text_column`` cannot be used, and what to do about it."""
     if any(not _is_empty(row.get(name)) for name in PREFERENCES):
         return _PREFERENCE
-    known = _part_of_something(row)
+    known = _why_incomplete(row)
     if known is not None:
         return known
     example = shlex.quote(next((str(column) for column, value in row.items() if isinstance(value, str)), "X"))
     return (
-        f"has no column {text_column!r}; {_columns(row)}{nearest(text_column, map(str, row))}. Name the one with the "
-        f"text, for instance --text_column {example}; those of a question and its answer with --prompt_column and "
-        "--response_column; that of a conversation with --messages_column"
+        f"has no column {text_column!r}; {_columns_of(row)}{nearest(text_column, map(str, row))}. Name the column with "
+        f"the text, for instance --text_column {example}; or the columns of a question and its answer with "
+        "--prompt_column and --response_column; or the column of a conversation with --messages_column"
     )
 
 
-def _part_of_something(row: dict) -> Optional[str]:
-    """What is missing, in a row whose columns say what it was meant to be."""
+def _why_incomplete(row: dict) -> Optional[str]:
+    """Return what is wrong with a row whose columns show which format was meant; None if they do not show it."""
     if "input_ids" in row:
         return (
-            f"holds tokens (input_ids), and the commands turn text into tokens themselves; {_columns(row)}. Give the "
-            "text that they were made of, or train on the tokens in Python: a dataset of such rows is what a Trainer "
-            "takes (docs/any_trainer.md)"
+            f"holds token ids (input_ids), but the commands read text and tokenize it; {_columns_of(row)}. Give the "
+            "original text, or train on the token ids in Python, where a Trainer takes a dataset of such rows "
+            "(docs/any_trainer.md)"
         )
     chat = next((name for name in CHAT_COLUMNS if name in row), None)
     if chat is not None:
         return f"column {chat!r} is empty instead of holding a conversation"
-    in_capitals = _in_capitals(row)
-    if in_capitals is not None:
-        return in_capitals
+    capitalized = _why_capitalized(row)
+    if capitalized is not None:
+        return capitalized
     question = next((name for name in (*PROMPTS, *ALONE) if not _is_empty(row.get(name))), None)
     if question is not None and not any(name in row for name in ANSWERS):
         return (
-            f"has a question ({question}) and no answer ({', '.join(ANSWERS[:3])}, ...); {_columns(row)}. If the "
+            f"has a question ({question}) and no answer ({', '.join(ANSWERS[:3])}, ...); {_columns_of(row)}. If the "
             "answer has another name, give it with --response_column"
         )
     if len(row) > 1 and all(_is_list_of_rows(value) for value in row.values()):
         return (
-            f"is an object that holds several lists ({', '.join(map(str, row))}), not a row; write each list to a file "
-            f"of its own, one object per line, for instance {next(iter(row))}.jsonl"
+            f"is an object that holds several lists ({', '.join(map(str, row))}), not a row; write each list to its "
+            f"own file, one object per line, for instance {next(iter(row))}.jsonl"
         )
     return None
 
 
-def _in_capitals(row: dict) -> Optional[str]:
-    """Of a row whose columns would be known in small letters: Question, Answer."""
+def _why_capitalized(row: dict) -> Optional[str]:
+    """Return what is wrong with a row whose columns have usual names, but not in lower case: Question, Answer."""
     usual, typed = ((*PROMPTS, *ALONE), ANSWERS), {str(name).lower(): str(name) for name in row}
     prompt, answer = (next((typed[name] for name in names if name in typed), None) for names in usual)
     if prompt is None or answer is None:
         return None
-    said = f"has its question and answer in {prompt} and {answer}, and such names are known in small letters only; "
+    problem = (
+        f"has its question and answer in {prompt} and {answer}, but such names are recognized in lower case only; "
+    )
     beside = [typed[name] for name in (*CONTEXTS, *SYSTEMS) if typed.get(name) not in (None, name, prompt)]
     if not beside:
-        return f"{said}name them: --prompt_column {prompt} --response_column {answer}"
+        return f"{problem}name them: --prompt_column {prompt} --response_column {answer}"
     renamed = ", ".join(f"{name} to {name.lower()}" for name in (*beside, prompt, answer) if name != name.lower())
-    return f"{said}{beside[0]} belongs to them and would not be read by another name: rename {renamed}"
+    return f"{problem}{beside[0]} belongs to them and is not read under this name: rename {renamed}"
 
 
 def _is_list_of_rows(value: Any) -> bool:
-    """Of objects that are no messages."""
+    """Whether ``value`` is a list of objects that are not messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and not {"role", "from"} & {*value[0]}
 
 
 def _string(row: dict, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        by_columns = _BY_COLUMNS if _holds_columns(row) else ""
-        raise BadRow(f"column {column!r} holds {type(value).__name__}, not text{by_columns}")
+        advice = _ONE_OBJECT_PER_ROW if _is_whole_table(row) else ""
+        raise BadRow(f"column {column!r} holds {type(value).__name__}, not text{advice}")
     return value
 
 
-_BY_COLUMNS = (
+_ONE_OBJECT_PER_ROW = (
     "; if each column holds the values of all rows, write one object per row, as pandas does with to_json(FILE, "
     "orient='records', lines=True)"
 )
 
 
-def _holds_columns(row: dict) -> bool:
-    """Whether an object is a whole table, of columns by name, as pandas writes it unasked."""
+def _is_whole_table(row: dict) -> bool:
+    """Whether ``row`` is a whole table, column by column, as pandas writes it by default."""
     values = row.values()
     return all(isinstance(value, list) for value in values) or all(
         isinstance(value, dict) and "0" in value for value in values
@@ -405,6 +426,6 @@ def _holds_columns(row: dict) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """None, "", [], {} and NaN, which tables write for None; 0 and False say something."""
+    """Whether ``value`` is None, "", [], {}, or NaN, which tables use for None. 0 and False are not empty."""
     is_nan = isinstance(value, float) and value != value
     return value is None or is_nan or (isinstance(value, (str, list, dict, tuple)) and not value)

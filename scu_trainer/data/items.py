@@ -1,4 +1,4 @@
-"""Batches of a plain dataset's items: tuples such as (x, y), or dicts, as torch's own loader takes them."""
+"""Collate items of a plain dataset: tuples such as (x, y), or dicts, as torch's DataLoader accepts them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from scu_trainer.data.random_states import states_kept
 from scu_trainer.errors import DataError, nearest
 
 TARGET = "labels"
-"""What the target is called in a batch, wherever it stood in the items."""
+"""Name of the target in a batch, whatever its place in the items."""
 
 TARGET_KEYS = ("labels", "label")
-"""Keys that are the target when none is named."""
+"""Keys that are the target if none is named."""
 
 PART = "input #{}"
-"""What a part of a tuple is called in a batch: no name that a forward could have, nor one that a dict would use."""
+"""Name of a part of a tuple in a batch. No parameter of a forward, and hardly any key of a dict, can have this name."""
 
 Place = Union[int, str]
-"""Of a part of an item: a position in a tuple, a key of a dict."""
+"""Where a part of an item is: a position in a tuple, or a key of a dict."""
 
 
 class ItemCollator:
-    """Items -> mapping of tensors with one entry per row, the target under ``labels``.
+    """Collates items into a mapping of tensors with one entry per row. The target is under ``labels``.
 
-    Parts of a tuple have names of their own (``PART``), in their order; parts of a dict keep their keys.
-    Tensors, arrays, numbers and lists of numbers are stacked as ``torch.utils.data.default_collate`` does, but that
-    Python's floats become torch's default type.
+    Parts of a tuple are named ``PART``, in order; parts of a dict keep their keys. Tensors, arrays, numbers and lists
+    of numbers are stacked as by ``torch.utils.data.default_collate``, except that Python floats become torch's default
+    type.
 
     Args:
-        targets: where the target stands; None: last in a tuple of two and more, ``labels`` or ``label`` in a dict.
-        inputs: what the module takes, in its order; None: the rest of a tuple; of a dict what ``parameters`` names, or
-            the one other key.
-        parameters: names that the module's forward takes; None: any.
+        targets: place of the target; None: the last part of a tuple with two or more, ``labels`` or ``label`` of a
+            dict.
+        inputs: places of the module's inputs, in its order; None: the rest of a tuple; of a dict, the keys in
+            ``parameters``, or the only other key.
+        parameters: names of the parameters of the module's forward; None: any.
 
     Raises DataError for items that it cannot read or stack.
     """
@@ -53,14 +54,14 @@ class ItemCollator:
         parts = [self._parts(item) for item in items]
         if any(part.keys() != parts[0].keys() for part in parts):
             other = next(part for part in parts if part.keys() != parts[0].keys())
-            raise DataError(f"items of one batch differ: one has {_listed(parts[0])}, another {_listed(other)}")
-        return {name: _stacked(name, [part[name] for part in parts]) for name in parts[0]}
+            raise DataError(f"items of one batch differ: one has {_keys_of(parts[0])}, another {_keys_of(other)}")
+        return {name: _stack(name, [part[name] for part in parts]) for name in parts[0]}
 
     def check(self, item: Any) -> list[str]:
-        """What of a training item is left out. Raises DataError where it has no target or cannot be read."""
+        """Return the unused keys of a training item. Raises DataError if it has no target or cannot be read."""
         is_keyed = isinstance(item, Mapping)
         if (is_keyed and self._target_key(item) is None) or (not is_keyed and TARGET not in self._parts(item)):
-            raise DataError(f"a training item has {_described(item)} and no target; {self._advice(item)}")
+            raise DataError(f"a training item has {_describe(item)} and no target; {self._advice(item)}")
         self([item])
         if not is_keyed:
             return []
@@ -76,17 +77,17 @@ class ItemCollator:
 
     def _parts(self, item: Any) -> dict[str, Any]:
         if isinstance(item, Mapping):
-            return self._of_mapping(item)
+            return self._parts_of_mapping(item)
         if isinstance(item, (tuple, list)):
-            return self._of_tuple(item)
+            return self._parts_of_tuple(item)
         if torch.is_tensor(item):
             return {PART.format(0): item}
         raise DataError(
             f"the dataset returns a {type(item).__name__} per item; allowed: tuples such as (x, y), or dicts of "
-            "tensors, arrays and numbers. Let its __getitem__ return one of them, or give the trainer a data_collator"
+            "tensors, arrays and numbers. Let its __getitem__ return one of these, or give the trainer a data_collator"
         )
 
-    def _of_tuple(self, item: Sequence[Any]) -> dict[str, Any]:
+    def _parts_of_tuple(self, item: Sequence[Any]) -> dict[str, Any]:
         target = self.targets
         if target is None:
             target = len(item) - 1 if len(item) > 1 else None
@@ -94,12 +95,12 @@ class ItemCollator:
         for place in (*places, *([] if target is None else [target])):
             if not isinstance(place, int) or not -len(item) <= place < len(item):
                 raise DataError(
-                    f"items are tuples of {len(item)}; {place!r} is not a position in them, allowed: integers"
+                    f"items are tuples of {len(item)}; {place!r} is not a position in them; allowed: integers"
                 )
         parts = {PART.format(number): item[place] for number, place in enumerate(places)}
         return parts if target is None else {**parts, TARGET: item[target]}
 
-    def _of_mapping(self, item: Mapping[str, Any]) -> dict[str, Any]:
+    def _parts_of_mapping(self, item: Mapping[str, Any]) -> dict[str, Any]:
         target = self._target_key(item)
         parts = {key: item[key] for key in self._input_keys(item)}
         return parts if target is None else {**parts, TARGET: item[target]}
@@ -109,7 +110,7 @@ class ItemCollator:
             return next((key for key in TARGET_KEYS if key in item), None)
         if self.targets not in item:
             raise DataError(
-                f"items have {_listed(item)}; the target {self.targets!r} is none of them"
+                f"items have {_keys_of(item)}; the target {self.targets!r} is not one of them"
                 f"{nearest(str(self.targets), map(str, item))}"
             )
         return self.targets
@@ -119,59 +120,59 @@ class ItemCollator:
         if self.inputs is not None:
             missing = [key for key in self.inputs if key not in item]
             if missing:
-                raise DataError(f"items have {_listed(item)}; the input {missing[0]!r} is none of them")
+                raise DataError(f"items have {_keys_of(item)}; the input {missing[0]!r} is not one of them")
             return self.inputs
-        taken = others if self.parameters is None else [key for key in others if key in self.parameters]
-        if not taken and len(others) == 1:
+        matching = others if self.parameters is None else [key for key in others if key in self.parameters]
+        if not matching and len(others) == 1:
             return others
-        if not taken:
+        if not matching:
             raise DataError(
-                f"items have {_listed(item)}, and the module's forward takes {', '.join(self.parameters or ())}: "
-                "name the keys to pass, in its order: wrap(module, loss=..., inputs=['...'])"
+                f"items have {_keys_of(item)}, but the module's forward takes {', '.join(self.parameters or ())}; "
+                "name the keys to pass, in the order of forward: wrap(module, loss=..., inputs=['...'])"
             )
-        return taken
+        return matching
 
 
 def is_of_tuple(names: Collection[str]) -> bool:
-    """Whether the inputs of a batch have no names but their order."""
+    """Whether the inputs of a batch are parts of a tuple, known only by their order."""
     return bool(names) and set(names) == {PART.format(number) for number in range(len(names))}
 
 
-def _listed(parts: Mapping[str, Any]) -> str:
+def _keys_of(parts: Mapping[str, Any]) -> str:
     return "the keys " + ", ".join(map(str, parts))
 
 
-def _described(item: Any) -> str:
+def _describe(item: Any) -> str:
     if isinstance(item, Mapping):
-        return _listed(item)
+        return _keys_of(item)
     return f"{len(item)} part" if isinstance(item, (tuple, list)) else "one tensor"
 
 
-def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
-    tensors = [_tensor(name, value) for value in values]
+def _stack(name: str, values: Sequence[Any]) -> torch.Tensor:
+    tensors = [_as_tensor(name, value) for value in values]
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) > 1:
         raise DataError(
-            f"{name} changes its shape from item to item, such as {shapes[0]} and {shapes[-1]}, and cannot be stacked; "
-            "pad it in the dataset, or give the trainer a data_collator that does"
+            f"the shape of {name} differs between items, for instance {shapes[0]} and {shapes[-1]}, so they cannot be "
+            "stacked; pad them in the dataset, or give the trainer a data_collator that does"
         )
     return torch.utils.data.default_collate(tensors)
 
 
-def _tensor(name: str, value: Any) -> torch.Tensor:
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
     if torch.is_tensor(value):
         return value
     try:
-        # Python's floats take torch's default type here; arrays keep their own.
+        # Python floats get torch's default type here; arrays keep their type.
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         fix = "let the dataset return tensors, arrays or numbers, or leave it out with wrap(..., inputs=[...])"
         if name == TARGET:
-            fix = "let the dataset return a number (of the class, from 0; -100: not learned), or one tensor for several"
-        raise DataError(f"{name} is a {type(value).__name__} that is not a tensor ({error}); {fix}") from None
+            fix = "let the dataset return the number of the class (from 0; -100: not learned), or a tensor for several"
+        raise DataError(f"{name} is a {type(value).__name__} that cannot become a tensor ({error}); {fix}") from None
 
 
 def first_item(rows: Any) -> Any:
-    """``rows[0]``, with all RNG left as they were: reading it may augment it at random."""
+    """Return ``rows[0]`` and restore all RNG states, because reading a row may augment it at random."""
     with states_kept():
         return rows[0]

@@ -1,4 +1,4 @@
-"""JSON files -> records: one object per line, a list of objects, or an object that holds such a list."""
+"""Read records from JSON files: one object per line, a list of objects, or an object that contains such a list."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from scu_trainer.data.opening import opened, shown_name
 from scu_trainer.data.records import Record
 from scu_trainer.errors import DataError
 
-READ_CHARACTERS = 2**20  # of a list at a time
-DEEPEST_ROW = 100  # lists and objects in each other; no conversation and no description of a tool comes near
+READ_CHARACTERS = 2**20  # characters of a list that are read at a time
+DEEPEST_ROW = 100  # levels of nesting; no conversation and no description of a tool comes near this
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_LONE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, which is one only beside its other half
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair, which may or may not be complete
 
 
 def read_json_lines(path: Path) -> Iterator[Record]:
+    """Yield the records of a file with one object per line."""
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -34,7 +35,7 @@ def read_json_lines(path: Path) -> Iterator[Record]:
 def _json_record(place: str, line: bytes) -> Record:
     try:
         value = json.loads(line, object_pairs_hook=each_once)
-    except ValueError as error:  # broken JSON, a key that stands twice, or bytes that are not UTF-8
+    except ValueError as error:  # broken JSON, a duplicate key, or bytes that are not UTF-8
         return Record(place, None, f"not readable as JSON: {error}{_hint(error, line)}")
     except RecursionError:
         return Record(place, None, TOO_DEEP)
@@ -42,17 +43,17 @@ def _json_record(place: str, line: bytes) -> Record:
     return record._replace(problem=record.problem + ONE_LIST) if isinstance(value, list) else record
 
 
-class _KeyTwice(ValueError):
-    """JSON's own readers keep the last value of such a key, and drop the others in silence."""
+class _DuplicateKey(ValueError):
+    """An object has a key twice. Python's json module would keep the last value and silently drop the others."""
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of its ``pairs``, for json's ``object_pairs_hook``. Raises ValueError for a key that stands twice."""
+    """Return a dict of ``pairs``, as an ``object_pairs_hook`` for json. Raises ValueError for a duplicate key."""
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _KeyTwice(f"an object has the key {twice!r} twice; one of the two values would be lost")
+        raise _DuplicateKey(f"an object has the key {twice!r} twice; one of the two values would be lost")
     return value
 
 
@@ -62,12 +63,12 @@ def _hint(error: ValueError, line: bytes) -> str:
     if line.strip() == b"[":
         return ONE_LIST
     if line.strip() == b"{":
-        return "; the object goes over several lines: write each row on a line of its own (jq -c . FILE does)"
+        return "; the object spans several lines: write each row on its own line (jq -c . FILE does this)"
     if b"\r" in line.strip():
-        return "; its lines end with carriage returns alone: convert them, for instance with tr '\\r' '\\n'"
+        return "; its lines end with carriage returns only: convert them, for instance with tr '\\r' '\\n'"
     if not line.rstrip().endswith(b","):
         return ""
-    return "; the line ends with a comma: remove it, because each line is an object by itself"
+    return "; the line ends with a comma: remove it, because each line is a separate object"
 
 
 ONE_LIST = "; if the file is one list of objects, name it .json"
@@ -75,7 +76,7 @@ TO_UTF_8 = "convert it, for instance with iconv -f LATIN1 -t UTF-8"
 
 
 def to_utf_8(content: bytes) -> str:
-    """What to do with a file that is not UTF-8, by how ``content``, from its beginning on, begins."""
+    """Return advice for a file that is not UTF-8. ``content``: the start of the file, or all of it."""
     if content.startswith(b"\x1f\x8b"):
         return "it is compressed by gzip: append .gz to its name"
     return TO_UTF_8.replace("LATIN1", "UTF-16") if _is_utf_16(content) else TO_UTF_8
@@ -89,12 +90,13 @@ TOO_DEEP = f"lists and objects are nested deeper than {DEEPEST_ROW} levels"
 
 
 def _object_record(place: str, value, text: bytes) -> Record:
-    """``text``: what the value was read from, or more; most rows need no second look."""
+    """Return the record of a parsed row, with a problem if it is not a usable object. ``text``: the bytes that it was
+    parsed from, or more; they show cheaply that most rows need no closer check."""
     if not isinstance(value, dict):
         return Record(place, None, f"holds {type(value).__name__}, not an object with named columns")
     if text.count(b"[") + text.count(b"{") > DEEPEST_ROW and _is_too_deep(value):
         return Record(place, None, TOO_DEEP)
-    if _LONE.search(text) and _has_half_character(value):
+    if _SURROGATE.search(text) and _has_lone_surrogate(value):
         return Record(place, None, "a text holds half of a character (a lone surrogate such as \\ud83d)")
     return Record(place, value)
 
@@ -102,15 +104,15 @@ def _object_record(place: str, value, text: bytes) -> Record:
 def _is_too_deep(value) -> bool:
     level = [value]
     for _ in range(DEEPEST_ROW):
-        level = [part for item in level for part in _parts(item) if isinstance(part, (dict, list))]
+        level = [part for item in level for part in _children(item) if isinstance(part, (dict, list))]
     return bool(level)
 
 
-def _parts(item) -> Iterable:
+def _children(item) -> Iterable:
     return item.values() if isinstance(item, dict) else item
 
 
-def _has_half_character(value) -> bool:
+def _has_lone_surrogate(value) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -119,11 +121,14 @@ def _has_half_character(value) -> bool:
 
 
 def read_json_file(path: Path, columns: Collection[str] = ()) -> Iterator[Record]:
-    """A .json file: one list of objects, an object that holds such a list, or one object per line. An object with one
-    of the ``columns`` that are asked for is a row, whatever lists it holds: a folder may have a document per file."""
+    """Return the records of a .json file: one list of objects, an object that contains such a list, or one object per
+    line.
+
+    An object with one of the requested ``columns`` is a row, whatever lists it contains: a folder may have one document
+    per file."""
     with opened(path) as file:
         start = file.read(4096)
-        if _is_utf_16(start):  # json.loads would take a list in one line for a row
+        if _is_utf_16(start):  # json.loads accepts UTF-16 bytes, so a list on one line would be taken for a row
             raise DataError(f"{path} is not UTF-8 text; {to_utf_8(start)}")
         start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
         is_line = _is_whole_object(start.partition(b"\n")[0])
@@ -134,17 +139,18 @@ def read_json_file(path: Path, columns: Collection[str] = ()) -> Iterator[Record
 
 
 def _lines_or_object(path: Path, columns: Collection[str]) -> Iterator[Record]:
-    """A file of one line is a row, or an object that holds the list of rows, as ``json.dump`` writes it."""
+    """Read a file of lines. If it has only one line, this may be a row, or an object with the list of rows, as
+    ``json.dump`` writes it."""
     records = read_json_lines(path)
     first = list(islice(records, 2))
-    if len(first) == 1 and first[0].value is not None and _holds_rows(first[0].value, columns):
+    if len(first) == 1 and first[0].value is not None and _contains_rows(first[0].value, columns):
         return _json_object(path)
     return chain(first, records)
 
 
-def _holds_rows(value: dict, columns: Collection[str]) -> bool:
-    """Whether an object is no row, but has one list of objects that are no messages either."""
-    rows = [held[0] for held in value.values() if isinstance(held, list) and held and isinstance(held[0], dict)]
+def _contains_rows(value: dict, columns: Collection[str]) -> bool:
+    """Whether an object is not a row itself, but has exactly one list of objects, which are not messages."""
+    rows = [item[0] for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
     return len(rows) == 1 and not {"role", "from"} & {*rows[0]} and not {*KNOWN_COLUMNS, *columns} & {*value}
 
 
@@ -152,25 +158,26 @@ def _is_whole_object(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        return len(line) > 4000  # longer than what was read: a row of its own, or a mistake that its reader will name
+        return len(line) > 4000  # longer than what was read: a row, or an error that its reader will report
 
 
 def _json_list(path: Path) -> Iterator[Record]:
-    """Element by element: only a few of them are in memory."""
+    """Yield the records of one list. Only a few elements are in memory at a time."""
     name, number = shown_name(path), 0
     try:
         with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
-            for number, (value, written) in enumerate(_elements(text), start=1):
-                yield _object_record(f"{name} row {number}", value, written)
+            for number, (value, source) in enumerate(_elements(text), start=1):
+                yield _object_record(f"{name} row {number}", value, source)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path} starts like a list but is not readable as JSON after {number:,} rows: {error}; write one object "
-            "per line and name the file .jsonl, then bad rows can be skipped one by one"
+            "per line and name the file .jsonl; then bad rows can be skipped individually"
         ) from None
 
 
 def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
-    """The elements of a JSON list, each with what it was written as. Raises ValueError where it is none."""
+    """Yield each element of a JSON list, with the bytes that it was parsed from. Raises ValueError if the text is not a
+    valid list."""
     decoder = json.JSONDecoder(object_pairs_hook=each_once)
     buffer, place, is_first = text.read(READ_CHARACTERS).lstrip()[1:], 0, True
     while True:
@@ -181,14 +188,13 @@ def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = decoder.raw_decode(buffer, place)
             following = _SPACE.match(buffer, end).end()
-            if following == len(buffer):  # a number may go on, and what comes next is not known
+            if following == len(buffer):  # a number may continue in the next part, which is not read yet
                 raise ValueError("the list does not end")
-        except _KeyTwice:
+        except _DuplicateKey:
             raise
         except ValueError:
-            more = text.read(
-                max(READ_CHARACTERS, len(buffer) - place)
-            )  # doubling: a long row is not read again and again
+            # The size doubles, so that a long row is not parsed again many times.
+            more = text.read(max(READ_CHARACTERS, len(buffer) - place))
             if not more:
                 raise
             buffer, place = buffer[place:] + more, 0
@@ -204,16 +210,17 @@ def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
 
 
 def _require_end(rest: str, text: TextIO) -> None:
-    """Raises ValueError where more than white space is behind a list, such as a second one."""
+    """Raise ValueError if anything but white space follows the list, such as a second one."""
     while not rest.strip():
         rest = text.read(READ_CHARACTERS)
         if not rest:
             return
-    raise ValueError(f"more follows behind the end of the list: {rest.strip()[:40]!r}")
+    raise ValueError(f"more text follows the end of the list: {rest.strip()[:40]!r}")
 
 
 def _json_object(path: Path, columns: Collection[str] = ()) -> Iterator[Record]:
-    """One object over several lines: its one list of objects holds the rows, unless it is a row."""
+    """Yield the records of one object that may span several lines: its only list of objects contains the rows, unless
+    the object is a row itself."""
     with opened(path) as file:
         content = file.read()
     try:
@@ -223,12 +230,12 @@ def _json_object(path: Path, columns: Collection[str] = ()) -> Iterator[Record]:
     if {*columns} & {*value}:
         yield _object_record(shown_name(path), value, content)
         return
-    lists = [name for name, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)]
+    lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
     if len(lists) != 1:
         found = f"has the lists {', '.join(lists)}" if lists else f"has no list, but {', '.join(list(value)[:20])}"
         raise DataError(
             f"{path} is one object that {found}; its rows must be one list of objects, or one object per line (.jsonl)"
         )
     for number, row in enumerate(value[lists[0]], start=1):
-        # What is looked through is the row, not the file: that would be all of it once per row.
+        # Pass the row and not the content of the file, which would be searched once per row.
         yield _object_record(f"{shown_name(path)} row {number} of {lists[0]!r}", row, json.dumps(row).encode())

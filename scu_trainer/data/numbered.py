@@ -1,4 +1,4 @@
-"""Rows that know their number: ``sample_index`` travels from the dataset through workers and collator to the batch."""
+"""Number the rows of a dataset: ``sample_index`` passes from the dataset through workers and collator to the batch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ROWS_TO_CHECK = 16
 
 
 class Numbered(torch.utils.data.Dataset):
-    """``rows`` (any map-style dataset) as pairs (number, row). ``NumberedCollator`` takes the pairs apart again.
+    """Wraps ``rows`` (any map-style dataset) to return pairs (number, row), which ``NumberedCollator`` splits again.
 
-    What the rows of a batch draw at random depends on ``seed``, ``epoch`` and the batch only, and not on who read what
-    before: loaders read ahead and a resumed run has new workers, so their generators are nothing to go on from. Those
-    of the process itself are left as they were.
-    ``is_shared``: workers that persist see the epoch change. Raises DataError where there is no shared memory for it.
+    Random numbers drawn while a batch is read depend only on ``seed``, ``epoch`` and the batch, not on what was read
+    before: loaders read ahead and a resumed run has new workers, so the state of their generators means nothing. The
+    generators of the process are restored.
+    ``is_shared``: persistent workers see the epoch change. Raises DataError if there is no shared memory for it.
     """
 
     def __init__(self, rows: Any, seed: int = 0, is_shared: bool = True) -> None:
@@ -42,8 +42,8 @@ class Numbered(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getattr__(self, name: str) -> Any:
-        """What is looked for on ``loader.dataset`` is what the user's own dataset has."""
-        if name.startswith("_") or name == "rows":  # not yet there while this is unpickled
+        """Return the attribute of the user's dataset, so that code that reads ``loader.dataset`` finds it."""
+        if name.startswith("_") or name == "rows":  # these do not exist yet while the object is unpickled
             raise AttributeError(name)
         return getattr(self.rows, name)
 
@@ -57,7 +57,8 @@ class Numbered(torch.utils.data.Dataset):
         return list(zip(indices, rows, strict=True))
 
     def generators(self, indices: Sequence[int], use: int = 0) -> AbstractContextManager[None]:
-        """Of the batch of ``indices``. ``use``: 0 for its rows, 1 for what puts them together."""
+        """Return a context with generators seeded for the batch of ``indices``. ``use``: 0 to read its rows, 1 to
+        collate them."""
         return own_generators((self._seed, int(self._epoch), int(indices[0])), use)
 
 
@@ -66,16 +67,16 @@ def _share(epoch: torch.Tensor) -> None:
         epoch.share_memory_()
     except RuntimeError as error:
         raise DataError(
-            f"loader workers need shared memory (/dev/shm), which is not there or cannot be written: {error}; mount "
+            f"loader workers need shared memory (/dev/shm), which is missing or cannot be written: {error}; mount "
             "it, or set dataloader_num_workers: 0"
         ) from error
 
 
 class NumberedCollator:
-    """Any collator, with ``sample_index`` added to its batch: int64, shape (rows,). What it draws at random depends on
-    what the rows of ``numbered`` do.
+    """Wraps any collator and adds ``sample_index`` to its batch: int64, shape (rows,). Random numbers are seeded as for
+    the rows of ``numbered``.
 
-    Raises DataError where the batch has not one entry per row: losses could not be attributed to rows.
+    Raises DataError if the batch does not have one entry per row, because losses could not be attributed to rows.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any], numbered: Numbered) -> None:
@@ -85,25 +86,26 @@ class NumberedCollator:
         indices, rows = zip(*numbered, strict=True)
         with self._numbered.generators(indices, 1):
             batch = self.collator(list(rows))
-        theirs = getattr(self.collator, "data_collator", self.collator)  # inside of transformers' RemoveColumnsCollator
-        name = getattr(theirs, "__name__", type(theirs).__name__)
+        inner = getattr(self.collator, "data_collator", self.collator)  # unwraps transformers' RemoveColumnsCollator
+        name = getattr(inner, "__name__", type(inner).__name__)
         if not isinstance(batch, Mapping):
             raise DataError(f"{name} returns a {type(batch).__name__}; a curriculum needs a mapping of tensors")
         first = next((value for value in batch.values() if torch.is_tensor(value) and value.dim() > 0), None)
         if first is None or first.size(0) != len(rows):
             found = "no tensor with rows" if first is None else f"{first.size(0)} rows"
             raise DataError(
-                f"{name} makes {found} of {len(rows)} samples; a curriculum needs one row per sample: use a collator "
-                "that pads (in TRL padding_free=False, and packing_strategy='wrapped' where it packs), or pack the "
-                "data beforehand (packing: true). Samples that are pairs of rows (DPO, reward models) cannot be "
-                "distinguished: leave the curriculum out"
+                f"{name} makes {found} of {len(rows)} samples, but a curriculum needs one row per sample: use a "
+                "collator that pads (in TRL padding_free=False, and packing_strategy='wrapped' if it packs), or pack "
+                "the data beforehand (packing: true). If samples are pairs of rows (DPO, reward models), they cannot "
+                "be told apart: leave the curriculum out"
             )
         batch[SAMPLE_INDEX] = torch.tensor(indices, dtype=torch.int64)
         return batch
 
 
 def lengths_of(rows: Any, length_column: str = "length") -> numpy.ndarray:
-    """Tokens of every row, int32 of shape (rows,): the length column, else ``input_ids``, else 1 (images)."""
+    """Return the number of tokens of every row, int32 of shape (rows,): the length column, else the length of
+    ``input_ids``, else 1 (images)."""
     if len(rows) == 0:
         return numpy.zeros(0, dtype=numpy.int32)
     columns = getattr(rows, "column_names", None)
@@ -116,8 +118,8 @@ def lengths_of(rows: Any, length_column: str = "length") -> numpy.ndarray:
 
 
 def content_crc32(rows: Any) -> Optional[int]:
-    """Checksum of a few rows, so that other data of the same size are noticed; None where reading a row twice gives
-    two different ones (random augmentation). RNG is left as it was.
+    """Return a checksum of a few rows, to detect other data of the same size; None if reading a row twice gives
+    different values (random augmentation). RNG states are restored.
     """
     if not len(rows):
         return None
@@ -128,7 +130,7 @@ def content_crc32(rows: Any) -> Optional[int]:
 
 
 def draws(rows: Any, collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether the same rows give another batch when they are read again. RNG is left as it was, and ``collate`` too."""
+    """Whether rows give a different batch when they are read again. RNG states are restored, and so is ``collate``."""
     own = [of_generator(value) for value in vars(rows).values() if isinstance(value, GENERATORS)]
     with states_kept():
         batches = [copy.deepcopy(collate)([rows[i] for i in range(min(len(rows), ROWS_TO_CHECK))]) for _ in range(2)]
@@ -146,7 +148,7 @@ def _crc32_of(rows: Sequence[Any]) -> int:
 
 
 def _bytes_of(value: Any) -> bytes:
-    """The same in every process; nothing for objects that do not say what they hold."""
+    """Return the bytes of a value, which are the same in every process; empty for objects that cannot be serialized."""
     if torch.is_tensor(value):
         return value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     if hasattr(value, "__array_interface__"):  # arrays and images
@@ -159,7 +161,7 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _arrow_lengths(rows: Any, length_column: str) -> numpy.ndarray:
-    """Block by block, and without turning tokens or lengths into Python numbers."""
+    """Read the lengths block by block, without converting tokens or lengths to Python numbers."""
     import pyarrow.compute as compute
 
     has_lengths = length_column in rows.column_names

@@ -1,4 +1,4 @@
-"""A file of the user's, opened: what cannot be read becomes one message."""
+"""Open files of the user, and turn every failure to read them into one DataError."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scu_trainer.run_files import NOT_FETCHED, is_not_fetched
 
 
 def shown_name(path: Path) -> str:
-    """The name of a file for a person, also where its bytes are no UTF-8."""
+    """Return the name of a file for messages, even if its bytes are not UTF-8."""
     return os.fsencode(path.name).decode(errors="replace")
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked where its name ends in .gz. What cannot be read becomes a DataError."""
+    """Open a file for reading bytes, decompressed if its name ends in .gz. Raises DataError if it cannot be read."""
     try:
-        # Without waiting: a pipe that nobody writes to, and a device, would never begin or never end.
+        # O_NONBLOCK, because opening a pipe without a writer, or reading a device, might never return.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise DataError(f"{path} is a pipe or a device; write its content to a file first")

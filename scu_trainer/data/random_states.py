@@ -1,8 +1,8 @@
-"""The process's generators of random numbers: kept, put back, and others in their place for a while.
+"""Save, restore and temporarily replace the random number generators of the process.
 
-numpy and Python hand their states out number by number, a tenth and a hundredth of a millisecond each time, which a
-step of a few milliseconds feels. So numpy's is read again only if numbers were drawn since, Python's is copied as it
-lies in memory, and what draws from seeds of its own gets its own numpy generator.
+numpy and Python convert their states number by number, which takes a hundredth to a tenth of a millisecond: noticeable
+in a step of a few milliseconds. So numpy's state is read again only if numbers were drawn since, Python's is copied
+directly from memory, and code that runs with its own seeds gets a separate numpy generator.
 """
 
 from __future__ import annotations
@@ -19,34 +19,37 @@ import numpy
 import torch
 
 States = list[tuple[Callable[[Any], None], Any]]
-"""(what puts a generator back, its state)"""
+"""(function that restores a generator, its state)"""
 
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
-"""Kinds of generators that somebody may keep for himself."""
+"""Types of generators that a user's object may have."""
 
 TWISTER_BYTES = 625 * 4
-"""Of a Mersenne Twister's state in memory: 624 words and the place among them."""
+"""Bytes of a Mersenne Twister's state in memory: 624 words and the position in them."""
 
 _last_read: Optional[tuple[Any, bytes, dict[str, Any]]] = None
-"""numpy's generator, what lay in its memory, and its state."""
+"""numpy's generator, its memory and its state, as of the last read."""
 
 
 def states() -> States:
-    """Those of torch for the CPU, of numpy and of Python, as they are now."""
+    """Return the current states of the generators of torch (CPU), numpy and Python."""
     return [
         (torch.set_rng_state, torch.get_rng_state()),
-        (_set_numpy, _of_numpy()),
-        (_set_python, _of_python()),
+        (_set_numpy, _numpy_state()),
+        (_set_python, _python_state()),
     ]
 
 
 def put_back(kept: States) -> None:
+    """Restore the generators to the states that ``states`` returned."""
     for restore, state in kept:
         restore(state)
 
 
 def of_generator(value: Any) -> Optional[Callable[[], None]]:
-    """What puts one of ``GENERATORS`` back; None where it has no state, as the system's has not."""
+    """Return a function that restores a generator to its present state; None if it has no state, as SystemRandom.
+
+    ``value``: an instance of one of ``GENERATORS``."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, numpy.random.Generator):
@@ -58,7 +61,7 @@ def of_generator(value: Any) -> Optional[Callable[[], None]]:
 
 @contextlib.contextmanager
 def states_kept() -> Iterator[None]:
-    """Afterwards all is as it was."""
+    """Restore all generators on exit."""
     kept = states()
     try:
         yield
@@ -68,40 +71,42 @@ def states_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_generators(entropy: tuple[int, ...], use: int = 0) -> Iterator[None]:
-    """Those of Python, numpy and torch (CPU) seeded by ``entropy``, and afterwards as they were. ``use``: 0 or 1, which
-    get different numbers."""
+    """Seed the generators of Python, numpy and torch (CPU) from ``entropy``, and restore them on exit. ``use``: 0 or 1,
+    which give different random numbers."""
     for_python, for_numpy, for_torch = _seeds(entropy)[3 * use : 3 * use + 3]
-    of_python, of_numpy, of_torch = _of_python(), _of_numpy(), torch.get_rng_state()
-    theirs = numpy.random.get_bit_generator()
+    python_state, numpy_state, torch_state = _python_state(), _numpy_state(), torch.get_rng_state()
+    previous = numpy.random.get_bit_generator()
     try:
-        numpy.random.set_bit_generator(_spare())
+        numpy.random.set_bit_generator(_spare_generator())
         random.seed(for_python)
         numpy.random.seed(for_numpy)
         torch.default_generator.manual_seed(for_torch)
         yield
     finally:
-        numpy.random.set_bit_generator(theirs)  # which forgets the second of two normal numbers drawn at once
-        if of_numpy["has_gauss"]:
-            numpy.random.set_state(of_numpy)
-        _set_python(of_python)
-        torch.set_rng_state(of_torch)
+        numpy.random.set_bit_generator(previous)  # this drops the second of two normal numbers that are drawn together
+        if numpy_state["has_gauss"]:
+            numpy.random.set_state(numpy_state)
+        _set_python(python_state)
+        torch.set_rng_state(torch_state)
 
 
 @functools.lru_cache(maxsize=1)
 def _seeds(entropy: tuple[int, ...]) -> list[int]:
-    """For both uses, which follow each other in a batch."""
+    """Return three seeds for each of the two uses. Cached, because a batch needs both, one after the other."""
     return numpy.random.SeedSequence(entropy).generate_state(6).tolist()
 
 
 @functools.cache
-def _spare() -> Any:
-    """Stands in for numpy's generator, seeded each time."""
+def _spare_generator() -> Any:
+    """Return the generator that temporarily replaces numpy's. It is seeded for each use."""
     return numpy.random.MT19937(0)
 
 
-def _of_numpy() -> dict[str, Any]:
-    """``numpy.random.get_state``; the one of before where nothing was drawn since. A normal number that waits to be
-    handed out lies elsewhere: where there was one the state is read again."""
+def _numpy_state() -> dict[str, Any]:
+    """Return ``numpy.random.get_state``, or the state of the last read if no numbers were drawn since.
+
+    A normal number that numpy has drawn but not returned yet is stored outside of that memory. If there was one, the
+    state is always read again."""
     global _last_read
     generator = numpy.random.get_bit_generator()
     memory = _memory_of(generator)
@@ -113,15 +118,15 @@ def _of_numpy() -> dict[str, Any]:
 
 
 def _memory_of(generator: Any) -> Optional[bytes]:
-    """None of kinds of generators whose memory is not known."""
+    """Return the memory of a generator's state; None if the memory layout of its type is unknown."""
     if type(generator) is not numpy.random.MT19937:
         return None
     return ctypes.string_at(generator.ctypes.state_address, TWISTER_BYTES)
 
 
-def _of_python() -> tuple:
-    """What lies in the memory of Python's generator, and the normal number that waits beside it; ``random.getstate``
-    where that memory is not known."""
+def _python_state() -> tuple:
+    """Return the memory of Python's generator, and the normal number that it has drawn but not returned yet;
+    ``random.getstate()`` if the memory layout is unknown."""
     if not _has_known_layout():
         return random.getstate()
     return _memory_of_python(), random._inst.gauss_next
@@ -136,18 +141,18 @@ def _set_python(state: tuple) -> None:
 
 
 def _memory_of_python() -> bytes:
-    """The place among the words, and the words."""
+    """Return the memory of Python's generator: the position, then the words."""
     return ctypes.string_at(_address_of_python(), TWISTER_BYTES)
 
 
 def _address_of_python() -> int:
-    """What follows the head that every object of Python has."""
+    """Return the address of the state, which follows the header of every Python object."""
     return id(random._inst) + object.__basicsize__
 
 
 @functools.cache
 def _has_known_layout() -> bool:
-    """Whether the memory of Python's generator is what its state says: other builds of Python may keep it otherwise."""
+    """Whether the memory of Python's generator matches its state. Other builds of Python may have another layout."""
     if _random.Random.__basicsize__ < object.__basicsize__ + TWISTER_BYTES:
         return False
     place, *words = numpy.frombuffer(_memory_of_python(), dtype=numpy.uint32).tolist()
@@ -156,6 +161,6 @@ def _has_known_layout() -> bool:
 
 def _set_numpy(state: dict[str, Any]) -> None:
     global _last_read
-    if _of_numpy() is not state:
+    if _numpy_state() is not state:
         _last_read = None
         numpy.random.set_state(state)

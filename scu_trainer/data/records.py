@@ -1,4 +1,4 @@
-"""A record: one row of a source as it was read, before anybody knows whether it is usable; and what a row can say."""
+"""Records, which are rows as they were read and may be unusable, and the kinds of content that a row can hold."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Optional, Union
 
 
 class Record(NamedTuple):
-    """``value`` holds the columns, or is None and ``problem`` says why the row cannot be read.
+    """A row as it was read. ``value`` holds its columns; if it is None, ``problem`` says why the row cannot be read.
 
-    ``place`` names the row for a person, for instance "notes.jsonl row 3". Rows count from 1.
+    ``place`` names the row in messages, for instance "notes.jsonl row 3". Rows count from 1.
     """
 
     place: str
@@ -18,7 +18,8 @@ class Record(NamedTuple):
 
 
 def table_records(name: str, rows: Iterable[dict]) -> Iterator[Record]:
-    """Of the rows of an Arrow table, whose objects have keys with nothing in them because another one has these."""
+    """Turn rows of an Arrow table into records, without the null keys that Arrow adds to an object because an object of
+    another row has them."""
     for number, row in enumerate(rows, start=1):
         yield Record(f"{name} row {number}", {column: _without_padding(value) for column, value in row.items()})
 
@@ -30,15 +31,17 @@ def _without_padding(value: Any) -> Any:
 
 
 AS_PLAIN_TEXT = " as plain text, because there is no chat template"
-"""Behind the name of a format whose questions were laid out by ``plain_prompt``."""
+"""Follows the name of a format if its questions were rendered by ``plain_prompt``."""
 
 
 class BadRow(Exception):
-    """One row that cannot be used; its message says why. It stays in this room: counted, or turned into a DataError."""
+    """A row that cannot be used; the message says why. It never leaves ``scu_trainer.data``, which counts the row as
+    dropped or raises a DataError."""
 
 
 class BadSample(BadRow):
-    """An image or a recording. ``reason``: the same for all with this fault; the message has the details."""
+    """An image or a recording that cannot be used. ``reason`` is the same for all with this fault, so that they can be
+    counted; the message has the details."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -46,27 +49,28 @@ class BadSample(BadRow):
 
 
 class Text(NamedTuple):
-    """Every token is learned."""
+    """Plain text. Every token is learned."""
 
     text: str
 
 
 class Completion(NamedTuple):
-    """With ``completion_only_loss`` the tokens of ``completion`` are learned."""
+    """A prompt and its completion. With ``completion_only_loss`` only the tokens of ``completion`` are learned."""
 
     prompt: str
     completion: str
 
 
 def plain_prompt(texts: Iterable[str]) -> str:
-    """A conversation without a chat template, up to the answer: a blank line behind each part."""
+    """Render a conversation up to the answer without a chat template: each part is followed by a blank line."""
     return "".join(f"{text}\n\n" for text in texts if text.strip())
 
 
 class Pair(NamedTuple):
-    """A question and its answer, after earlier ones: a conversation where the tokenizer has a template, else text.
+    """A question and its answer, with earlier turns. It becomes a conversation if the tokenizer has a chat template,
+    and text otherwise.
 
-    With ``completion_only_loss`` the answers are learned. ``history``: (question, answer) of earlier turns.
+    With ``completion_only_loss`` only the answers are learned. ``history``: (question, answer) of the earlier turns.
     """
 
     prompt: str
@@ -88,11 +92,11 @@ class Pair(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """With ``assistant_only_loss`` the assistant's turns are learned.
+    """A conversation. With ``assistant_only_loss`` only the assistant's turns are learned.
 
-    With ``prompt_turns`` the row was a prompt and a completion made of messages: ``completion_only_loss`` decides, and
-    the turns after the first ``prompt_turns`` are learned. ``is_pair``: it was a question with its answer, for which
-    ``completion_only_loss`` decides too.
+    ``prompt_turns`` is set if the row was a prompt and a completion made of messages. ``completion_only_loss`` decides
+    then, and the turns after the first ``prompt_turns`` are learned. ``is_pair``: the row was a question and its
+    answer, for which ``completion_only_loss`` decides too.
     """
 
     messages: list[dict]

@@ -1,4 +1,4 @@
-"""The torch face of ``control/curriculum.py``: micro-batches of one rank, epoch by epoch.
+"""A torch batch sampler for ``control/curriculum.py``: the micro-batches of one rank, epoch by epoch.
 
     sampler = CurriculumSampler(lengths, CurriculumSettings("token_budget"), rows_per_batch=8, epochs=3)
     loader = DataLoader(rows, batch_sampler=sampler, collate_fn=...)
@@ -6,8 +6,8 @@
         sampler.set_epoch(epoch)
         for batch in loader: ...; sampler.update(ids, losses, epoch)
 
-The plan of an epoch is a pure function of (seed, epoch, snapshot of the difficulties when it was first asked for), so
-every rank makes the same one. A checkpoint holds the plan that was begun.
+The plan of an epoch is a pure function of (seed, epoch, snapshot of the difficulties when it is first requested), so
+every rank computes the same plan. A checkpoint contains the plan of the current epoch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ LARGEST_INT32 = 2**31 - 1
 LENGTHS_PER_BLOCK = 2**16
 
 
-class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this class for a rank-aware batch sampler
-    """``lengths``: tokens of every sample. ``rows_per_batch``: of a uniform micro-batch. ``epochs``: of the whole run;
-    may be set later, for the first epoch is planned without it.
+class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this class as a rank-aware batch sampler
+    """Yields the micro-batches of one rank, as lists of sample numbers.
 
-    ``difficulty``: what is known of every sample. ``availability``: free share of memory, for the next plan.
-    ``costs``: memory of every sample in any unit; default its length. ``content``: a checksum of the data, if there is
-    one; a checkpoint with another is refused.
+    ``lengths``: tokens of every sample. ``rows_per_batch``: rows of a uniform micro-batch. ``epochs``: epochs of the
+    whole run; may be set later, because the first epoch is planned without it.
+
+    ``difficulty``: what is known about every sample. ``availability``: free share of memory, for the next plan.
+    ``costs``: memory of every sample in any unit; by default its length. ``content``: a checksum of the data, or None;
+    a checkpoint with another checksum is refused.
     Raises DataError for an empty dataset.
     """
 
@@ -67,17 +69,17 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_stale_epochs)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
-        self.was_recut = False  # the rest of an epoch that was begun otherwise
+        self.was_recut = False  # whether a resume divided the rest of the epoch into new micro-batches
         self._plan: Optional[control.EpochPlan] = None
         self.nominal_batches = self.plan(0).micro_batches // world
 
     def __len__(self) -> int:
-        """Micro-batches of a rank in the first epoch: what the length of a run is estimated from."""
+        """Return the micro-batches of a rank in the first epoch, from which the length of a run is estimated."""
         return self.nominal_batches
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in range(self.rank, self._plan.micro_batches, self.world):
-            yield self._plan.batches[batch].tolist()  # what ``follow`` has put there by now
+            yield self._plan.batches[batch].tolist()  # read late, because ``follow`` may have replaced the plan
 
     def set_epoch(self, epoch: int) -> None:
         self.plan(epoch)
@@ -87,15 +89,15 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         return self._plan
 
     def plan(self, epoch: int) -> control.EpochPlan:
-        """The plan of ``epoch``; made from the present difficulties when it is first asked for."""
+        """Return the plan of ``epoch``, which is made from the present difficulties at the first call."""
         if self._plan is None or self._plan.epoch != epoch:
-            self._plan = self._made(epoch)
+            self._plan = self._make_plan(epoch)
         return self._plan
 
-    def _made(self, epoch: int) -> control.EpochPlan:
-        generator = torch.Generator().manual_seed(self.seed + epoch)  # the stock Trainer's order of the epoch
-        kind = torch.int32 if len(self.lengths) <= LARGEST_INT32 else torch.int64  # the numbers drawn are the same
-        permutation = torch.randperm(len(self.lengths), generator=generator, dtype=kind).numpy()
+    def _make_plan(self, epoch: int) -> control.EpochPlan:
+        generator = torch.Generator().manual_seed(self.seed + epoch)  # gives the same order as the stock Trainer
+        dtype = torch.int32 if len(self.lengths) <= LARGEST_INT32 else torch.int64  # both give the same permutation
+        permutation = torch.randperm(len(self.lengths), generator=generator, dtype=dtype).numpy()
         snapshot = self.difficulty.view(self.availability, self.costs)
         try:
             return control.plan(
@@ -105,8 +107,8 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
             raise DataError(f"epoch {epoch} has nothing to train on: {error}") from error
 
     def follow(self, done: int) -> bool:
-        """Choose again what the epoch holds behind its first ``done`` micro-batches (of all ranks), by what is known
-        now. Returns whether anything changed."""
+        """Plan the epoch again after its first ``done`` micro-batches (of all ranks), from the present difficulties.
+        Returns whether anything changed."""
         before = self._plan
         snapshot = self.difficulty.view(self.availability, self.costs)
         self._plan = control.followed(before, done, self.law, snapshot, self.epochs, self.lengths, self.seed)
@@ -115,17 +117,18 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     def update(
         self, ids: numpy.ndarray, losses: numpy.ndarray, epoch: int, labels: Optional[numpy.ndarray] = None
     ) -> None:
-        """Losses (nats) and, in a classification, labels of the samples ``ids``, shape (k,) each, as they were seen."""
+        """Record the losses (in nats) of the samples ``ids`` and, for classification, their labels; each of shape
+        (k,)."""
         self.difficulty.update(ids, losses, epoch, labels)
 
     def suspects(self) -> numpy.ndarray:
-        """Samples that look wrong to the noise guard as things stand now, worst first."""
+        """Return the samples that the noise guard now considers mislabelled, worst first."""
         snapshot = self.difficulty.view()
         ids = without_quarantined(snapshot, numpy.arange(len(self.lengths))).ids
         return noise.suspects(snapshot, ids, self.law)[0]
 
     def report(self) -> dict[str, Any]:
-        """What the statistics say of the present plan and of the difficulties now."""
+        """Return statistics of the current plan and of the present difficulties."""
         plan = self._plan
         weights = None if plan.weights is None else plan.weights[plan.batches.order]
         return {
@@ -146,12 +149,12 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, numpy.ndarray]]:
-        """(JSON-safe part, arrays). The same on every rank, if ``update`` was."""
+        """Return (JSON-safe part, arrays). It is the same on every rank if all calls of ``update`` were."""
         state, arrays = self.live_state()
         return state, {name: array.copy() for name, array in arrays.items()}
 
     def live_state(self) -> tuple[dict[str, Any], dict[str, numpy.ndarray]]:
-        """``state_dict`` without copying: the next ``update`` changes the arrays, so write them before."""
+        """Return ``state_dict`` without copies. Write the arrays before the next ``update``, which changes them."""
         arrays = {f"difficulty.{name}": array for name, array in self.difficulty.arrays().items()}
         arrays |= {f"plan.{name}": array for name, array in self._plan.to_arrays().items()}
         return {
@@ -166,7 +169,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         }, arrays
 
     def _identity(self) -> dict[str, Any]:
-        """What plans depend on besides losses."""
+        """Return everything besides losses that plans depend on."""
         epochs = None if self.epochs is None else float(self.epochs)
         return {
             **asdict(self.settings),
@@ -179,16 +182,16 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
     def load_state_dict(
         self, state: dict[str, Any], arrays: Mapping[str, numpy.ndarray], done: int, recut: bool = False
     ) -> list[str]:
-        """Go on where ``state_dict`` was taken, ``done`` micro-batches (of all ranks) into its epoch.
+        """Continue from a ``state_dict`` that was taken ``done`` micro-batches (of all ranks) into its epoch.
 
-        Returns sentences about what is not as it was. The interrupted epoch ends as it was planned; with another number
-        of ranks or rows per batch, or ``recut``, the rows that it has not seen yet are cut again, and it goes on
-        with them from their first micro-batch. Raises CheckpointError where the data are not the same.
+        Returns sentences about what has changed. The interrupted epoch ends as it was planned. With another number of
+        ranks or rows per batch, or with ``recut``, its remaining rows are divided into new micro-batches, and training
+        continues with the first of these. Raises CheckpointError if the data are not the same.
         """
         self._require_same_data(state)
-        self.difficulty.load_state_dict(_Under("difficulty", arrays))
+        self.difficulty.load_state_dict(_WithPrefix("difficulty", arrays))
         self.law = replace(self.law, classes=state["classes"])
-        self._plan = control.EpochPlan.from_arrays(_Under("plan", arrays), state["epoch"], state["notes"])
+        self._plan = control.EpochPlan.from_arrays(_WithPrefix("plan", arrays), state["epoch"], state["notes"])
         now = self._identity()
         changes = {name: (state[name], value) for name, value in now.items() if state.get(name, value) != value}
         left = len(self._plan.batches.order) - int(self._plan.batches.ends[done - 1] if done else 0)
@@ -196,46 +199,46 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer takes this 
         self.was_recut = recut and left > 0
         if self.was_recut:
             self._plan = control.rest_of(self._plan, done, self.world, self.law, self.lengths, self.seed)
-        return _what_changed(changes, state["epoch"], left if recut else 0)
+        return _change_messages(changes, state["epoch"], left if recut else 0)
 
     def _require_same_data(self, state: dict[str, Any]) -> None:
         same = (len(self.lengths), _crc32_of(self.lengths)) == (state["samples"], state["lengths_crc32"])
         same_content = None in (self.content, state["content"]) or self.content == state["content"]
         if not (same and same_content):
-            difference = "with other content" if same else "or of other lengths"
+            difference = "with other content" if same else "or their lengths differ"
             raise CheckpointError(
                 f"the checkpoint was written with {state['samples']:,} training rows, now there are "
-                f"{len(self.lengths):,}, {difference}: its scores, order and weights would apply to other rows. Use "
+                f"{len(self.lengths):,}, {difference}: its scores, order and weights would apply to wrong rows. Use "
                 "the same data, or start over from its weights with model_name_or_path"
             )
 
 
-def _what_changed(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_again: int) -> list[str]:
+def _change_messages(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_again: int) -> list[str]:
     sentences = []
     if changes:
         was_is = ", ".join(f"{name} {shown(was)} -> {shown(now)}" for name, (was, now) in changes.items())
         sentences.append(
             f"the checkpoint was written with other settings ({was_is}): epoch {epoch + 1} ends as it was planned, "
-            "later ones follow the new settings; the run is no longer the one that was started"
+            "later epochs follow the new settings, so the run differs from one without the interruption"
         )
     if rows_cut_again:
         sentences.append(
-            f"the {rows_cut_again:,} rows that epoch {epoch + 1} has not seen yet are divided again: none is lost, "
-            "none repeats"
+            f"the {rows_cut_again:,} rows that epoch {epoch + 1} has not used yet are divided into new micro-batches; "
+            "no row is lost or repeated"
         )
     return sentences
 
 
 def _crc32_of(lengths: numpy.ndarray) -> int:
-    """Of the lengths as int64, block by block."""
+    """Return the checksum of the lengths as int64, computed block by block."""
     checksum = 0
     for start in range(0, len(lengths), LENGTHS_PER_BLOCK):
         checksum = zlib.crc32(lengths[start : start + LENGTHS_PER_BLOCK].astype(numpy.int64), checksum)
     return checksum
 
 
-class _Under(Mapping[str, numpy.ndarray]):
-    """Those of ``arrays`` whose names begin with ``prefix`` and a dot, under the rest of their names."""
+class _WithPrefix(Mapping[str, numpy.ndarray]):
+    """A view of the ``arrays`` with names that begin with ``prefix`` and a dot; its keys are the rest of the names."""
 
     def __init__(self, prefix: str, arrays: Mapping[str, numpy.ndarray]) -> None:
         self._prefix, self._arrays = f"{prefix}.", arrays
@@ -254,7 +257,7 @@ class _Under(Mapping[str, numpy.ndarray]):
 
 
 def law_of(settings: CurriculumSettings, rows_per_batch: int) -> control.CurriculumConfig:
-    """The planner's arithmetic form of the settings."""
+    """Return the settings in the form that the planner uses."""
     return control.CurriculumConfig(
         methods=settings.methods,
         rows_per_batch=rows_per_batch,

@@ -1,4 +1,4 @@
-"""Labelled samples (images, recordings) that are ready for a Trainer, and the statistics of what was left out."""
+"""Prepared labelled samples (images, recordings), and statistics of what was dropped."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy
 from scu_trainer.data.statistics import Dropping
 from scu_trainer.figures import counted
 
-MOST_NAMES = 10  # in a line for a person
+MOST_NAMES = 10  # classes that one line lists
 
 
 class Contents(NamedTuple):
-    """``digests``: equal for samples with the same content. ``places``: what a person calls each."""
+    """``digests``: equal for samples with the same content. ``places``: the name of each sample in messages."""
 
     digests: numpy.ndarray
     labels: numpy.ndarray
@@ -25,11 +25,11 @@ class Contents(NamedTuple):
 
 @dataclass
 class SampleStatistics(Dropping):
-    """Counts of one preparation. ``item``: what a sample is called, in the singular.
+    """Counts of one preparation. ``item``: the word for a sample, in the singular.
 
-    read: samples that were looked at. train, eval: samples of each. per_class: training samples by name of the class, a
-    class without any included. dropped: by reason; examples: the first places of each. heldout_duplicates: held-out
-    samples whose content is also a training sample.
+    read: samples that were read. train, eval: training and held-out samples. per_class: training samples by class name,
+    including classes without any. dropped: counts by reason; examples: the first places of each reason.
+    heldout_duplicates: held-out samples with the same content as a training sample.
     """
 
     item: str = "sample"
@@ -43,7 +43,8 @@ class SampleStatistics(Dropping):
     notes: list[str] = field(default_factory=list)
 
     def compare(self, train: Contents, held_out: Contents) -> None:
-        """Count held-out samples that are trained on, and note those of which another one is of another class."""
+        """Count held-out samples that are also in the training data, and note samples with the same content but
+        different classes."""
         self.heldout_duplicates = int(numpy.isin(held_out.digests, train.digests).sum())
         digests = numpy.concatenate([train.digests, held_out.digests])
         labels = numpy.concatenate([train.labels, held_out.labels])
@@ -58,11 +59,11 @@ class SampleStatistics(Dropping):
 
     @property
     def supervised_tokens(self) -> int:
-        """Labels of one pass over the training samples: one each."""
+        """The number of labels in one pass over the training samples, one for each."""
         return self.train
 
     def lines(self) -> list[str]:
-        """A few lines for a person."""
+        """Return a summary of a few lines."""
         lines = [f"{self.item}s: {self.read:,} read, {self.train:,} for training, {self.eval:,} held out"]
         if self.per_class:
             counts = self.per_class.values()
@@ -80,8 +81,8 @@ class SampleStatistics(Dropping):
 class PreparedSamples:
     """``train``, ``eval``: map-style datasets of rows with ``labels``; ``eval`` is None if nothing is held out.
 
-    ``label_names``: by label, from 0. ``fingerprint`` names data and settings together. ``report_words``: of recordings
-    whose rows hold ``report_ids``, the words by number.
+    ``label_names``: names by label, from 0. ``fingerprint`` changes with data or settings. ``report_words``: if rows of
+    recordings have ``report_ids``, the word of each id.
     """
 
     train: Any

@@ -1,6 +1,6 @@
-"""What the user typed (embedded name, path or Hub id) -> a source of records.
+"""Resolve the name of a dataset (embedded name, path or Hub id) to a source of records.
 
-Files are read in the order of their names. A folder whose files, or folders, are named by split (train.jsonl,
+Files are read in the order of their names. A folder with files or folders that are named after splits (train.jsonl,
 my_test.jsonl, validation/0.jsonl) is read like a dataset with splits. A single .txt file is cut into documents where
 two or more lines in a row are blank; in a folder each .txt file is one document.
 """
@@ -45,17 +45,19 @@ ABOUT_DATA = frozenset(
     "dataset_info.json dataset_infos.json readme.txt license.txt licence.txt notice.txt requirements.txt md5sum.txt "
     "md5sums.txt sha256sum.txt sha256sums.txt checksums.txt".split()
 )
-"""Files, in small letters, that say something of the data beside them."""
+"""Names, in lower case, of files that describe the data in their folder and are not data themselves."""
 
-MOST_FILES = 1_000_000  # in a folder; more is a whole disk, given by mistake
-MOST_KINDS = 20  # of files that are not read, in a line for a person
+MOST_FILES = 1_000_000  # in a folder; with more, the user probably gave a whole disk by mistake
+MOST_KINDS = 20  # suffixes of unread files that one note lists
 WHOLE_HASH_BYTES = 2**20  # files up to this size are known by content, larger ones by size and time of change
 
 
 @dataclass(frozen=True)
 class Source:
-    """``read()`` starts at the first record each time; ``identity`` is JSON-like and changes with the content.
-    ``columns_not_read``: columns of a dataset that its records come without."""
+    """A dataset that can be read record by record.
+
+    Each call of ``read`` starts at the first record. ``identity`` is JSON-like and changes with the content.
+    ``columns_not_read``: columns of the dataset that are missing from the records. ``notes``: lines for the user."""
 
     name: str
     identity: list
@@ -66,14 +68,14 @@ class Source:
 
 
 def notes_of(source: Source, held_out: Optional[Source]) -> tuple[str, ...]:
-    """What a person should know of both, each line once. Also of an ``ImageSource``."""
+    """Return the notes of both sources, each line once. Works for an ``ImageSource`` too."""
     return tuple(dict.fromkeys((*source.notes, *(held_out.notes if held_out else ()))))
 
 
 def training_source(settings: DataSettings, cache_dir: Path, columns: tuple[str, ...] = ()) -> Source:
-    """The source of ``settings.dataset``, with its own held-out split if it has one.
+    """Return the source of ``settings.dataset``, with its own held-out split if it has one.
 
-    ``columns``: wanted beside the text; a dataset of the datasets library is read without all others.
+    ``columns``: extra columns to read. A dataset of the datasets library is read without all unknown columns.
     """
     wanted = (settings.dataset_split,)
     will_split = settings.eval_dataset is None and settings.validation_split_percentage > 0
@@ -81,7 +83,7 @@ def training_source(settings: DataSettings, cache_dir: Path, columns: tuple[str,
 
 
 def held_out_source(settings: DataSettings, cache_dir: Path, columns: tuple[str, ...] = ()) -> Source:
-    """The source of ``settings.eval_dataset``; of one with splits the first of validation, test and train."""
+    """Return the source of ``settings.eval_dataset``; if it has splits, the first of validation, test and train."""
     wanted = (*HELD_OUT_SPLITS, "train")
     source = _resolve(settings.eval_dataset, wanted, settings, cache_dir, will_split=False, columns=columns)
     return replace(source, held_out=None)
@@ -96,7 +98,7 @@ def _resolve(
     columns: tuple[str, ...],
 ) -> Source:
     path = Path(name).expanduser()
-    if len(wanted) == 1 and (name in EMBEDDED_DATASETS or path.exists()):  # one: the training data
+    if len(wanted) == 1 and (name in EMBEDDED_DATASETS or path.exists()):  # only training data want a single split
         refuse_hub_settings(name, None, settings.dataset_config_name or None)
     if name in EMBEDDED_DATASETS:
         refuse_hub_settings(name, wanted[-1])
@@ -113,14 +115,14 @@ def _resolve(
 
 
 def require_there(name: str) -> None:
-    """Raises DataError where ``name`` is the path of nothing; a Hub id passes."""
+    """Raise DataError if ``name`` looks like a path, a pattern or an address but does not exist; a Hub id passes."""
     path = Path(name).expanduser()
     if path.exists():
         return
     if "://" in name:
         raise DataError(
-            f"{name} is an address, and only the Hub is downloaded from: give the id of a dataset there (OWNER/NAME), "
-            "or download the file and give its path"
+            f"{name} is an address, but data are downloaded only from the Hub: give the id of a dataset there "
+            "(OWNER/NAME), or download the file and give its path"
         )
     if set("*?,") & set(name) and not path.is_symlink():
         raise DataError(
@@ -133,7 +135,7 @@ def require_there(name: str) -> None:
 
 
 def refuse_hub_settings(name: str, split: Optional[str], config: Optional[str] = None) -> None:
-    """Raise DataError where ``dataset_split`` or ``dataset_config_name`` was given for data that have no such thing."""
+    """Raise DataError if ``dataset_split`` or ``dataset_config_name`` was given for data without splits or configs."""
     if split not in (None, "train"):
         raise DataError(f"dataset_split is {split!r}, but {name} has no splits; leave dataset_split out")
     if config is not None:
@@ -174,10 +176,10 @@ def _from_folder(
         (f"{counted(len(names), 'file')} of other kinds in {folder}, not read: {', '.join(others)}",) if names else ()
     )
     notes += notes_of_links(links, folder)
-    by_split, said = files_of_splits(files, folder)
-    notes += said
+    by_split, split_notes = files_of_splits(files, folder)
+    notes += split_notes
     if not by_split or (len(by_split) == 1 and wanted[-1] == "train"):
-        return _from_one_split(folder, by_split or {"train": files}, notes, wanted, settings, will_split)
+        return _from_folder_of_one_split(folder, by_split or {"train": files}, notes, wanted, settings, will_split)
     source = _from_splits(
         str(folder),
         by_split,
@@ -188,7 +190,7 @@ def _from_folder(
     return replace(source, notes=(*notes, *source.notes))
 
 
-def _from_one_split(
+def _from_folder_of_one_split(
     folder: Path,
     by_split: Mapping[str, list[Path]],
     notes: tuple[str, ...],
@@ -196,21 +198,22 @@ def _from_one_split(
     settings: DataSettings,
     will_split: bool,
 ) -> Source:
-    """All files that are data, whatever split they name: there is no other one."""
+    """Return all data files of the folder as one source, even if their names say another split than the wanted one."""
     refuse_hub_settings(str(folder), wanted[-1])
     [(split, files)] = by_split.items()
     if split not in wanted:
-        notes += (f"all data in {folder} name the split {split!r}; they are read as training data",)
+        notes += (f"all data files in {folder} are named {split!r}; they are read as training data",)
     source = _from_files(str(folder), files, settings, will_split)
     return replace(source, notes=(*notes, *source.notes))
 
 
 def files_and_links(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Visible files at any depth of ``folder``, and links that are not followed: to folders, which may lead in a
-    circle, and to nothing. Both in the order of their names. Raises DataError for a folder that cannot be read or is
-    that of a system, not of data."""
+    """Return the visible files at any depth of ``folder``, and the links that are not followed, both sorted by name.
+
+    Links to folders are not followed because they may form a cycle; broken links cannot be followed. Raises DataError
+    for a folder that cannot be read, holds too many files, or belongs to the operating system."""
     if str(folder.resolve()) in ("/", "/proc", "/sys", "/dev"):
-        raise DataError(f"{folder} is a folder of the system; give the one that holds the data")
+        raise DataError(f"{folder} is a folder of the operating system; give the folder that holds the data")
     try:
         paths = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
         found = list(islice(paths, MOST_FILES + 1))
@@ -219,16 +222,16 @@ def files_and_links(folder: Path) -> tuple[list[Path], list[Path]]:
             f"{folder} cannot be read: {error.strerror} ({error.filename}); check its permissions"
         ) from error
     if len(found) > MOST_FILES:
-        raise DataError(f"{folder} holds more than {MOST_FILES:,} files; give the one folder that holds the data")
+        raise DataError(f"{folder} holds more than {MOST_FILES:,} files; give the folder that holds only the data")
     found = sorted(path for path in found if not is_hidden(path, folder))
     return [path for path in found if path.is_file()], [path for path in found if not path.is_file()]
 
 
 def notes_of_links(links: Sequence[Path], folder: Path) -> tuple[str, ...]:
-    """A line for a person about links that were not followed."""
-    named = ", ".join(map(_shown_link, links[:MOST_NAMES]))
-    said = f"{counted(len(links), 'link')} in {folder}, not followed; what is only behind is not read: {named}"
-    return (said,) if links else ()
+    """Return a note about the links that were not followed; no note if there are none."""
+    names = ", ".join(map(_shown_link, links[:MOST_NAMES]))
+    note = f"{counted(len(links), 'link')} in {folder}, not followed; what they point to is not read: {names}"
+    return (note,) if links else ()
 
 
 def _shown_link(path: Path) -> str:
@@ -244,13 +247,15 @@ def _from_files(name: str, files: list[Path], settings: DataSettings, will_split
 
 
 def _read_files(files: list[Path], columns: tuple[str, ...]) -> Iterator[Record]:
-    """``columns``: first that of the text. Places in files that share a name differ by their folders."""
-    often, top = Counter(path.name for path in files), os.path.commonpath([path.parent for path in files])
+    """Read the records of all files. ``columns``: the text column comes first.
+
+    If several files share a name, the places of their records begin with the folder, to tell them apart."""
+    name_counts, top = Counter(path.name for path in files), os.path.commonpath([path.parent for path in files])
     for path in files:
-        folder = os.path.relpath(path.parent, top) if often[path.name] > 1 else os.curdir
-        beside = "" if folder == os.curdir else f"{os.fsencode(folder).decode(errors='replace')}/"
+        folder = os.path.relpath(path.parent, top) if name_counts[path.name] > 1 else os.curdir
+        prefix = "" if folder == os.curdir else f"{os.fsencode(folder).decode(errors='replace')}/"
         for record in read_file(path, *columns):
-            yield record._replace(place=f"{beside}{record.place}") if beside else record
+            yield record._replace(place=f"{prefix}{record.place}") if prefix else record
 
 
 def _from_text_file(name: str, path: Path, identity: list, text_column: str, will_split: bool) -> Source:
@@ -282,19 +287,20 @@ def _from_saved(folder: Path, wanted: tuple[str, ...], settings: DataSettings, c
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether ``folder`` is one of ``save_to_disk``."""
+    """Whether ``folder`` was written by ``save_to_disk`` of the datasets library."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def load_saved(folder: Path):
-    """What ``datasets.load_from_disk`` gives. Raises DataError for a folder that is torn or of something else."""
+    """Return the result of ``datasets.load_from_disk``. Raises DataError for a folder that is damaged or was written
+    by another program."""
     import datasets
     import pyarrow
 
-    torn = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+    errors = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
     try:
         return datasets.load_from_disk(str(folder))
-    except (*torn, pyarrow.ArrowException) as error:  # the library looks at nothing that it reads there
+    except (*errors, pyarrow.ArrowException) as error:  # the library does not validate what it reads
         raise DataError(f"{folder} looks like a folder of save_to_disk but cannot be read: {error}") from error
 
 
@@ -302,7 +308,7 @@ def _from_hub(
     name: str, wanted: tuple[str, ...], settings: DataSettings, cache_dir: Path, columns: tuple[str, ...]
 ) -> Source:
     loaded = _load_from_hub(name, wanted[-1], settings, cache_dir)
-    if settings.streaming:  # nothing is cached then, so the content needs no name
+    if settings.streaming:  # nothing is cached then, so the identity need not depend on the content
         return _from_loaded(name, loaded, wanted, settings, lambda split: ["hub", name, split], columns)
 
     def identity(split: str) -> list:
@@ -316,12 +322,17 @@ def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Pat
     import datasets
 
     config = settings.dataset_config_name if name == settings.dataset else None
-    part = split if "[" in split else None  # a slice, train[:10%]; without one all splits come, held-out ones too
+    part = split if "[" in split else None  # a slice, train[:10%]; None loads all splits, held-out ones too
     try:
         return datasets.load_dataset(
             name, config, split=part, streaming=settings.streaming, cache_dir=str(cache_dir / "datasets")
         )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        datasets.exceptions.DatasetsError,
+    ) as error:  # RuntimeError: has a script
         raise DataError(
             f"dataset {name!r} is not an embedded name "
             f"({', '.join(EMBEDDED_DATASETS)}){nearest(name, EMBEDDED_DATASETS)}, not a file or folder here, "
@@ -334,7 +345,7 @@ def _from_loaded(
 ) -> Source:
     def build(label: str, split: str) -> Source:
         rows = loaded[split] if isinstance(loaded, Mapping) else loaded
-        kept, left = _selected(rows, (*named_columns(settings), *columns))
+        kept, left = _select_known_columns(rows, (*named_columns(settings), *columns))
         return Source(label, identity(split), partial(table_records, label, kept), columns_not_read=left)
 
     if isinstance(loaded, Mapping):
@@ -345,21 +356,22 @@ def _from_loaded(
 
 
 def named_columns(settings: DataSettings) -> tuple[str, ...]:
-    """The columns that the settings name."""
+    """Return the columns that the settings name."""
     given = (settings.text_column, settings.prompt_column, settings.response_column, settings.system_column)
     return tuple(name for name in (*given, settings.messages_column) if name is not None)
 
 
-def _selected(rows, wanted: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-    """Rows with the columns that a format may read, and the other columns: they may hold images or audio, which cost
-    time to decode."""
+def _select_known_columns(rows, wanted: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+    """Return the rows with only the columns that a format may read, and the names of the columns left out.
+
+    Those may hold images or audio, which would take time to decode."""
     names = list(rows.column_names or ())
     known = [column for column in names if column in (*KNOWN_COLUMNS, *wanted)]
     return (rows.select_columns(known), tuple(name for name in names if name not in known)) if known else (rows, ())
 
 
 def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: DataSettings, build) -> Source:
-    """The first wanted split, and the first held-out split beside it."""
+    """Return the source of the first wanted split, with the first held-out split of the dataset."""
     chosen = require_split(name, splits, wanted, shown=splits)
     source = build(f"{name} ({chosen})", splits[chosen])
     if len(wanted) > 1:

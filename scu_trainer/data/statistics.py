@@ -1,4 +1,4 @@
-"""What became of every row that was read: nothing is dropped without a count."""
+"""Statistics of all rows that were read. Nothing is dropped without being counted."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ MOST_EXAMPLES = 3  # per reason
 
 
 def lines_of_unused(columns: Mapping[str, int]) -> list[str]:
-    """For a person. ``columns``: rows that have a value in one that is not read, by its name."""
-    named = ", ".join(f"{name or 'without a name'} ({counted(count, 'row')})" for name, count in columns.items())
-    return [f"unused columns: {named}"] if named else []
+    """Return a line about unused columns. ``columns``: number of rows with a value, by name of the unused column."""
+    names = ", ".join(f"{name or 'without a name'} ({counted(count, 'row')})" for name, count in columns.items())
+    return [f"unused columns: {names}"] if names else []
 
 
 class Dropping:
-    """A data class that counts, by reason, what is left out, and keeps the first few places of each as examples."""
+    """Base of data classes that count what is dropped, by reason, with the first few places as examples."""
 
     dropped: dict[str, int]
     examples: dict[str, list[str]]
 
     def drop(self, reason: str, example: str) -> None:
-        """Count one."""
+        """Count one dropped row. ``example``: its place."""
         self.add_dropped({reason: 1}, {reason: [example]})
 
     def add_dropped(self, counts: Mapping[str, int], examples: Mapping[str, list[str]]) -> None:
-        """Take over what was left out elsewhere."""
+        """Add counts and examples of other statistics."""
         count_all(self.dropped, counts)
         for reason in counts:
             self.examples[reason] = [*self.examples.get(reason, []), *examples[reason]][:MOST_EXAMPLES]
@@ -38,44 +38,43 @@ class Dropping:
         return bool(self.dropped)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-like."""
+        """Return all fields as JSON-like values."""
         return asdict(self)
 
     def lines_of_dropped(self, so_far: str = "") -> list[str]:
-        """For a person, by reason."""
+        """Return one line per reason, with its count and first example."""
         return [
             f"dropped{so_far}: {count:,} × {reason}, first: {self.examples[reason][0]}"
             for reason, count in sorted(self.dropped.items())
         ]
 
     def dropped_in_words(self) -> str:
-        """Phrase for a message, for instance "2 × empty text (notes.jsonl row 3)", or "nothing"."""
+        """Return a phrase for a message, for instance "2 × empty text (notes.jsonl row 3)", or "nothing"."""
         parts = [f"{count:,} × {reason} ({self.examples[reason][0]})" for reason, count in self.dropped.items()]
         return "; ".join(parts) or "nothing"
 
 
 def count_all(into: dict[str, int], more: Mapping[str, int]) -> None:
-    """Add the counts of ``more``."""
+    """Add the counts of ``more`` to ``into``."""
     for name, count in more.items():
         into[name] = into.get(name, 0) + count
 
 
 @dataclass
 class DataStatistics(Dropping):
-    """Counts of one preparation. While streaming they grow as training reads, and start over with each pass.
+    """Counts of one preparation. With streaming they grow as training reads rows, and start over in each pass.
 
-    documents, eval_documents: documents in training and held out. documents_cut: documents longer than a row, cut into
-    several (nothing of them is lost). answers_cut: conversations, and prompts with completions, whose answer goes on in
-    a row without the question. rows_read: rows of the sources that were looked at. rows_dropped: by reason.
-    blocks, eval_rows: rows of tokens. train_tokens: tokens in training rows. supervised_tokens, eval_tokens: labels
-    other than -100, which is what the loss counts after the causal shift. heldout_duplicates: held-out documents whose
-    tokens are also a training document (None while streaming: not looked for). formats: rows by the format that they
-    were read in, with its columns. columns_not_used: rows that had a value in a column that is not read, by column.
-    rendered_away: conversations of which the chat template leaves something out, by what. roles_not_known: turns that
-    are not learned because their role has no known meaning, by role. role_places: the first row of each such role.
-    empty_answers: turns that are not learned because they say nothing, in conversations with other answers.
-    sources: of a mixture, the counts of each source, see ``SourceStatistics``; blocks and tokens are then those of one
-    epoch.
+    documents, eval_documents: training and held-out documents. documents_cut: documents longer than a row, which are
+    split over several rows without loss. answers_cut: conversations, and prompts with completions, with an answer that
+    continues in a row without the question. rows_read: rows read from the sources. rows_dropped: counts by reason.
+    blocks, eval_rows: training and held-out rows of tokens. train_tokens: tokens in training rows. supervised_tokens,
+    eval_tokens: labels other than -100, which are what the loss counts after the causal shift. heldout_duplicates:
+    held-out documents with the same tokens as a training document (None with streaming, which does not look for them).
+    formats: rows by format, including the columns read. columns_not_used: rows with a value, by unused column.
+    rendered_away: conversations by the part that the chat template leaves out. roles_not_known: turns that are not
+    learned because their role is unknown, by role. role_places: the first row with each such role. empty_answers: empty
+    answers, which are not learned, in conversations with other answers. sources: counts of each source of a mixture,
+    see ``SourceStatistics``; blocks and tokens are then those of one epoch.
     """
 
     streaming: bool = False
@@ -106,12 +105,12 @@ class DataStatistics(Dropping):
         return self.rows_dropped
 
     def unknown_role(self, role: str, place: str) -> None:
-        """Count a turn that is not learned because of its role."""
+        """Count a turn that is not learned because its role is unknown."""
         self.roles_not_known[role] = self.roles_not_known.get(role, 0) + 1
         self.role_places.setdefault(role, place)
 
     def add(self, other: DataStatistics) -> None:
-        """Take over the rows that ``other`` read and dropped."""
+        """Add the rows that ``other`` has read and dropped."""
         self.rows_read += other.rows_read
         self.add_dropped(other.rows_dropped, other.examples)
         for name in ("formats", "columns_not_used", "rendered_away", "roles_not_known"):
@@ -120,7 +119,7 @@ class DataStatistics(Dropping):
         self.role_places = {**other.role_places, **self.role_places}
 
     def lines(self) -> list[str]:
-        """A few lines for a person."""
+        """Return a summary of a few lines."""
         so_far = " so far" if self.streaming else ""
         lines = self._lines_of_columns()
         lines += [
@@ -137,44 +136,46 @@ class DataStatistics(Dropping):
         if self.answers_cut:
             cut = counted(self.answers_cut, "conversation is", "conversations are")
             lines.append(
-                f"{cut} cut: answers continue in a row without their question (a larger block_size leaves more of them "
-                "whole, and where rows are packed so does packing: false)"
+                f"{cut} cut: answers continue in a row without their question (a larger block_size keeps more of them "
+                "whole, and so does packing: false if rows are packed)"
             )
-        lines += self._lines_of_losses(so_far)
+        lines += self._lines_of_omissions(so_far)
         if self.heldout_duplicates:
             twice = counted(self.heldout_duplicates, "held-out document is", "held-out documents are")
             lines.append(f"{twice} also in the training data, word for word")
         return [*lines, *self.notes]
 
     def lines_of_reading(self) -> list[str]:
-        """What was read and what was left out, without what became of it."""
-        return [*self._lines_of_columns(), *self._lines_of_losses(""), *self.notes]
+        """Return lines about what was read and dropped, without those about the resulting rows."""
+        return [*self._lines_of_columns(), *self._lines_of_omissions(""), *self.notes]
 
     def _lines_of_columns(self) -> list[str]:
         lines = [f"read as: {name} ({counted(count, 'row')})" for name, count in self.formats.items()]
         return lines + lines_of_unused(self.columns_not_used)
 
-    def _lines_of_losses(self, so_far: str) -> list[str]:
+    def _lines_of_omissions(self, so_far: str) -> list[str]:
         lines = self.lines_of_dropped(so_far)
         for what, count in self.rendered_away.items():
             lines.append(f"the chat template leaves out {what}, in {counted(count, 'conversation')}")
         if self.empty_answers:
-            lines.append(f"answers that say nothing, in conversations with others: {self.empty_answers:,}, not learned")
+            lines.append(f"empty answers in conversations with other answers: {self.empty_answers:,}, not learned")
         for role, count in self.roles_not_known.items():
             lines.append(
                 f"role {role!r} is not known ({counted(count, 'turn')}, first in {self.role_places[role]}): not "
-                "learned; name it assistant in the data if its words are to be learned"
+                "learned; rename it to assistant in the data if its words should be learned"
             )
         return lines
 
 
 @dataclass
 class SourceStatistics:
-    """One source of a mixture. available_rows: its training rows (None while streaming: not known). rows: how many an
-    epoch has, repeated ones included; while streaming, how many were given. rows_left_out: of available_rows, those
-    that no epoch has. passes: rows / available_rows; while streaming, how often it was begun. supervised_tokens: in
-    ``rows``. Shares between 0 and 1: of the rows as asked (None without weights), of the rows and of the tokens learned
-    as they are.
+    """Counts of one source of a mixture.
+
+    available_rows: its training rows (None with streaming: unknown). rows: its rows in an epoch, including repeated
+    ones; with streaming, the rows yielded so far. rows_left_out: those of available_rows that no epoch contains.
+    passes: rows / available_rows; with streaming, how often it was started. supervised_tokens: tokens to learn in
+    ``rows``. Shares are between 0 and 1. asked_share: requested share of the rows (None without weights). row_share,
+    token_share: actual shares of the rows and of the learned tokens.
     """
 
     name: str
@@ -193,7 +194,7 @@ class SourceStatistics:
     token_share: float = 0.0
 
     def line(self, so_far: str) -> str:
-        """For a person."""
+        """Return a line about this source for the summary."""
         asked = "" if self.asked_share is None else f"{self.asked_share:.2%} asked, "
         if not self.rows:  # streaming, before the first row
             return f"source {self.name}: {asked}no row{so_far}, {counted(self.eval_documents, 'document')} held out"
@@ -214,7 +215,7 @@ class SourceStatistics:
 
 
 def set_shares(sources: list[SourceStatistics]) -> None:
-    """The observed shares, from the counts."""
+    """Set the actual shares of all sources from their counts."""
     rows, tokens = (sum(getattr(source, name) for source in sources) for name in ("rows", "supervised_tokens"))
     for source in sources:
         source.row_share = source.rows / rows if rows else 0.0

@@ -1,7 +1,7 @@
-"""Folders that are whole or absent, and arrow files that are memory-mapped.
+"""Cache folders that are either complete or absent, and memory-mapped Arrow files.
 
-Several processes may want the same folder: one builds it, the others wait and find it. A process that is killed leaves
-only a ``.part`` folder, which the next builder removes.
+If several processes need the same folder, one builds it while the others wait. A process that is killed leaves only a
+``.part`` folder, which the next builder removes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
 
 def default_cache_dir(cache_dir: str | None) -> Path:
-    """The setting, else the environment variable SCU_TRAINER_CACHE, else ~/.cache/scu_trainer."""
+    """Return the setting, else the environment variable SCU_TRAINER_CACHE, else ~/.cache/scu_trainer."""
     return Path(cache_dir or os.environ.get("SCU_TRAINER_CACHE") or "~/.cache/scu_trainer").expanduser().absolute()
 
 
 def digest_of(*parts) -> str:
-    """Short hash of JSON-like values: equal values give equal names of folders."""
+    """Return a short hash of JSON-like values, to name cache folders by their content."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """``folder``, made by ``build(new_folder)`` unless it is there. Raises StorageError if it cannot be written."""
+    """Return ``folder``, after ``build(new_folder)`` has built it if it did not exist. Raises StorageError if it cannot
+    be written."""
     from filelock import FileLock
 
     if folder.exists():
@@ -54,13 +55,13 @@ def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
     new = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(new, ignore_errors=True)  # left by a killed process: the lock says that nobody works on it
+    shutil.rmtree(new, ignore_errors=True)  # left by a killed process: with the lock held, no other uses it
     with storage_errors(folder.parent):
         new.mkdir()
     try:
         build(new)
         with storage_errors(folder.parent):
-            # Without this a power cut after the rename could leave a complete name with empty files.
+            # Without this, a power failure after the rename could leave a folder that looks complete with empty files.
             for path in [*(path for path in new.rglob("*") if path.is_file()), new]:
                 sync(path)
             new.rename(folder)
@@ -69,14 +70,14 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 def write_arrow(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
-    """Write batches as they come; only one is in memory. Raises StorageError if the disk is full."""
+    """Write batches one by one; only one is in memory. Raises StorageError if the disk is full."""
     import pyarrow
 
     batches = iter(batches)
     with storage_errors(path.parent):
         writer = pyarrow.ipc.new_stream(str(path), schema)
     try:
-        for batch in batches:  # outside the guard: what reading raises is not the disk's fault
+        for batch in batches:  # outside of storage_errors: an error in making a batch is not a storage error
             with storage_errors(path.parent):
                 writer.write_batch(batch)
     finally:
@@ -85,7 +86,7 @@ def write_arrow(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.Re
 
 
 def open_arrow(path: Path) -> datasets.Dataset:
-    """Memory-mapped rows of a file of ``write_arrow``."""
+    """Return the memory-mapped rows of a file written by ``write_arrow``."""
     import datasets
     import pyarrow
 
@@ -96,7 +97,7 @@ def open_arrow(path: Path) -> datasets.Dataset:
 
 
 class StoredArrays(Mapping[str, "numpy.ndarray"]):
-    """The arrays of a safetensors file, each read when it is asked for."""
+    """The arrays of a safetensors file. Each is read when it is accessed."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
@@ -108,7 +109,7 @@ class StoredArrays(Mapping[str, "numpy.ndarray"]):
         return name in self._names
 
     def __getitem__(self, name: str) -> numpy.ndarray:
-        if name not in self._names:  # what the file would raise is no KeyError
+        if name not in self._names:  # safetensors would not raise a KeyError
             raise KeyError(name)
         return self._file.get_tensor(name)
 
@@ -121,7 +122,7 @@ class StoredArrays(Mapping[str, "numpy.ndarray"]):
 
 @contextmanager
 def storage_errors(folder: Path, what: str = "cached data"):
-    """Turns an OSError into a StorageError that says what could not be written, and what to do."""
+    """Turn an OSError into a StorageError that says what could not be written, and what to do."""
     try:
         yield
     except OSError as error:

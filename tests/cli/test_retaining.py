@@ -161,7 +161,7 @@ def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tm
         ({"streaming": "true"}, "general is trained on, but the held-out documents of streamed data are not known"),
         ({"retain": "elsewhere.jsonl"}, "elsewhere.jsonl does not exist"),
         ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
-        ({"retain": "few"}, "in a .txt file). To keep a source of the data, name it: new, general"),
+        ({"retain": "few"}, "in a .txt file). To retain a source of the data, give its name: new, general"),
         (
             {"retain": "sampled", "dataset": "sampled"},
             "sampled means text that the model generates, but a source of the data has",
@@ -211,7 +211,7 @@ def test_copies_of_what_is_trained_on_do_not_judge(model_dir, files, tmp_path, c
     both.write_text(files["dataset"].read_text() + "".join(rows[::2]))
     given = {"dataset": mixed({**files, "dataset": both}), "retain": "general", "validation_split_percentage": 40}
     code, said = begun(capsys, model_dir, files, tmp_path, **given)
-    assert code == 2 and "more are in the training data, too), and 16 are needed" in said, said
+    assert code == 2 and "more are also in the training data), but 16 are needed" in said, said
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -222,7 +222,7 @@ def read_lines(path: Path) -> list[dict]:
     ("changes", "message"),
     [
         ({"retain": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"retain": "dataset"}, "has 0 different documents of 24 (24 more are in the training data, too), and 16"),
+        ({"retain": "dataset"}, "has 0 different documents of 24 (24 more are also in the training data), but 16"),
         ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
         ({"retain_budget_bits": 0}, "retain_budget_bits is 0.0; it must be above 0, such as 0.02"),
         ({"retain_max_share": 0.95}, "retain_max_share is 0.95; it must be 0.9 or less, such as 0.5"),

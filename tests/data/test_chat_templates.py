@@ -303,9 +303,9 @@ def test_a_prompt_that_ends_in_other_tokens_than_are_learned_is_named(
     text = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}{% endfor %}"
     Path("spaced.jinja").write_text(text + "{% if add_generation_prompt %}assistant: {% endif %}")
     data = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template=template)
-    assert f"other tokens of {end} at the end of a prompt" in "\n".join(data.statistics.lines())
+    assert f"different tokens of {end} at the end of a prompt" in "\n".join(data.statistics.lines())
     as_asked = prepared(jsonl([{"messages": CONVERSATION}] * 3), chat_template="chatml")
-    assert "other tokens" not in "\n".join(as_asked.statistics.lines())
+    assert "different tokens" not in "\n".join(as_asked.statistics.lines())
 
 
 @pytest.mark.parametrize(("end", "named"), [(": ", " "), (":", "")])

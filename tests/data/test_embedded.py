@@ -105,5 +105,5 @@ def test_python_without_sources_is_an_error_of_the_user(tmp_path, monkeypatch):
     from scu_trainer.errors import DataError
 
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nowhere")})
-    with pytest.raises(DataError, match="no source files"):
+    with pytest.raises(DataError, match="its source files are missing"):
         next(read_embedded("stdlib_source", tmp_path, "text"))

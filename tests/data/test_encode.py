@@ -177,8 +177,8 @@ def test_a_turn_of_an_unknown_role_is_counted_with_its_first_row(prepared, jsonl
     rows = [{"messages": turns} for turns in (CONVERSATION, *rows, rows[0])]
     lines = prepared(jsonl(rows), block_size=256).statistics.lines()
     assert [line for line in lines if line.startswith("role")] == [
-        "role 'narrator' is not known (2 turns, first in rows.jsonl row 2): not learned; name it assistant in the data "
-        "if its words are to be learned"
+        "role 'narrator' is not known (2 turns, first in rows.jsonl row 2): not learned; rename it to assistant in the "
+        "data if its words should be learned"
     ]
     learns_all = prepared(jsonl(rows), block_size=256, assistant_only_loss=False)
     assert not learns_all.statistics.roles_not_known
@@ -218,7 +218,7 @@ def test_an_answer_is_left_out_wherever_it_stands_and_whatever_the_template(
 def test_a_row_with_nothing_to_learn_names_the_unknown_role(encoder):
     rows = [{"role": "user", "content": "?"}, {"role": "Chatbot", "content": "Green."}]
     result = one(encoder(), {"messages": rows})
-    assert result.reason == NOTHING_TO_LEARN and "a role that is not known: 'Chatbot'" in result.example
+    assert result.reason == NOTHING_TO_LEARN and "which has an unknown role: 'Chatbot'" in result.example
 
 
 def test_a_conversation_may_begin_with_the_assistant(encoder, tokenizer):
@@ -270,7 +270,7 @@ def test_chat_without_template_says_what_to_do(encoder, tokenizer):
         ({"question": ["a"], "answer": ["b"]}, UNREADABLE, "if each column holds the values of all"),
         ({"messages": [{"role": "user"}]}, UNREADABLE, "message 1 of 'messages' has no content"),
         ({"messages": [{"content": "a"}]}, UNREADABLE, "message 1 of 'messages' has no role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, UNREADABLE, "only text can be used"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, UNREADABLE, "this task can use only text"),
         ({"prompt": 1, "completion": "a"}, UNREADABLE, "column 'prompt' holds int"),
         ({"text": " \n"}, EMPTY, "row 1"),
         ({"prompt": "a", "completion": ""}, NO_ANSWER, "row 1"),
@@ -357,5 +357,5 @@ def test_a_worker_that_is_killed_ends_the_reading(monkeypatch):
     """multiprocessing's own pool would wait for its rows for ever."""
     monkeypatch.setattr("scu_trainer.data.text.encode.BATCH_RECORDS", 7)
     records = [Record(f"row {n}", {"text": f"Cup {n}."}) for n in range(20)]
-    with pytest.raises(DataError, match="one of the 2 processes of preprocessing_num_workers is gone: it was killed"):
+    with pytest.raises(DataError, match="one of the 2 processes of preprocessing_num_workers died: it was killed"):
         list(encoded(records, Killed(), 2))

@@ -336,7 +336,7 @@ def test_a_stream_without_weights_is_one_source_after_the_other(mixed, files):
     data = mixed([files["code"], files["chat"]], streaming=True, max_eval_documents=4)
     order = [row["documents"][0] % 2 for row in data.train]
     assert order == sorted(order) and {*order} == {0, 1}
-    assert any("one source after another" in line for line in data.statistics.lines())
+    assert any("sources are read in sequence" in line for line in data.statistics.lines())
 
 
 def test_a_stream_counts_the_rows_of_a_source_once_and_those_of_the_latest_pass(mixed, files):

@@ -88,7 +88,7 @@ def merged(rows):
 @pytest.mark.parametrize(
     ("collator", "expected"),
     [
-        (merged, "makes 1 rows of 3 samples; a curriculum needs one row per sample: use a collator that pads"),
+        (merged, "makes 1 rows of 3 samples, but a curriculum needs one row per sample: use a collator that pads"),
         (lambda rows: tuple(rows), "returns a tuple; a curriculum needs a mapping of tensors"),
         (lambda rows: {"n": 3, "text": ["a", "b", "c"]}, "makes no tensor with rows of 3 samples"),
         (lambda rows: {"n": torch.tensor(3)}, "makes no tensor with rows of 3 samples"),
@@ -102,7 +102,7 @@ def test_batches_without_a_row_per_sample_are_refused(collator, expected):
 
 def test_the_collator_that_is_named_is_the_users_own():
     rows, wrapped = Rows(4), RemoveColumnsCollator(merged, ["input_ids"])
-    with pytest.raises(DataError, match=r"^merged makes 1 rows of 2 samples; .*padding_free=False"):
+    with pytest.raises(DataError, match=r"^merged makes 1 rows of 2 samples, .*padding_free=False"):
         NumberedCollator(wrapped, Numbered(rows))([(number, rows[number]) for number in (0, 1)])
 
 

@@ -156,7 +156,7 @@ def test_what_follows_behind_a_list_is_not_lost(tmp_path, behind):
     path.write_text(json.dumps(ROWS) + f"{' ' * READ_CHARACTERS * 2}\n")
     assert len(list(read_file(path, "text"))) == len(ROWS)
     path.write_text(json.dumps(ROWS) + behind)
-    with pytest.raises(DataError, match="after 6 rows: more follows behind the end of the list"):
+    with pytest.raises(DataError, match="after 6 rows: more text follows the end of the list"):
         list(read_file(path, "text"))
 
 
@@ -195,7 +195,7 @@ def test_zeros_of_a_file_that_was_never_written_are_no_utf_16(tmp_path, suffix):
 
 def test_the_whole_system_is_no_folder_of_data(tmp_path):
     (tmp_path / "all").symlink_to("/")
-    with pytest.raises(DataError, match="a folder of the system"):
+    with pytest.raises(DataError, match="a folder of the operating system"):
         files_and_links(tmp_path / "all")
 
 
@@ -227,7 +227,7 @@ def test_a_list_in_a_file_of_lines_says_how_to_name_it(tmp_path, indent):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [('{\n "text": "a"\n}\n{\n "text": "b"\n}\n', "over several lines.*jq"), ('{"a": 1}\r{"a": 2}\r', r"tr '\\r'")],
+    [('{\n "text": "a"\n}\n{\n "text": "b"\n}\n', "spans several lines.*jq"), ('{"a": 1}\r{"a": 2}\r', r"tr '\\r'")],
 )
 def test_rows_that_are_not_lines_say_how_to_make_them_lines(tmp_path, content, said):
     (tmp_path / "rows.jsonl").write_text(content)

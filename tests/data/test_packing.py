@@ -98,4 +98,4 @@ def test_conversations_whose_answer_goes_on_elsewhere_are_counted_as_conversatio
     assert len(rows) == statistics.blocks > 4
     assert statistics.answers_cut == 2
     said = "\n".join(statistics.lines())
-    assert "2 conversations are cut" in said and "where rows are packed so does packing: false" in said
+    assert "2 conversations are cut" in said and "so does packing: false if rows are packed" in said

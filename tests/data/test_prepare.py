@@ -206,7 +206,7 @@ def test_wrong_text_column_names_the_right_one(prepared, jsonl):
 
 
 def test_rows_of_tokens_are_named(prepared, jsonl):
-    with pytest.raises(DataError, match=r"row 1: holds tokens \(input_ids\).*its columns: input_ids, labels"):
+    with pytest.raises(DataError, match=r"row 1: holds token ids \(input_ids\).*its columns: input_ids, labels"):
         prepared(jsonl([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]))
 
 
@@ -214,7 +214,7 @@ def test_a_system_column_that_no_row_has_is_said(prepared, jsonl):
     rows = jsonl([{"question": "a", "answer": "b", "rule": "Be brief."}] * 3)
     assert not prepared(rows, system_column="rule").statistics.notes
     [note] = prepared(rows, system_column="rules").statistics.notes
-    assert note.startswith("system_column 'rules' was read in none of the 3 rows of ")
+    assert note.startswith("system_column 'rules' was not read in any of the 3 rows of ")
 
 
 def test_chat_template_file(prepared, jsonl, tokenizer, tmp_path, monkeypatch):

@@ -388,7 +388,7 @@ REFUSED = {
     "no answer": ({"question": "Why?", "answer": None}, "column 'answer' holds NoneType, not text"),
     "images": (
         {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]},
-        "its column 'images' shows.*only learns text",
+        "refers to media in its column 'images'.*only learns text",
     ),
     "two answers": (
         {"problem": "1?", "solution": "It is 1.", "answer": "1"},
@@ -396,26 +396,26 @@ REFUSED = {
     ),
     "an image part": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "type 'image_url'; only text",
+        "type 'image_url'; this task can use only text",
     ),
     "an image in a message": (
         {"messages": [{"role": "user", "content": "?", "images": ["a.png"]}, {"role": "assistant", "content": "So."}]},
-        "message 1 of 'messages' belongs to what its 'images' shows; only text",
+        "message 1 of 'messages' refers to media in 'images'; this task can use only text",
     ),
     "a number beside a question": ({"instruction": "Double it.", "input": 21, "output": "42"}, "'input' holds int"),
     "a history that is no list": ({"instruction": "?", "output": "!", "history": 5}, "'history' is not a list"),
     "names in capitals": (
         {"Question": "Why?", "Answer": "So."},
-        "small letters only; name them: --prompt_column Question --response_column Answer",
+        "lower case only; name them: --prompt_column Question --response_column Answer",
     ),
     "a context in capitals": (
         {"Input": "1?", "Instruction": "Double it.", "Output": "2"},
-        "small letters only; Input belongs to them and would not be read by another name: rename Input to input, "
+        "lower case only; Input belongs to them and is not read under this name: rename Input to input, "
         "Instruction to instruction, Output to output",
     ),
     "several texts beside a question": (
         {"question": "Who?", "context": {"title": ["Tea"], "sentences": [["Basho wrote it."]]}, "answer": "Basho"},
-        "'context' holds dict, not text, .* leave it out: --prompt_column question --response_column answer",
+        "'context' holds dict, not text, .* ignore it with --prompt_column question --response_column answer",
     ),
     "a number as a system prompt": ({"question": "Why?", "answer": "So.", "system": 3}, "'system' holds int"),
     "messages that Python wrote": (

@@ -127,7 +127,10 @@ def test_other_ranks_or_batches_finish_the_epoch_with_every_row_once(methods, wo
         assert ("processes 1 -> " in changed) == (world > 1) and (f"rows_per_batch 4 -> {rows}" in changed) == (
             rows != 4
         )
-        assert f"the {whole.current.rows - len(seen)} rows that epoch 4 has not seen yet are divided again" in cut
+        assert (
+            f"the {whole.current.rows - len(seen)} rows that epoch 4 has not used yet are divided into new "
+            "micro-batches" in cut
+        )
     rest = [row for subject in resumed for batch in subject for row in batch]
     assert sorted(seen + rest) == sorted(whole.current.batches.order.tolist())
 

@@ -123,7 +123,7 @@ def test_links_that_a_folder_does_not_follow_are_named(source, tmp_path):
     result = source(folder)
     assert texts(result) == ["a", "b"]
     assert result.notes == (
-        f"2 links in {folder}, not followed; what is only behind is not read: gone.jsonl (a link to "
+        f"2 links in {folder}, not followed; what they point to is not read: gone.jsonl (a link to "
         f"nowhere.jsonl), more (a link to {elsewhere})",
     )
     (folder / "a.jsonl").unlink(), (folder / "c.jsonl").unlink()
@@ -213,7 +213,7 @@ def test_a_path_that_does_not_exist_is_refused_without_asking_the_hub(source, mo
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("https://example.org/rows.jsonl", "is an address, and only the Hub"),
+        ("https://example.org/rows.jsonl", "is an address, but data are downloaded only from the Hub"),
         ("data/*.jsonl", "dataset takes a list"),
         ("a.jsonl,b", "dataset takes a list"),
     ],

@@ -78,7 +78,7 @@ def test_own_held_out_data(prepared, jsonl):
 
 
 def test_a_stream_that_is_all_held_out_is_refused(prepared, jsonl):
-    with pytest.raises(DataError, match=r"gives 40 documents .* lower max_eval_documents below 40"):
+    with pytest.raises(DataError, match=r"has 40 documents .* lower max_eval_documents below 40"):
         prepared(jsonl(ROWS), streaming=True)
     with pytest.raises(DataError, match="no usable document; dropped: 1 × empty text"):
         prepared(jsonl([{"text": ""}]), streaming=True)
@@ -86,7 +86,7 @@ def test_a_stream_that_is_all_held_out_is_refused(prepared, jsonl):
 
 def test_a_pass_that_learns_nothing_is_an_error(prepared, jsonl):
     data = prepared(jsonl([{"text": ""}] * 3), streaming=True, validation_split_percentage=0)
-    with pytest.raises(DataError, match="nothing to learn after 0 held-out documents; dropped: 3 × empty text"):
+    with pytest.raises(DataError, match="nothing to learn after the 0 held-out documents; dropped: 3 × empty text"):
         list(data.train)
 
 

@@ -118,7 +118,7 @@ def test_words_come_from_the_training_texts_only(words, jsonl):
     assert data.statistics.unknown_categories == 10 and data.statistics.unknown_words == 0
     lines = "\n".join(data.statistics.lines())
     assert "<unk>: 0.00% of the training words, 25.00% of the held-out ones" in lines
-    assert "10 texts have a category that training did not have" in lines
+    assert "10 texts have a category that no training text has" in lines
 
 
 def test_the_cap_keeps_the_most_frequent_words(words, jsonl):

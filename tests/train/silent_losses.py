@@ -85,7 +85,7 @@ ROWS: tuple[tuple[str, str, Rows, dict[str, Any], str, bool], ...] = (
         "conversations about images",
         _chat(images=["a.png"]),
         {},
-        "its column 'images' shows",
+        "refers to media in its column 'images'",
         True,
     ),
     (

@@ -536,8 +536,8 @@ def test_samples_and_their_losses_are_seen_in_sft(tmp_path, stock):
 
 
 REFUSED = {
-    "DPO": (DataError, "8 rows of 4 samples.*Samples that are pairs of rows"),
-    "Reward": (DataError, "8 rows of 4 samples.*Samples that are pairs of rows"),
+    "DPO": (DataError, "8 rows of 4 samples.*If samples are pairs of rows"),
+    "Reward": (DataError, "8 rows of 4 samples.*If samples are pairs of rows"),
     "KTO": (SettingsError, "train_sampling_strategy: sequential with a curriculum"),
     "ORPO": (ControlError, "noise_guard needs the loss of each row"),
 }

@@ -165,7 +165,7 @@ def test_one_rank_finishes_what_two_began(two_ranks, folder, tmp_path, caplog):
     assert sorted(seen + trainer.rows_of(1)) == list(range(12))
     assert (
         "processes 2 -> 1" in caplog.text
-        and "the 4 rows that epoch 2 has not seen yet are divided again" in caplog.text
+        and "the 4 rows that epoch 2 has not used yet are divided into new micro-batches" in caplog.text
     )
     assert trainer.difficulty.observations.tolist() == [4] * 12
 

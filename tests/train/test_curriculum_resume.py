@@ -141,7 +141,7 @@ def test_other_batches_finish_the_epoch_with_every_row_once(begun, tmp_path, cap
     assert sorted(seen + later.rows_of(2)) == sorted(plan.batches.order.tolist())
     assert later.plans[2].batches.sizes.max() <= rows
     assert f"written with other settings (rows_per_batch 2 -> {rows}): epoch 3 ends as it was planned" in caplog.text
-    assert f"the {plan.rows - 4} rows that epoch 3 has not seen yet are divided again" in caplog.text
+    assert f"the {plan.rows - 4} rows that epoch 3 has not used yet are divided into new micro-batches" in caplog.text
     assert later.difficulty.observations.sum() >= first.difficulty.observations.sum() - 11
     row = read_rows(tmp_path / "curriculum.json")[0]
     assert (row["epoch"], row["rows"], row["seen"]) == (3, plan.rows, plan.rows), "both parts of the epoch count"
@@ -164,14 +164,14 @@ def test_another_curriculum_finishes_the_epoch_and_plans_the_next_its_own_way(be
 def test_another_accumulation_finishes_the_epoch(begun, tmp_path, caplog):
     later = resumed(begun, tmp_path, gradient_accumulation_steps=1)
     assert begun[0].rows_of(2)[:4] + later.rows_of(2) == begun[0].plans[2].batches.order.tolist()
-    assert "rows that epoch 3 has not seen yet are divided again: none is lost" in caplog.text
+    assert "rows that epoch 3 has not used yet are divided into new micro-batches; no row is lost" in caplog.text
     assert later.lr_scheduler.get_last_lr() == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
 @pytest.mark.parametrize("data", [UnevenRows(12), UnevenRows(11, length=15)], ids=["more rows", "other lengths"])
 def test_other_data_are_refused(begun, tmp_path, data):
     options = {**SAVED, "resume": begun[1], "model": gpt2(), "data": data}
-    with pytest.raises(CheckpointError, match=f"written with 11 training rows, now there are {len(data)}, or of other"):
+    with pytest.raises(CheckpointError, match=f"written with 11 training rows, now there are {len(data)}, or their"):
         curriculum_run(tmp_path, settings("infobatch"), **options)
 
 

@@ -461,7 +461,7 @@ def test_documents_of_the_training_data_are_in_no_part():
     digests = numpy.arange(40)
     parts = parted(digests, 0, "a.txt has", digests[:20])
     assert sorted(digests[numpy.concatenate(list(parts.values()))]) == list(range(20, 40))
-    with pytest.raises(DataError, match=r"10 different documents of 40 \(30 more are in the training data, too\)"):
+    with pytest.raises(DataError, match=r"10 different documents of 40 \(30 more are also in the training data\)"):
         parted(digests, 0, "a.txt has", digests[:30])
 
 

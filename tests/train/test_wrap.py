@@ -352,17 +352,21 @@ REFUSED_ITEMS = {
     "strings": (["a", "b"], {}, "returns a str per item"),
     "no target": ([{"x": x, "y": y} for x, y in PAIRS], {}, "no target; name its key"),
     "one part": ([(x,) for x in X], {}, r"no target; let the dataset return \(x, y\)"),
-    "other name": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "yy"}, "none of them .did you mean 'y'"),
-    "other input": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "y", "inputs": ["z"]}, "the input 'z' is none"),
-    "which input": ([{"a": x, "b": x, "labels": y} for x, y in PAIRS], {}, r"forward takes input: name the keys"),
+    "other name": ([{"x": x, "y": y} for x, y in PAIRS], {"targets": "yy"}, "not one of them .did you mean 'y'"),
+    "other input": (
+        [{"x": x, "y": y} for x, y in PAIRS],
+        {"targets": "y", "inputs": ["z"]},
+        "the input 'z' is not one",
+    ),
+    "which input": ([{"a": x, "b": x, "labels": y} for x, y in PAIRS], {}, r"forward takes input; name the keys"),
     "no position": (PAIRS, {"targets": 4}, "4 is not a position"),
-    "text": ([{"x": "abc", "labels": y} for _, y in PAIRS], {}, "x is a str that is not a tensor.*leave it out"),
+    "text": ([{"x": "abc", "labels": y} for _, y in PAIRS], {}, "x is a str that cannot become a tensor.*leave it out"),
     "named class": (
         [(x, "cat") for x in X],
         {},
-        "labels is a str .*let the dataset return a number .of the class, from 0",
+        "labels is a str .*let the dataset return the number of the class .from 0",
     ),
-    "two targets": ([(x, {"a": y, "b": x}) for x, y in PAIRS], {}, "labels is a dict .*one tensor for several"),
+    "two targets": ([(x, {"a": y, "b": x}) for x, y in PAIRS], {}, "labels is a dict .*a tensor for several"),
 }
 
 
@@ -435,7 +439,7 @@ def test_batches_that_are_no_dicts_are_refused(tmp_path):
 
 
 def test_items_of_unequal_shapes_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"changes its shape from item to item, such as \(3,\) and \(6,\)"):
+    with pytest.raises(DataError, match=r"the shape of .* differs between items, for instance \(3,\) and \(6,\)"):
         fit(wrap(net(), nn.CrossEntropyLoss()), tmp_path, [(x[: 3 + 3 * (i % 2)], y) for i, (x, y) in enumerate(PAIRS)])
     collator = wrap(net(), nn.CrossEntropyLoss()).data_collator
     with pytest.raises(DataError, match="items of one batch differ"):

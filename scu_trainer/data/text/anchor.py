@@ -1,4 +1,5 @@
-"""Text that must not be forgotten, parted by documents: measured while training, replayed, and unseen until the end."""
+"""Split the text to retain by documents: one part is measured during training, one may be replayed, and one stays
+unseen until the final verdict."""
 
 from __future__ import annotations
 
@@ -23,23 +24,23 @@ if TYPE_CHECKING:
     import datasets
 
 SHARE_PER_JUDGE = 0.2
-"""Of the documents: for measuring, and as many for the verdict. The rest may be trained on."""
+"""Share of the documents for measuring, and again for the verdict. The rest may be trained on."""
 
 MOST_PER_JUDGE = 200
-"""Documents that are measured, or give the verdict: more would cost time and tell little."""
+"""Most documents for measuring, and for the verdict. More would cost time and hardly improve the estimate."""
 
 MOST_ROWS_PER_JUDGE = 1000
-"""Of their rows, so many of each document as there is room for."""
+"""Most rows of these documents, taken evenly from all of them."""
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """Rows of the text that must not be forgotten. No document is in two parts, and copies are in one.
+    """Rows of the text to retain. No document is in two parts, and only one copy of a document is used.
 
-    replayed: as training rows, None where they are not trained on. measured, unseen: as held-out rows. ``documents``:
-    how many each part has, and how many were left out because they are in the training data. ``fingerprint``: of text,
-    settings, tokenizer and parting together. ``reason``: why ``replayed`` is what it is, for a person. ``place``: among
-    the sources of the data, None of another text.
+    replayed: training rows, or None if the text is not trained on. measured, unseen: held-out rows. ``documents``: the
+    number of documents in each part, and ``in_the_data``, the number left out because they are in the training data.
+    ``fingerprint``: changes with text, settings, tokenizer or split. ``reason``: why the text is replayed or not, for
+    the user. ``place``: index among the sources of the data, or None for a separate text.
     """
 
     name: str
@@ -63,28 +64,31 @@ def read_anchor(
     model_name: str,
     choose: Callable[[int], tuple[bool, str]],
 ) -> Anchor:
-    """``settings``: those of the training data, whose rules for rows hold here too. ``name``: a source of them if they
-    are a mixture and it has that name or dataset, else another text. ``choose``: whether so many rows are enough to
-    train on, and why; where they are not, documents of another text are measured as well.
+    """Read the text to retain and split it.
+
+    ``settings``: the settings of the training data; their rules for rows apply here too. ``name``: name or dataset of a
+    source of the training data, if these are a mixture; otherwise a separate text. ``choose``: takes the number of rows
+    to replay and returns whether they are enough to train on, and the reason. If they are not, the documents of a
+    separate text are measured instead.
 
     Raises DataError for a text that cannot be found or read, or has too few documents.
     """
     of_model = (tokenizer, seed, cache_dir, model_name)
     place = settings.place_of_source(name)
     if place is None:
-        found = _of_another_text(settings, name, most_documents, of_model)
+        split = _split_separate_text(settings, name, most_documents, of_model)
     else:
-        found = _of_source(settings, place, most_documents, of_model)
-    parts, statistics = found.parts, DataStatistics()
+        split = _split_source(settings, place, most_documents, of_model)
+    parts, statistics = split.parts, DataStatistics()
 
     def held_out(which: str) -> datasets.Dataset:
-        documents = found.judges.numbered(parts[which])
-        rows = in_memory(held_out_rows(documents, found.settings, statistics), held_out_schema())
+        documents = split.judges.numbered(parts[which])
+        rows = in_memory(held_out_rows(documents, split.settings, statistics), held_out_schema())
         few = spread(numpy.asarray(rows["document"]))[:MOST_ROWS_PER_JUDGE]
         return rows if len(few) == len(rows) else rows.select(numpy.sort(few))
 
     schema = training_schema(bool(settings.isolate_documents))
-    replayed = in_memory(training_rows(found.trained.numbered(parts["replayed"]), found.settings, statistics), schema)
+    replayed = in_memory(training_rows(split.trained.numbered(parts["replayed"]), split.settings, statistics), schema)
     is_enough, reason = choose(len(replayed))
     if not is_enough:
         spare = parts["replayed"] if place is None else parts["replayed"][:0]
@@ -95,16 +99,16 @@ def read_anchor(
         replayed if is_enough else None,
         held_out("measured"),
         held_out("unseen"),
-        {**{part: len(numbers) for part, numbers in parts.items()}, "in_the_data": found.in_the_data},
-        digest_of(found.fingerprint, MOST_ROWS_PER_JUDGE, {part: numbers.tolist() for part, numbers in parts.items()}),
+        {**{part: len(numbers) for part, numbers in parts.items()}, "in_the_data": split.in_the_data},
+        digest_of(split.fingerprint, MOST_ROWS_PER_JUDGE, {part: numbers.tolist() for part, numbers in parts.items()}),
         reason,
         place,
     )
 
 
-class _Found(NamedTuple):
-    """``judges``: documents of which some are measured and others give the verdict. ``trained``: of which some may be
-    replayed. ``parts``: their numbers, by part. ``in_the_data``: judges that are left out because they are learned."""
+class _Split(NamedTuple):
+    """``judges``: the documents for measuring and for the verdict. ``trained``: the documents that may be replayed.
+    ``parts``: document numbers by part. ``in_the_data``: how many judges are left out because training learns them."""
 
     settings: DataSettings
     fingerprint: str
@@ -114,25 +118,26 @@ class _Found(NamedTuple):
     in_the_data: int
 
 
-def _of_another_text(settings: DataSettings, name: str, most_documents: int, of_model: tuple) -> _Found:
-    """All of it is parted; what is in the data as well, held-out documents too, is in no part."""
+def _split_separate_text(settings: DataSettings, name: str, most_documents: int, of_model: tuple) -> _Split:
+    """Split all documents of a separate text, except those that are also in the data, trained on or held out."""
     known = _digests_of_data(settings, of_model)
-    alone = _alone(settings, name, most_documents)
+    text_settings = _settings_for_text(settings, name, most_documents)
     try:
-        plan = plan_of(alone, *of_model)
+        plan = plan_of(text_settings, *of_model)
         documents = tokenized(plan, plan.source, most_documents, DataStatistics())
         parts = parted(documents.digests, plan.seed, f"{name} has", known)
     except DataError as error:
         if not settings.is_mixture:
             raise
         names = ", ".join(source.name for source in settings.sources)
-        raise DataError(f"{error}. To keep a source of the data, name it: {names}") from error
+        raise DataError(f"{error}. To retain a source of the data, give its name: {names}") from error
     in_data = int(numpy.isin(documents.digests, known).sum())
-    return _Found(alone, plan.fingerprint, documents, documents, parts, in_data)
+    return _Split(text_settings, plan.fingerprint, documents, documents, parts, in_data)
 
 
-def _of_source(settings: DataSettings, place: int, most_documents: int, of_model: tuple) -> _Found:
-    """What it holds out judges; what is trained on may be replayed, which gives it a larger share."""
+def _split_source(settings: DataSettings, place: int, most_documents: int, of_model: tuple) -> _Split:
+    """Measure on the held-out documents of a source of the mixture, and replay its training documents, which increases
+    its share."""
     mixture = mixture_plan(settings, *of_model)
     plan, name = mixture.plans[place], mixture.names[place]
     sides = [sides_of(each) for each in mixture.plans]
@@ -140,17 +145,18 @@ def _of_source(settings: DataSettings, place: int, most_documents: int, of_model
     trained, train_order, judges, order = sides[place]
     digests = judges.digests[order]
     advice = (
-        "hold out more (validation_split_percentage, max_eval_documents, a larger split of its own), or give a text "
-        "that is not trained on"
+        "hold out more (validation_split_percentage, max_eval_documents, a larger held-out split), or give a text that "
+        "is not trained on"
     )
     parts = parted(digests, plan.seed, f"{name} holds out", known, 0.5, advice)
     numbers = {part: order[parts[part]] for part in ("unseen", "measured")}
     numbers["replayed"] = train_order[:most_documents]
-    return _Found(plan.settings, plan.fingerprint, judges, trained, numbers, int(numpy.isin(digests, known).sum()))
+    return _Split(plan.settings, plan.fingerprint, judges, trained, numbers, int(numpy.isin(digests, known).sum()))
 
 
-def _alone(settings: DataSettings, name: str, most_documents: int) -> DataSettings:
-    """The rules of ``settings`` for one text; a file of paragraphs is cut into them, as where some are held out."""
+def _settings_for_text(settings: DataSettings, name: str, most_documents: int) -> DataSettings:
+    """Return ``settings`` with the text as the only dataset. The validation percentage makes ``training_source`` cut a
+    single text file into paragraphs."""
     return replace(
         settings,
         dataset=name,
@@ -165,7 +171,8 @@ def _alone(settings: DataSettings, name: str, most_documents: int) -> DataSettin
 
 
 def _digests_of_data(settings: DataSettings, of_model: tuple) -> numpy.ndarray:
-    """Of all documents of the data, held-out ones too; none of a stream, which nobody has read yet."""
+    """Return the digests of all documents of the data, trained on or held out; none of a stream, which is not read
+    yet."""
     if settings.streaming:
         return numpy.empty(0, dtype=numpy.int64)
     plans = mixture_plan(settings, *of_model).all_plans if settings.is_mixture else (plan_of(settings, *of_model),)
@@ -183,19 +190,22 @@ def parted(
     share: float = SHARE_PER_JUDGE,
     advice: str = "give more, shorter ones for instance (one empty line between two in a .txt file)",
 ) -> dict[str, numpy.ndarray]:
-    """Numbers of the documents of each part, by the seed. ``digests``: equal for copies, of which the first counts.
-    ``known``: digests of the data, whose documents are in no part: the verdict would be of what was learned.
-    ``share``: of the documents, for measuring and as many for the verdict, MOST_PER_JUDGE each at most.
+    """Split documents at random, by ``seed``, and return the document numbers of each part.
 
-    Raises DataError where there are fewer than FEWEST_TO_RETAIN different ones: ``who_has`` them, and ``advice``.
+    ``digests``: equal for copies, of which only the first is used. ``known``: digests of the data; these documents are
+    in no part, because the verdict must not be about text that was learned. ``share``: share of the documents for
+    measuring, and again for the verdict, at most MOST_PER_JUDGE each.
+
+    Raises DataError if fewer than FEWEST_TO_RETAIN different documents are left; ``who_has`` begins its message, and
+    ``advice`` ends it.
     """
     different, numbers = numpy.unique(digests, return_index=True)
     numbers = numbers[~numpy.isin(different, known)]
     if len(numbers) < FEWEST_TO_RETAIN:
         of_data = len(different) - len(numbers)
-        also = f" ({of_data} more are in the training data, too)" if of_data else ""
+        also = f" ({of_data} more are also in the training data)" if of_data else ""
         raise DataError(
-            f"retain: {who_has} {len(numbers)} different documents of {len(digests)}{also}, and {FEWEST_TO_RETAIN} "
+            f"retain: {who_has} {len(numbers)} different documents of {len(digests)}{also}, but {FEWEST_TO_RETAIN} "
             f"are needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; {advice}"
         )
     order = numpy.random.default_rng([seed, len(numbers)]).permutation(numpy.sort(numbers))
@@ -204,7 +214,7 @@ def parted(
 
 
 def spread(documents: numpy.ndarray) -> numpy.ndarray:
-    """Row numbers: the first row of every document, then the second of every one that has it, and so on."""
+    """Return the row numbers so ordered that the first rows of all documents come first, then the second rows, etc."""
     order = numpy.argsort(documents, kind="stable")
     _, starts, counts = numpy.unique(documents[order], return_index=True, return_counts=True)
     place = numpy.arange(len(documents)) - numpy.repeat(starts, counts)

@@ -1,4 +1,4 @@
-"""Conversations -> token ids and which of them are learned."""
+"""Encode conversations as token ids, and find which of these tokens are learned."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ TEMPLATES = Path(__file__).with_name("templates")
 MOST_TEMPLATE_BYTES = 2**20
 
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError)
-"""A template is a program: it adds up, indexes and calls what a message lacks or holds."""
+"""A template is a program: a missing key or an unexpected type in a message can make it raise any of these."""
 
 AROUND_ANSWERS = "with which it"
-"""Begins what is said of words that a template leaves out around an answer."""
+"""Marks the entries of ``Encoded.left_out``, which describe words that a template leaves out around an answer."""
 
-_WORDS = "x7Qz0J4k"
-"""A mark among the words of a message: letters and digits, which no template escapes."""
+_SENTINEL = "x7Qz0J4k"
+"""Inserted into a message to find its place in the rendered text: letters and digits, which no template escapes."""
 
 _MARKER = re.compile(r"<\|[a-z_]+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def read_chat_template(name: str) -> str:
-    """The text of one of our templates, or of a template file. Raises DataError if there is no such one."""
+    """Return the text of one of our templates, or of a template file. Raises DataError if it cannot be read."""
     path = TEMPLATES / f"{name}.jinja" if name in CHAT_TEMPLATES else Path(name).expanduser()
     try:
         return read_regular(path, MOST_TEMPLATE_BYTES).decode()
@@ -48,15 +48,17 @@ def read_chat_template(name: str) -> str:
 
 
 def spelled_markers(tokenizer, name: str) -> list[str]:
-    """Markers of one of our templates that the tokenizer has no token for, and writes in several."""
+    """Return the markers of one of our templates for which the tokenizer needs several tokens."""
     text = read_chat_template(name)
     markers = dict.fromkeys(_MARKER.findall(text))
-    return [one for one in markers if len(tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"]) > 1]
+    return [mark for mark in markers if len(tokenizer(mark, add_special_tokens=False, verbose=False)["input_ids"]) > 1]
 
 
 def changing_end(tokenizer) -> str:
-    """The end of a prompt whose tokens are others where an answer follows than where the model is asked, as a BPE joins
-    two line breaks or a blank to what stands behind them. Empty where the template takes no question."""
+    """Return the end of a prompt that is tokenized differently in training, where an answer follows, than in inference.
+
+    A BPE tokenizer may join two line breaks, or a blank, to the text that follows. Returns "" if there is no such end,
+    or if the template refuses a question with an answer."""
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
     render = _renderer(tokenizer, Chat(turns))
     try:
@@ -64,19 +66,20 @@ def changing_end(tokenizer) -> str:
     except BadRow:
         return ""
     asked, learned = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    apart = _shared(asked, learned)
-    same, whole = tokenizer.decode(asked[:apart]), tokenizer.decode(asked)  # SentencePiece decodes a lone blank to ""
+    shared = _shared_length(asked, learned)
+    same, whole = tokenizer.decode(asked[:shared]), tokenizer.decode(asked)  # SentencePiece decodes a lone blank to ""
     return whole[len(same) :] if texts[1].startswith(texts[0]) else ""
 
 
 def special_ids(tokenizer) -> set[int]:
-    """With those that only the list of added tokens names, as the files of Llama 3 do with <|eot_id|>."""
+    """Return the ids of all special tokens, including those that are only in the list of added tokens, such as
+    <|eot_id|> of Llama 3."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
 
 
 def chat_template_of(tokenizer, model_name: str) -> str:
-    """Raises DataError if the tokenizer has no chat template."""
+    """Return the chat template of the tokenizer. Raises DataError if it has none."""
     try:
         return tokenizer.get_chat_template()
     except ValueError:
@@ -87,8 +90,8 @@ def chat_template_of(tokenizer, model_name: str) -> str:
 
 
 class Encoded(NamedTuple):
-    """Token ids, whether each is learned, the rendered text, and what the template leaves out around answers that are
-    learned, in words."""
+    """The token ids of a conversation, whether each is learned, and the rendered text. ``left_out`` describes words
+    that the template leaves out around learned answers, for the user."""
 
     ids: list[int]
     learned: list[bool]
@@ -97,7 +100,7 @@ class Encoded(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Characters of the whole text that are learned. ``left_out``: as of ``Encoded``."""
+    """A range of characters of the rendered text that is learned. ``left_out``: as in ``Encoded``."""
 
     begin: int
     end: int
@@ -105,9 +108,11 @@ class _Span(NamedTuple):
 
 
 def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
-    """``learn`` is "all", "assistant" (what the assistant says, with its end-of-turn marker) or "completion" (all after
-    the prompt's turns; its answers alone where a turn is marked as not to be learned). Raises BadRow if the template
-    refuses the conversation.
+    """Tokenize a conversation and mark the tokens that are learned.
+
+    ``learn`` is "all", "assistant" (the assistant's answers with their end-of-turn markers) or "completion" (all turns
+    after the prompt; only the answers among them if one has a weight of 0). Raises BadRow if the template refuses the
+    conversation, or if the learned tokens cannot be found.
     """
     render = _renderer(tokenizer, chat)
     text = render(chat.messages)
@@ -115,7 +120,7 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return Encoded(ids, [True] * len(ids), text)
     has_marks = _GENERATION.search(template) is not None
-    if learn == "assistant" and has_marks and not _has_weights(chat):
+    if learn == "assistant" and has_marks and not _has_unlearned_answer(chat):
         return Encoded(*_by_generation_marks(tokenizer, chat), text)
     first = chat.prompt_turns or 0 if learn == "completion" else 0
     is_whole = learn == "completion" and not any(message.get("weight") == 0 for message in chat.messages[first:])
@@ -125,20 +130,21 @@ def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
         turns = [(n, n + 1) for n, message in enumerate(chat.messages) if n >= first and is_answer(message)]
     try:
         spans = [_span(render, chat.messages, *turn, tokenizer.eos_token) for turn in turns]
-    except BadRow:  # a template that ends only the last turn, such as ours, still marks its answers
+    except BadRow:  # a template that adds an end only to the last turn, such as ours, still marks its answers
         if has_marks and not is_whole:
             return Encoded(*_by_answers(tokenizer, chat, first), text)
         spans = [_span_by_words(render, chat.messages, *turn, tokenizer.eos_token) for turn in turns]
     ids, learned = _by_spans(tokenizer, text, spans)
     if has_marks and learn == "assistant":
-        # A span goes on to the next turn: with the line break between them, which the template leaves out.
+        # A span extends to the next turn and includes the line break between them, which the template does not mark.
         learned = [*map(operator.and_, learned, _by_generation_marks(tokenizer, chat)[1])]
     return Encoded(ids, learned, text, tuple(dict.fromkeys(words for span in spans for words in span.left_out)))
 
 
 def _renderer(tokenizer, chat: Chat):
+    """Return a function that renders messages with the tools of ``chat``, and caches beginnings of ``chat``."""
     apply = functools.partial(tokenizer.apply_chat_template, tools=chat.tools, tokenize=False)
-    known: dict[tuple[int, bool], str] = {}  # of beginnings of the conversation, which are asked for again and again
+    known: dict[tuple[int, bool], str] = {}  # beginnings of the conversation are rendered many times
 
     def render(messages: list[dict], add_generation_prompt: bool = False) -> str:
         place = (len(messages), add_generation_prompt)
@@ -146,7 +152,7 @@ def _renderer(tokenizer, chat: Chat):
         if is_beginning and place in known:
             return known[place]
         try:
-            text = _with_arguments(apply, messages, add_generation_prompt=add_generation_prompt)
+            text = _apply_to_calls(apply, messages, add_generation_prompt=add_generation_prompt)
         except TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template refuses the conversation: {error}") from None
         if is_beginning:
@@ -156,9 +162,9 @@ def _renderer(tokenizer, chat: Chat):
     return render
 
 
-def _with_arguments(apply, messages: list[dict], **options):
-    """What a template makes of ``messages``: of arguments of calls as objects or, where it takes none (DeepSeek's adds
-    them to a text), as JSON."""
+def _apply_to_calls(apply, messages: list[dict], **options):
+    """Render ``messages`` with the arguments of calls as objects; if the template fails on objects (DeepSeek's
+    concatenates them with text), with the arguments as JSON."""
     try:
         return apply(messages, **options)
     except TypeError:
@@ -175,24 +181,27 @@ def _with_json_calls(message: dict) -> dict:
 
 
 def keys_left_out(tokenizer, chat: Chat, text: str) -> tuple[str, ...]:
-    """Keys beside the usual ones (name, id, thought, ...) whose values change nothing in ``text``, what the template
-    made of ``chat``."""
+    """Return the unusual keys of messages (name, id, thought, ...) that the template ignores: without them it renders
+    the same ``text``."""
     render = _renderer(tokenizer, chat)
 
     def changes_nothing(key: str) -> bool:
         without = [{name: value for name, value in message.items() if name != key} for message in chat.messages]
         try:
             return render(without) == text
-        except BadRow:  # it asks for the key
+        except BadRow:  # the template needs the key
             return False
 
-    held = [key for message in chat.messages for key, value in message.items() if value not in ("", [], {})]
-    return tuple(key for key in dict.fromkeys(held) if key not in READ_KEYS and changes_nothing(key))
+    filled = [key for message in chat.messages for key, value in message.items() if value not in ("", [], {})]
+    return tuple(key for key in dict.fromkeys(filled) if key not in READ_KEYS and changes_nothing(key))
 
 
 def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
-    """By characters, as ``_by_spans``: ``return_assistant_tokens_mask`` leaves out all but the first token of a last
-    character, and learns all that follows one which the tokenizer joins to that before it (NFC)."""
+    """Return token ids and a mask of the tokens inside the template's ``{% generation %}`` blocks.
+
+    The mask is made from characters, as in ``_by_spans``, because ``return_assistant_tokens_mask`` of transformers is
+    wrong in two cases: if several tokens form the last character, it marks only the first; and if the tokenizer joins
+    a character to the one before it (NFC), it marks everything that follows."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def apply(messages: list[dict]) -> tuple[list[str], list[list[tuple[int, int]]]]:
@@ -204,19 +213,19 @@ def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
             **tokenizer.special_tokens_map,
         )
 
-    [text], [marks] = _with_arguments(apply, chat.messages)
+    [text], [marks] = _apply_to_calls(apply, chat.messages)
     return _by_spans(tokenizer, text, [_Span(*mark) for mark in marks])
 
 
 def _by_answers(tokenizer, chat: Chat, first: int) -> tuple[list[int], list[bool]]:
-    """By the marks of the template, without answers before turn ``first`` and those that are not to be learned. Raises
-    BadRow where it does not show which these are."""
+    """Return token ids and a mask as ``_by_generation_marks``, but without answers before turn ``first`` and answers
+    with a weight of 0. Raises BadRow if the marks do not show which tokens these are."""
     ids, learned = _by_generation_marks(tokenizer, chat)
     runs = _runs(learned)
     for turn, message in enumerate(chat.messages):
         if message["role"] != "assistant" or (turn >= first and is_answer(message)):
             continue
-        before, after = (_runs_until(tokenizer, chat, end) for end in (turn, turn + 1))
+        before, after = (_marked_runs_before(tokenizer, chat, end) for end in (turn, turn + 1))
         if after != before + 1 or after > len(runs):
             raise BadRow(f"the chat template does not show which words are those of message {turn + 1}")
         begin, end = runs[before]
@@ -224,29 +233,33 @@ def _by_answers(tokenizer, chat: Chat, first: int) -> tuple[list[int], list[bool
     return ids, learned
 
 
-def _runs_until(tokenizer, chat: Chat, end: int) -> int:
-    """Marked parts of a conversation that ends before turn ``end``."""
+def _marked_runs_before(tokenizer, chat: Chat, end: int) -> int:
+    """Return the number of marked runs in the conversation up to, but without, turn ``end``."""
     return len(_runs(_by_generation_marks(tokenizer, chat._replace(messages=chat.messages[:end]))[1])) if end else 0
 
 
 def _runs(learned: list[bool]) -> list[tuple[int, int]]:
-    """Where parts that are learned begin and end."""
+    """Return (begin, end) of each run of learned tokens."""
     flags = [False, *learned, False]
     edges = [place for place in range(len(learned) + 1) if flags[place] != flags[place + 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _has_weights(chat: Chat) -> bool:
-    """Whether an answer is not to be learned: a weight of 0, as OpenAI's files have it. Questions never are."""
+def _has_unlearned_answer(chat: Chat) -> bool:
+    """Whether an answer is excluded from learning by a weight of 0, as in OpenAI's files."""
     return any(message["role"] == "assistant" and not is_answer(message) for message in chat.messages)
 
 
 def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -> _Span:
-    """Characters of the whole text that ``messages[first:end]`` fill, by the difference of two renderings."""
+    """Return the characters of ``messages[first:end]`` in the whole text, as the difference of two renderings."""
     whole, after = render(messages), render(messages[:end])
     if not whole.startswith(after):
-        after = _unfinished(render, messages[:end], eos)[0]
-    before = render(messages[:first], add_generation_prompt=True) if first else _start(render, messages[:end], eos)
+        after = _without_end(render, messages[:end], eos)[0]
+    before = (
+        render(messages[:first], add_generation_prompt=True)
+        if first
+        else _text_before_answer(render, messages[:end], eos)
+    )
     if not (after.startswith(before) and whole.startswith(after)):
         raise _not_found()
     return _Span(len(before), len(after))
@@ -261,9 +274,11 @@ def _not_found() -> BadRow:
 
 
 def _span_by_words(render, messages: list[dict], first: int, end: int, eos: str | None) -> _Span:
-    """As ``_span``, also where a template renders a turn otherwise once more follows (Qwen3 leaves its reasoning out),
-    or asks for an answer with words that it puts before none ("<think>", DeepSeek R1): by what stands between the words
-    of the message before and those of the answer, and behind these, in the whole text as where the model is asked."""
+    """Return the same as ``_span``, but also for templates that render a turn differently when more turns follow.
+
+    Qwen3, for example, leaves out the reasoning of earlier turns, and DeepSeek R1 ends its generation prompt with
+    "<think>", which it puts before no answer. The span is found by comparing what is between the words of the previous
+    message and those of the answer, and what follows the answer, in the whole text and in the prompt for the answer."""
     try:
         return _span(render, messages, first, end, eos)
     except BadRow:
@@ -278,97 +293,107 @@ def _span_by_words(render, messages: list[dict], first: int, end: int, eos: str 
 
 
 def _begin_by_words(whole: str, render, messages: list[dict], first: int) -> tuple[int, str]:
-    """Where an answer begins in ``whole``, and what the prompt for it has beyond what is before its words."""
+    """Return where the answer ``first`` begins in ``whole``, and the part of its generation prompt that is missing
+    there."""
     asked = render(messages[:first], add_generation_prompt=True)
-    header = asked[_place(asked, lambda cut: render(cut, True), messages[:first], first - 1) :]
-    before = _place(whole, render, messages, first - 1)
+    header = asked[_end_of_words(asked, lambda cut: render(cut, True), messages[:first], first - 1) :]
+    before = _end_of_words(whole, render, messages, first - 1)
     if header and whole.startswith(header, before):
         return before + len(header), ""
-    between = whole[before : _beginning(whole, render, messages, first)]
-    shared = _shared(between, header)
+    between = whole[before : _begin_of_words(whole, render, messages, first)]
+    shared = _shared_length(between, header)
     if not shared:
         raise _not_found()
     return before + shared, header[shared:].strip() if shared == len(between) else ""
 
 
 def _end_by_words(whole: str, render, messages: list[dict], end: int, eos: str | None) -> tuple[int, str]:
-    """Where the answer before message ``end`` ends in ``whole``; and its own end, where it has another one there, as
-    gpt-oss ends answers of the past: the model is not to say that, and it is not learned."""
-    last, alone = _place(whole, render, messages, end - 1), render(messages[:end])
-    rest = alone[_place(alone, render, messages[:end], end - 1) :]
+    """Return where the answer before message ``end`` ends in ``whole``, and its end marker if that is missing there.
+
+    gpt-oss, for example, ends earlier answers with another marker than the last one. The model must not generate that
+    other marker, so it is not learned."""
+    last, cut = _end_of_words(whole, render, messages, end - 1), render(messages[:end])
+    rest = cut[_end_of_words(cut, render, messages[:end], end - 1) :]
     for own_end in (rest, rest.removesuffix(eos or "")):
         if whole.startswith(own_end, last) and (own_end or not rest):
             return last + len(own_end), ""
-    if messages[end - 1].get("tool_calls"):  # they are behind its words
+    if messages[end - 1].get("tool_calls"):  # they follow the words of the message
         raise _not_found()
     return last, rest.strip()
 
 
-def _shared(one: Sequence, other: Sequence) -> int:
-    """How long the beginning is in which both are alike."""
-    apart = (place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-    return next(apart, min(len(one), len(other)))
+def _shared_length(first: Sequence, second: Sequence) -> int:
+    """Return the length of the common prefix."""
+    differing = (place for place, (left, right) in enumerate(zip(first, second, strict=False)) if left != right)
+    return next(differing, min(len(first), len(second)))
 
 
-def _place(text: str, render, messages: list[dict], turn: int) -> int:
-    """Where the words of message ``turn``, or the name of its last call, end in ``text``, which ``render`` makes of
-    ``messages``. Raises BadRow where a mark behind them changes more than itself."""
+def _end_of_words(text: str, render, messages: list[dict], turn: int) -> int:
+    """Return where the words of message ``turn``, or the name of its last call, end in ``text``, the rendering of
+    ``messages``. Raises BadRow if inserting ``_SENTINEL`` after them changes anything else in the text."""
     marked = [*messages]
     marked[turn] = message = copy.deepcopy(messages[turn])
     content, calls = message.get("content", ""), message.get("tool_calls")
     is_call = calls and not content.strip()
     if is_call:
-        calls[-1]["function"]["name"] += _WORDS
+        calls[-1]["function"]["name"] += _SENTINEL
     elif content.strip() or message["role"] != "assistant":
         end = len(content.rstrip())
-        message["content"] = content[:end] + _WORDS + content[end:]
+        message["content"] = content[:end] + _SENTINEL + content[end:]
     else:
         raise _not_found()
-    before, found, after = render(marked).partition(_WORDS)
-    after = after.replace(_WORDS, "") if is_call else after  # gpt-oss names it again, in front of what the tool says
+    before, found, after = render(marked).partition(_SENTINEL)
+    after = after.replace(_SENTINEL, "") if is_call else after  # gpt-oss repeats the name before the tool's result
     if not found or before + after != text:
         raise _not_found()
     return len(before)
 
 
-def _beginning(text: str, render, messages: list[dict], turn: int) -> int:
-    """Where the words of message ``turn`` begin behind their reasoning, or would before its calls; as ``_place``."""
+def _begin_of_words(text: str, render, messages: list[dict], turn: int) -> int:
+    """Return where the words of message ``turn`` begin in ``text``, after its reasoning and before its calls.
+
+    Uses ``_SENTINEL`` and raises BadRow as ``_end_of_words`` does."""
     content = messages[turn].get("content", "")
     answer = content.rpartition("</think>")[2].lstrip()
     marked = [*messages]
-    marked[turn] = {**messages[turn], "content": content.removesuffix(answer) + _WORDS + answer}
-    before, found, _ = render(marked).partition(_WORDS)
+    marked[turn] = {**messages[turn], "content": content.removesuffix(answer) + _SENTINEL + answer}
+    before, found, _ = render(marked).partition(_SENTINEL)
     if not found or not text.startswith(before):
         raise _not_found()
     return len(before)
 
 
-def _unfinished(render, messages: list[dict], eos: str | None) -> tuple[str, str]:
-    """A conversation without the ``eos`` that a template, such as that of Phi 3.5, puts behind one that is over; and
-    with the prompt for an answer, where no such end stands. One that stands there, too, is the end of the turn."""
+def _without_end(render, messages: list[dict], eos: str | None) -> tuple[str, str]:
+    """Render a conversation without and with a generation prompt, as a pair of texts.
+
+    Some templates, such as that of Phi 3.5, put ``eos`` after a whole conversation; the first text does not contain
+    it. If the second text has it too, it is the end of the turn and is kept."""
     text, asked = render(messages), render(messages, add_generation_prompt=True)
     return text if asked.startswith(text) else text.removesuffix(eos or ""), asked
 
 
-def _start(render, messages: list[dict], eos: str | None) -> str:
-    """What stands before the words of a conversation that begins with the assistant: a template renders no empty
-    conversation, so its own mark for the assistant says where the words begin."""
-    text, asked = _unfinished(render, messages, eos)
+def _text_before_answer(render, messages: list[dict], eos: str | None) -> str:
+    """Return the text before the words of a conversation that begins with the assistant.
+
+    A template cannot render an empty conversation, so its generation prompt shows where the words begin."""
+    text, asked = _without_end(render, messages, eos)
     mark = asked[len(text) :]
     begin = text.find(mark) if mark.strip() else -1
     if begin < 0:
         raise BadRow(
             "begins with a turn of the assistant, and the chat template does not show where its words begin; put a "
-            "turn of the user before it, take it out, or learn all tokens with --assistant_only_loss false"
+            "turn of the user before it, remove it, or learn all tokens with --assistant_only_loss false"
         )
     return text[: begin + len(mark)]
 
 
 def _by_spans(tokenizer, text: str, spans: list[_Span]) -> tuple[list[int], list[bool]]:
+    """Return the token ids of ``text`` and a mask of the tokens that overlap a span. Raises DataError if the tokenizer
+    does not report offsets."""
     if not tokenizer.is_fast:
         raise DataError(
-            "this tokenizer does not report which characters a token covers (it is not a fast tokenizer), so the "
-            "answers alone cannot be learned; set --assistant_only_loss false --completion_only_loss false"
+            "this tokenizer does not report which characters a token covers (it is not a fast tokenizer), so it is not "
+            "possible to learn only the answers; set --assistant_only_loss false --completion_only_loss false"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     learned = [any(begin < span.end and end > span.begin for span in spans) for begin, end in encoded["offset_mapping"]]

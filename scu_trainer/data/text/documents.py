@@ -26,7 +26,7 @@ DOCUMENTS_PER_READ = 64
 
 
 class StoredDocuments:
-    """Documents by number, with the statistics of how they were read."""
+    """Stored documents, accessed by number, with the statistics of how they were read."""
 
     def __init__(self, rows: datasets.Dataset, statistics: DataStatistics) -> None:
         self._rows = rows.with_format("arrow")
@@ -42,10 +42,10 @@ class StoredDocuments:
 
 
 class TokenizedDocuments(StoredDocuments):
-    """Documents as tokens; ``digests`` are those of the tokens."""
+    """Tokenized documents; ``digests`` are digests of the tokens."""
 
     def numbered(self, order: numpy.ndarray) -> Iterator[NumberedDocument]:
-        """Documents in the given order; a few are in memory at a time."""
+        """Yield the documents in the given order. Only a few are in memory at a time."""
         for start in range(0, len(order), DOCUMENTS_PER_READ):
             numbers = order[start : start + DOCUMENTS_PER_READ]
             table = self._rows[numbers]
@@ -53,7 +53,7 @@ class TokenizedDocuments(StoredDocuments):
                 yield NumberedDocument(int(number), ids.values.to_numpy(), labels.values.to_numpy())
 
     def described(self, order: numpy.ndarray) -> Iterator[tuple[int, str, int, int]]:
-        """Number, name, tokens and UTF-8 bytes of each document of ``order``."""
+        """Yield number, name, token count and UTF-8 bytes of each document in ``order``."""
         if not len(order):
             return
         columns = ["name", "tokens", "utf8_bytes"]
@@ -64,12 +64,12 @@ class TokenizedDocuments(StoredDocuments):
 def tokenized_documents(
     source: Source, encoder: Encoder, limit: int | None, cache_dir: Path, processes: int
 ) -> TokenizedDocuments:
-    """The first ``limit`` usable documents of a source (all if None)."""
+    """Return the first ``limit`` usable documents of a source (all if None), from the cache if nothing changed."""
 
     def write(folder: Path) -> None:
         statistics = DataStatistics()
         documents = usable_documents(source, encoder, limit, processes, statistics)
-        write_arrow(folder / "documents.arrow", _schema(), record_batches(map(_columns, documents), _schema()))
+        write_arrow(folder / "documents.arrow", _schema(), record_batches(map(_as_row, documents), _schema()))
         (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
 
     name = digest_of(DOCUMENTS_VERSION, source.identity, encoder.identity, limit)
@@ -81,21 +81,23 @@ def tokenized_documents(
 def usable_documents(
     source: Source, encoder: Encoder, limit: int | None, processes: int, statistics: DataStatistics
 ) -> Iterator[Document]:
-    """Documents in the order of the source; rows read and dropped are counted in ``statistics``.
+    """Yield documents in the order of the source, and count the rows read and dropped in ``statistics``.
 
-    Raises DataError at the first unreadable row unless ``skip_bad_rows``, and for a source without a row.
+    Raises DataError at the first unreadable row unless ``skip_bad_rows`` is set, and for a source without rows.
     """
     from tqdm.auto import tqdm
 
     results = encoded(source.read(), encoder, processes)
-    shown = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
-    yield from islice(_kept(shown, encoder.skip_bad_rows, statistics), limit)
+    with_bar = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
+    yield from islice(_usable(with_bar, encoder.skip_bad_rows, statistics), limit)
     if not statistics.rows_read and limit != 0:
         raise DataError(f"{source.name} is empty: it has no rows")
     statistics.columns_not_used.update(dict.fromkeys(source.columns_not_read, statistics.rows_read))
 
 
-def _kept(results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics: DataStatistics) -> Iterator[Document]:
+def _usable(
+    results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics: DataStatistics
+) -> Iterator[Document]:
     for result in results:
         statistics.rows_read += 1
         if isinstance(result, Document):
@@ -132,5 +134,5 @@ def _schema() -> pyarrow.Schema:
     )
 
 
-def _columns(document: Document) -> dict:
+def _as_row(document: Document) -> dict:
     return {**document._asdict(), "tokens": len(document.input_ids), "digest": document.digest}

@@ -1,4 +1,4 @@
-"""Records -> documents: token ids, and the labels that say which of them are learned."""
+"""Encode records as documents: token ids, and labels that say which tokens are learned."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ BATCH_RECORDS = 512
 
 
 class Reading(NamedTuple):
-    """How a row was read: in which format, without which columns; what the chat template left out; of each turn that is
-    not learned because nobody knows its role, that role. ``empty_answers``: answers beside others that are not learned
-    because they say nothing."""
+    """How a row was read: its format, the columns that were not used, and what the chat template left out.
+
+    ``unknown_roles``: the role of each turn that is not learned because its role is unknown. ``empty_answers``: how
+    many answers are not learned because they are empty, in a row with other answers."""
 
     format: str
     not_used: tuple[str, ...]
@@ -47,7 +48,8 @@ class Reading(NamedTuple):
 
 
 class Document(NamedTuple):
-    """``input_ids`` and ``labels``, int32 of shape (tokens,), ended with eos; labels are -100 where not learned."""
+    """A tokenized document. ``input_ids`` and ``labels`` are int32 of shape (tokens,) and end with eos; labels are
+    -100 for tokens that are not learned."""
 
     input_ids: numpy.ndarray
     labels: numpy.ndarray
@@ -62,7 +64,7 @@ class Document(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A row that became no document, and why."""
+    """A row that did not become a document, and why."""
 
     reason: str
     example: str
@@ -70,7 +72,7 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizer and rules; can be sent to another process."""
+    """Encodes records with a tokenizer and the rules of the settings. It can be sent to another process."""
 
     tokenizer: object
     columns: Columns
@@ -87,16 +89,16 @@ class Encoder:
 
     @property
     def identity(self) -> str:
-        """Changes when the same rows would give other tokens."""
+        """A digest that changes whenever the same rows would give other tokens."""
         return digest_of(self.columns, [getattr(self, name) for name in RULES], _tokenizer_state(self.tokenizer))
 
     def encode(self, records: list[Record]) -> list[Document | Dropped]:
-        """One result per record."""
+        """Return one result per record."""
         rows = [self._understand(record) for record in records]
         texts = [row[0].text for row in rows if not isinstance(row, Dropped) and isinstance(row[0], Text)]
-        ids = iter(self._ids(texts))
+        ids = iter(self._tokenize(texts))
         return [
-            row if isinstance(row, Dropped) else self._encoded(record, *row, ids)
+            row if isinstance(row, Dropped) else self._encode_content(record, *row, ids)
             for record, row in zip(records, rows, strict=True)
         ]
 
@@ -111,31 +113,31 @@ class Encoder:
             has_template = getattr(self.tokenizer, "chat_template", None) is not None
             content = content.as_chat() if has_template else content.as_completion()
             name += " by the chat template" if has_template else AS_PLAIN_TEXT
-        if not _says_something(content):
+        if not _has_something_to_learn(content):
             return Dropped(EMPTY if isinstance(content, Text) else NO_ANSWER, record.place)
         return content, Reading(name, not_used)
 
-    def _encoded(
+    def _encode_content(
         self, record: Record, content: Content, read: Reading, ids_of_texts: Iterator[list[int]]
     ) -> Document | Dropped:
         if isinstance(content, Text):
             ids = next(ids_of_texts)
-            return self._finish(ids, [True] * len(ids), record, content.text, read)
+            return self._finish_document(ids, [True] * len(ids), record, content.text, read)
         if isinstance(content, Completion):
-            return self._completion(record, content, read)
+            return self._encode_completion(record, content, read)
         try:
-            return self._chat(record, content, read)
+            return self._encode_chat(record, content, read)
         except BadRow as error:
             return Dropped(UNREADABLE, f"{record.place}: {error}")
 
-    def _completion(self, record: Record, content: Completion, read: Reading) -> Document | Dropped:
-        # Two calls: at inference the prompt is tokenized alone, and a token must not straddle the boundary.
+    def _encode_completion(self, record: Record, content: Completion, read: Reading) -> Document | Dropped:
+        # Tokenized separately, as the prompt is at inference: no token may span the boundary.
         prompt = prompt_ids(self.tokenizer, content.prompt)
-        completion = self._ids([content.completion], add_special_tokens=False)[0]
+        completion = self._tokenize([content.completion], add_special_tokens=False)[0]
         learned = [not self.completion_only_loss] * len(prompt) + [True] * len(completion)
-        return self._finish(prompt + completion, learned, record, content.prompt + content.completion, read)
+        return self._finish_document(prompt + completion, learned, record, content.prompt + content.completion, read)
 
-    def _chat(self, record: Record, content: Chat, read: Reading) -> Document | Dropped:
+    def _encode_chat(self, record: Record, content: Chat, read: Reading) -> Document | Dropped:
         template = chat_template_of(self.tokenizer, self.model_name)
         part = self._learned_part(content)
         empty = [] if part == "all" else [message for message in _answers(content) if not says_something(message)]
@@ -152,11 +154,11 @@ class Encoder:
             unknown_roles=unknown,
             empty_answers=len(empty),
         )
-        # Templates break the line after their last marker.
-        document = self._finish(ids, learned, record, text, read, end_within=2)
+        # Templates add a line break after their last end marker, so eos may be the last token but one.
+        document = self._finish_document(ids, learned, record, text, read, end_within=2)
         if isinstance(document, Dropped) and unknown:
             names = ", ".join(map(repr, dict.fromkeys(unknown)))
-            return document._replace(example=f"{record.place}, with a role that is not known: {names}")
+            return document._replace(example=f"{record.place}, which has an unknown role: {names}")
         return document
 
     def _learned_part(self, content: Chat) -> str:
@@ -166,12 +168,12 @@ class Encoder:
             return "completion" if self.completion_only_loss else "all"
         return "assistant" if self.assistant_only_loss else "all"
 
-    def _ids(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+    def _tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         if not texts:
             return []
         return self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
-    def _finish(
+    def _finish_document(
         self,
         ids: list[int],
         learned: list[bool],
@@ -180,7 +182,8 @@ class Encoder:
         read: Reading,
         end_within: int = 1,
     ) -> Document | Dropped:
-        """Append eos unless one of the last ``end_within`` tokens is it; learned if it ends something learned."""
+        """Append eos, unless it is among the last ``end_within`` tokens; it is learned if the last token is. Returns
+        Dropped if no token is learned."""
         end = self.tokenizer.eos_token_id
         if end is not None and end not in ids[-end_within:]:
             ids, learned = [*ids, end], [*learned, bool(learned) and learned[-1]]
@@ -191,7 +194,7 @@ class Encoder:
         return Document(input_ids, labels, record.place, len(text.encode("utf-8", "surrogatepass")), read)
 
 
-def _says_something(content: Content) -> bool:
+def _has_something_to_learn(content: Content) -> bool:
     if not isinstance(content, Chat):
         return bool((content.text if isinstance(content, Text) else content.completion).strip())
     if content.is_pair:
@@ -205,16 +208,16 @@ def _answers(chat: Chat) -> list[dict]:
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:
-    """Of a text that goes on: without the end that some tokenizers put behind every text. One that ``text`` itself
-    ends with stays."""
-    found = tokenizer(text, return_special_tokens_mask=True, verbose=False)
-    ids, is_added = found["input_ids"], found["special_tokens_mask"]
+    """Return the token ids of a text that will be continued, without the end token that some tokenizers add to every
+    text. An end token that is part of ``text`` stays."""
+    encoding = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids, is_added = encoding["input_ids"], encoding["special_tokens_mask"]
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
     return ids[:-1] if ids and is_added[-1] and ids[-1] in ends else ids
 
 
 def _tokenizer_state(tokenizer) -> list:
-    """JSON-like description of everything that decides the ids of a text."""
+    """Return a JSON-like description of everything that decides the token ids of a text."""
     template = getattr(tokenizer, "chat_template", None)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     if not tokenizer.is_fast:
@@ -224,10 +227,10 @@ def _tokenizer_state(tokenizer) -> list:
 
 
 def encoded(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> Iterator[Document | Dropped]:
-    """Results in the order of the records; only a few batches are in memory."""
-    batches = batched(records, lambda record: _characters(record.value), BATCH_RECORDS, BATCH_CHARACTERS)
+    """Yield one result per record, in order. Only a few batches are in memory at a time."""
+    batches = batched(records, lambda record: _count_characters(record.value), BATCH_RECORDS, BATCH_CHARACTERS)
     begun = list(islice(batches, 2)) if processes > 1 else []
-    if len(begun) > 1:  # a single batch would wait for workers, a second or more, that could not share it
+    if len(begun) > 1:  # workers take a second or more to start and cannot share a single batch
         yield from _encoded_by_workers(chain(begun, batches), encoder, processes)
         return
     for batch in chain(begun, batches):
@@ -235,7 +238,8 @@ def encoded(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> 
 
 
 def _encoded_by_workers(batches: Iterator[list[Record]], encoder: Encoder, processes: int):
-    """Batches go out in rounds: ``map`` would read the whole source ahead. Raises DataError where a worker is gone."""
+    """Encode batches in worker processes. They are submitted in rounds, because ``map`` would read the whole source
+    first. Raises DataError if a worker has died."""
     import multiprocessing
     from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
@@ -244,34 +248,34 @@ def _encoded_by_workers(batches: Iterator[list[Record]], encoder: Encoder, proce
     try:
         with ProcessPoolExecutor(processes, context, _start_worker, (encoder,)) as pool:
             while round_of_batches := list(islice(batches, 4 * processes)):
-                for results in pool.map(_work, round_of_batches):
+                for results in pool.map(_encode_in_worker, round_of_batches):
                     yield from results
     except BrokenProcessPool as error:
         raise DataError(
-            f"one of the {processes} processes of preprocessing_num_workers is gone: it was killed, usually because "
-            'memory ran out, or a script without `if __name__ == "__main__":` started over in it; set '
-            "preprocessing_num_workers: 1, or put what the script does behind that line"
+            f"one of the {processes} processes of preprocessing_num_workers died: it was killed, usually because "
+            'memory ran out, or it ran the calling script again, which has no `if __name__ == "__main__":`; set '
+            "preprocessing_num_workers: 1, or put the code of the script under that line"
         ) from error
 
 
 def _start_worker(encoder: Encoder) -> None:
-    """Sent once per process: a tokenizer of a large vocabulary is megabytes."""
+    """Store the encoder once per process: a tokenizer with a large vocabulary takes megabytes to send."""
     from multiprocessing import parent_process
 
     global _worker_encoder
     _worker_encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the process that started this one ends it
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # also where killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # if it was killed
 
 
-def _work(batch: list[Record]) -> list[Document | Dropped]:
+def _encode_in_worker(batch: list[Record]) -> list[Document | Dropped]:
     return _worker_encoder.encode(batch)
 
 
 def batched(
     items: Iterable[Item], size_of: Callable[[Item], int], most_items: int, most_size: int
 ) -> Iterator[list[Item]]:
-    """``items`` in lists of ``most_items`` or fewer, each ended by the item that brings its size to ``most_size``."""
+    """Yield ``items`` in lists. A list ends with ``most_items`` items, or when its total size reaches ``most_size``."""
     batch, size = [], 0
     for item in items:
         batch.append(item)
@@ -283,9 +287,9 @@ def batched(
         yield batch
 
 
-def _characters(value) -> int:
+def _count_characters(value) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list) else 0
+        return sum(map(_count_characters, value.values()))
+    return sum(map(_count_characters, value)) if isinstance(value, list) else 0

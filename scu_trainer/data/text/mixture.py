@@ -1,9 +1,9 @@
-"""Several sources in one training set.
+"""Combine several sources into one training set.
 
-    sources ─▶ rows of each (cached, see prepare.py) ─▶ one after the other, or those that make the asked shares
+    sources ─▶ rows of each (cached, see prepare.py) ─▶ all rows in sequence, or a selection with the given shares
 
-The rows stay in the files of their sources. A mixture adds numbers of documents that are its own, and says which rows
-an epoch has: a list of row numbers that depends on settings and seed alone, so a resumed run finds the same rows.
+The rows stay in the files of their sources. A mixture adds its own document numbers, and a list of the row numbers in
+an epoch. The list depends only on settings and seed, so that a resumed run gets the same rows.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str) -> PreparedData:
-    """Training rows and held-out rows of one dataset or of a mixture, from the cache if nothing changed.
+    """Return the training rows and held-out rows of one dataset or of a mixture, from the cache if nothing changed.
 
-    ``settings.chat_template`` becomes the tokenizer's own, so that it is saved with the model.
-    ``model_name`` appears in messages only. Raises DataError if there is nothing to learn from, StorageError if
+    ``settings.chat_template`` is set as the tokenizer's template, so that it is saved with the model.
+    ``model_name`` appears only in messages. Raises DataError if there is nothing to learn from, StorageError if
     ``cache_dir`` cannot be written.
     """
     of_model = (tokenizer, seed, cache_dir, model_name)
@@ -63,8 +63,8 @@ def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, mo
 def whole_held_out(
     settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, model_name: str
 ) -> Optional[datasets.Dataset]:
-    """The documents that ``prepare`` holds out, in memory, each in one row however long it is; columns and numbers of
-    documents as in ``PreparedData.eval``. None if nothing is held out."""
+    """Return the documents that ``prepare`` holds out, in memory, each in one row however long it is; None if there are
+    none. Columns and document numbers are those of ``PreparedData.eval``."""
     import datasets
 
     settings, of_model = replace(settings, block_size=one_source.WHOLE), (tokenizer, seed, cache_dir, model_name)
@@ -74,32 +74,32 @@ def whole_held_out(
     if mixture.held_out is not None:
         return one_source.whole_held_out_of(mixture.held_out)
     parts = [one_source.whole_held_out_of(plan) for plan in mixture.plans]
-    found = [renumbered_in_memory(rows, source, len(parts)) for source, rows in enumerate(parts) if rows is not None]
-    return datasets.concatenate_datasets(found) if found else None
+    held_out = [renumbered_in_memory(rows, source, len(parts)) for source, rows in enumerate(parts) if rows is not None]
+    return datasets.concatenate_datasets(held_out) if held_out else None
 
 
 # -- the rows of an epoch ----------------------------------------------------------------------------------------------
 
 
-def _counts(mixture: MixturePlan, parts: Sequence[PreparedData]) -> list[int]:
-    """Rows of each source in an epoch. Raises DataError for a source that would have none."""
+def _rows_per_source(mixture: MixturePlan, parts: Sequence[PreparedData]) -> list[int]:
+    """Return how many rows of each source an epoch has. Raises DataError if a source would have none."""
     rows = [len(part.train) for part in parts]
     if mixture.shares is None:
         return rows
     counts = rows_per_epoch(rows, mixture.shares, mixture.settings.stopping_strategy)
     for name, share, count in zip(mixture.names, mixture.shares, counts, strict=True):
         if not count:
-            few = mixture.names[rows.index(min(rows))]
+            smallest = mixture.names[rows.index(min(rows))]
             raise DataError(
                 f"source {name} has no row in an epoch: {float(share):.3%} of {sum(counts):,} rows is less than one. "
-                f"Give it a larger weight, stopping_strategy: all_exhausted, or more data for {few}, which has "
+                f"Give it a larger weight, stopping_strategy: all_exhausted, or more data for {smallest}, which has "
                 f"{min(rows):,} rows"
             )
     return counts
 
 
-def _chosen(mixture: MixturePlan, parts: Sequence[PreparedData], counts: Sequence[int]) -> list[numpy.ndarray]:
-    """Row numbers within each source, int64 of shape (rows of it in an epoch,)."""
+def _choose_rows(mixture: MixturePlan, parts: Sequence[PreparedData], counts: Sequence[int]) -> list[numpy.ndarray]:
+    """Return the row numbers that an epoch uses of each source, int64 of shape (rows of the source in an epoch,)."""
     seed = mixture.plans[0].seed
     return [
         chosen_rows(count, len(part.train), numpy.random.default_rng([seed, source]))
@@ -107,12 +107,12 @@ def _chosen(mixture: MixturePlan, parts: Sequence[PreparedData], counts: Sequenc
     ]
 
 
-def _order(mixture: MixturePlan, parts: Sequence[PreparedData]) -> numpy.ndarray:
-    """Row numbers of an epoch among the rows of all sources, one source after the other; int64 of shape (rows,)."""
-    counts = _counts(mixture, parts)
+def _epoch_order(mixture: MixturePlan, parts: Sequence[PreparedData]) -> numpy.ndarray:
+    """Return the row numbers of an epoch in order, counted over the concatenated sources; int64 of shape (rows,)."""
+    counts = _rows_per_source(mixture, parts)
     sources, order = interleaved(counts), numpy.empty(sum(counts), dtype=numpy.int64)
     start = 0
-    for source, (part, chosen) in enumerate(zip(parts, _chosen(mixture, parts, counts), strict=True)):
+    for source, (part, chosen) in enumerate(zip(parts, _choose_rows(mixture, parts, counts), strict=True)):
         order[sources == source] = start + chosen
         start += len(part.train)
     return order
@@ -144,10 +144,11 @@ def _open(
         ]
     )
     if mixture.shares is not None:
-        train = train.select(_order(mixture, parts))
+        train = train.select(_epoch_order(mixture, parts))
     statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
-    beside = None if held_out is None else held_out.statistics
-    statistics.notes = statistics_of(mixture, [part.statistics for part in parts], beside).notes  # of today
+    held_out_statistics = None if held_out is None else held_out.statistics
+    # Notes are not cached: they also describe files next to the data, as of now.
+    statistics.notes = statistics_of(mixture, [part.statistics for part in parts], held_out_statistics).notes
     own = [
         renumbered(part.eval, "document", open_arrow(folder / f"eval-{source}.arrow"))
         for source, part in enumerate(parts)
@@ -164,12 +165,12 @@ def _statistics(
 ) -> DataStatistics:
     of_parts = [part.statistics for part in parts]
     statistics, sources = statistics_of(mixture, of_parts), source_statistics(mixture, of_parts)
-    counts = _counts(mixture, parts)
-    for source, part, chosen in zip(sources, parts, _chosen(mixture, parts, counts), strict=True):
+    counts = _rows_per_source(mixture, parts)
+    for source, part, chosen in zip(sources, parts, _choose_rows(mixture, parts, counts), strict=True):
         source.available_rows, source.rows = len(part.train), len(chosen)
         source.rows_left_out = max(0, source.available_rows - source.rows)
         source.passes = source.rows / source.available_rows
-        tokens, source.supervised_tokens = _tokens(part, chosen)
+        tokens, source.supervised_tokens = _count_tokens(part, chosen)
         statistics.blocks += source.rows
         statistics.train_tokens += tokens
         statistics.supervised_tokens += source.supervised_tokens
@@ -178,12 +179,12 @@ def _statistics(
     if held_out is not None:
         for name in ("eval_documents", "eval_rows", "eval_tokens"):
             setattr(statistics, name, getattr(held_out.statistics, name))
-    statistics.heldout_duplicates = _duplicates(mixture, statistics)
+    statistics.heldout_duplicates = _count_duplicates(mixture, statistics)
     return statistics
 
 
-def _tokens(part: PreparedData, chosen: numpy.ndarray) -> tuple[int, int]:
-    """Tokens in the chosen training rows, and those of them that are learned."""
+def _count_tokens(part: PreparedData, chosen: numpy.ndarray) -> tuple[int, int]:
+    """Return the number of tokens in the chosen training rows, and how many of them are learned."""
     if len(chosen) == len(part.train):
         return part.statistics.train_tokens, part.statistics.supervised_tokens
     times = numpy.bincount(chosen, minlength=len(part.train))
@@ -191,9 +192,10 @@ def _tokens(part: PreparedData, chosen: numpy.ndarray) -> tuple[int, int]:
     return int(times @ tokens), int(times @ learned)
 
 
-def _duplicates(mixture: MixturePlan, statistics: DataStatistics) -> int:
-    """Held-out documents, of whatever source, that are also a training document of any. Counts in ``statistics`` what
-    an ``eval_dataset`` read: the sources have not."""
+def _count_duplicates(mixture: MixturePlan, statistics: DataStatistics) -> int:
+    """Return how many held-out documents, of any source, are also a training document of any source.
+
+    What was read of an ``eval_dataset`` is added to ``statistics``, because no source has counted it."""
     trained, held_out = [], []
     for documents, train_order, eval_source, eval_order in map(one_source.sides_of, mixture.plans):
         trained.append(documents.digests[train_order])

@@ -1,4 +1,4 @@
-"""What a mixture is made of, and numbers of documents that no two of its sources share."""
+"""The plan of a mixture, and document numbers that are unique across its sources."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ROWS_AT_ONCE = 1024
 
 
 class MixturePlan(NamedTuple):
-    """``plans``: of the ``sources``, in their order. ``held_out``: of ``eval_dataset``, which takes the place of all
-    that the sources would hold out; None without one."""
+    """``plans``: one for each of ``sources``, in order. ``held_out``: the plan of ``eval_dataset``, which replaces all
+    held-out documents of the sources; None if there is no eval_dataset."""
 
     settings: DataSettings
     sources: tuple[SourceSettings, ...]
@@ -39,7 +39,7 @@ class MixturePlan(NamedTuple):
 
     @property
     def shares(self) -> Optional[list[Fraction]]:
-        """None without weights."""
+        """The share of each source, or None if the sources have no weights."""
         return None if self.sources[0].weight is None else shares_of(self.sources)
 
     @property
@@ -58,7 +58,7 @@ class MixturePlan(NamedTuple):
 
 
 def mixture_plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> MixturePlan:
-    """Raises DataError if a source cannot be found or read."""
+    """Return the plan of a mixture. Raises DataError if a source cannot be found or read."""
     sources = settings.sources
     plans = [plan_of(settings.of_source(source), tokenizer, seed, cache_dir, model_name) for source in sources]
     if settings.eval_dataset is None:
@@ -66,23 +66,26 @@ def mixture_plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, 
     plans = [
         plan._replace(held_out=None, settings=replace(plan.settings, validation_split_percentage=0.0)) for plan in plans
     ]
-    # Only what it holds out is used; its training rows are as few as can be asked for.
-    alone = replace(
+    # Only its held-out rows are used, so its training rows are kept as few as possible.
+    held_out_settings = replace(
         settings,
         dataset=settings.eval_dataset,
         stopping_strategy="first_exhausted",
         dataset_size=settings.max_eval_documents,
     )
     source = held_out_source(settings, cache_dir)
-    held_out = EncodingPlan(alone, Encoder.of(settings, tokenizer, model_name), source, source, seed, cache_dir)
+    held_out = EncodingPlan(
+        held_out_settings, Encoder.of(settings, tokenizer, model_name), source, source, seed, cache_dir
+    )
     return MixturePlan(settings, sources, tuple(plans), held_out)
 
 
 def statistics_of(
     mixture: MixturePlan, parts: Sequence[DataStatistics], held_out: Optional[DataStatistics] = None
 ) -> DataStatistics:
-    """What was read, dropped and held out, added up. ``parts``: of the sources, in their order. ``held_out``: of the
-    rows that were read beside them."""
+    """Add up what was read, dropped and held out.
+
+    ``parts``: statistics of the sources, in order. ``held_out``: statistics of the eval_dataset, if there is one."""
     total = DataStatistics(streaming=mixture.settings.streaming)
     for name, part in zip(mixture.names, parts, strict=True):
         total.add(part)
@@ -93,12 +96,12 @@ def statistics_of(
         total.add(held_out)
         for count in ("eval_documents", "eval_rows", "eval_tokens"):
             setattr(total, count, getattr(held_out, count))
-        total.notes += dict.fromkeys(held_out.notes)  # it is read as both sides of its plan
+        total.notes += dict.fromkeys(held_out.notes)  # its plan has the same source twice, so notes come twice
     return total
 
 
 def source_statistics(mixture: MixturePlan, parts: Sequence[DataStatistics]) -> list[SourceStatistics]:
-    """The counts of each source, before it is known which of its rows an epoch has."""
+    """Return the counts of each source, without those that depend on the rows of an epoch."""
     shares = mixture.shares or [None] * len(mixture.sources)
     return [
         SourceStatistics(
@@ -118,12 +121,13 @@ def source_statistics(mixture: MixturePlan, parts: Sequence[DataStatistics]) -> 
 
 
 def number_in_mixture(document: int, source: int, count: int) -> int:
-    """``document``: number within its source, the one at place ``source`` of ``count``."""
+    """Return the number in the mixture of a document with number ``document`` in its source. ``source``: index of the
+    source. ``count``: number of sources."""
     return document * count + source
 
 
 def rows_of_others(held_out: datasets.Dataset, source: int, count: int) -> Optional[datasets.Dataset]:
-    """Without those of the source at that place; None if none is left."""
+    """Return the held-out rows that are not of the source with index ``source``; None if none are left."""
     left = numpy.flatnonzero(numpy.asarray(held_out["document"]) % count != source)
     return held_out.select(left) if len(left) else None
 
@@ -136,7 +140,8 @@ def prepared(
     own: Sequence[datasets.Dataset],
     held_out: Optional[PreparedData],
 ) -> PreparedData:
-    """``own``: what the sources hold out, with their numbers in the mixture. ``held_out``: what takes its place."""
+    """Return the prepared data of a mixture. ``own``: held-out rows of the sources, renumbered for the mixture.
+    ``held_out``: prepared data of the eval_dataset, which replaces them."""
     import datasets
 
     if held_out is not None:
@@ -151,7 +156,7 @@ def prepared(
 
 
 def number_schema(column: str) -> pyarrow.Schema:
-    """Of ``documents`` (training rows) or ``document`` (held-out rows) alone."""
+    """Return the schema of only the column ``documents`` (of training rows) or ``document`` (of held-out rows)."""
     import pyarrow
 
     rows = training_schema(isolate=False) if column == "documents" else held_out_schema()
@@ -159,23 +164,23 @@ def number_schema(column: str) -> pyarrow.Schema:
 
 
 def numbers(rows: datasets.Dataset, column: str, source: int, count: int) -> Iterator[pyarrow.RecordBatch]:
-    """``column`` of the rows of one source as it is in the mixture."""
+    """Yield ``column`` of the rows of one source, with the document numbers of the mixture."""
     import pyarrow
     import pyarrow.compute
 
     schema = number_schema(column)
     for table in rows.select_columns([column]).with_format("arrow").iter(ROWS_AT_ONCE):
-        found = table[column].combine_chunks()
+        values = table[column].combine_chunks()
         if column == "documents":
-            starts = pyarrow.compute.subtract(found.offsets, found.offsets[0])
-            found = pyarrow.ListArray.from_arrays(starts, _in_mixture(found.flatten(), source, count))
+            starts = pyarrow.compute.subtract(values.offsets, values.offsets[0])
+            values = pyarrow.ListArray.from_arrays(starts, _numbers_in_mixture(values.flatten(), source, count))
         else:
-            found = _in_mixture(found, source, count)
-        yield pyarrow.RecordBatch.from_arrays([found], schema=schema)
+            values = _numbers_in_mixture(values, source, count)
+        yield pyarrow.RecordBatch.from_arrays([values], schema=schema)
 
 
-def _in_mixture(values: pyarrow.Array, source: int, count: int) -> pyarrow.Array:
-    """As ``number_in_mixture``, int32. More documents than that holds are an error of Arrow, not other numbers."""
+def _numbers_in_mixture(values: pyarrow.Array, source: int, count: int) -> pyarrow.Array:
+    """Return ``number_in_mixture`` of each value as int32. Arrow raises an error if a number does not fit."""
     import pyarrow
     import pyarrow.compute
 
@@ -184,14 +189,14 @@ def _in_mixture(values: pyarrow.Array, source: int, count: int) -> pyarrow.Array
 
 
 def renumbered(rows: datasets.Dataset, column: str, new: datasets.Dataset) -> datasets.Dataset:
-    """The same rows with ``new`` in the place of ``column``; nothing is copied."""
+    """Return the same rows with ``new`` instead of ``column``, without copying them."""
     import datasets
 
     return datasets.concatenate_datasets([rows.remove_columns([column]), new], axis=1)
 
 
 def renumbered_in_memory(rows: datasets.Dataset, source: int, count: int) -> datasets.Dataset:
-    """Held-out rows with their numbers in the mixture."""
+    """Return held-out rows with the document numbers of the mixture."""
     import datasets
     import pyarrow
 
@@ -200,7 +205,8 @@ def renumbered_in_memory(rows: datasets.Dataset, source: int, count: int) -> dat
 
 
 def row_tokens(rows: datasets.Dataset) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokens of every row, and those of them that are learned; int64 of shape (rows,). No row may be empty."""
+    """Return the number of tokens in each row, and how many of them are learned; both int64 of shape (rows,). No row
+    may be empty."""
     tokens, learned = [numpy.zeros(0, dtype=numpy.int64)], [numpy.zeros(0, dtype=numpy.int64)]
     for table in rows.select_columns(["labels"]).with_format("arrow").iter(ROWS_AT_ONCE):
         labels = table["labels"].combine_chunks()

@@ -1,4 +1,4 @@
-"""A mixture whose rows are made while training reads; every pass gives the same rows."""
+"""A mixture that creates its rows while training reads them. Every pass gives the same rows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from scu_trainer.data.text.stream import TrainingStream
 
 
 class MixtureStream:
-    """Each call reads the sources from their starts: in the asked shares, or one after the other without weights.
+    """Each call reads all sources from the start: with the given shares, or in sequence if they have no weights.
 
-    ``statistics`` describe the latest pass in this process. What a source read and dropped is counted the first time
-    that it is read in a pass; its rows are counted each time.
+    ``statistics`` describe the latest pass in this process. If a source is read several times in a pass, its read and
+    dropped rows count only the first time; the training rows it yields count each time.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class MixtureStream:
         statistics: DataStatistics,
         held_out: Optional[DataStatistics],
     ) -> None:
-        """``held_out``: of what was read beside the sources."""
+        """``held_out``: statistics of the eval_dataset, if there is one."""
         self.mixture, self.streams, self.statistics, self.held_out = mixture, list(streams), statistics, held_out
         self._at_start = statistics.as_dict()
 
@@ -67,8 +67,8 @@ class MixtureStream:
         counts[source].rows += 1
         counts[source].supervised_tokens += learned
         of_streams = [stream.statistics for stream in self.streams]
-        for count, found in zip(counts, source_statistics(self.mixture, of_streams), strict=True):
-            count.rows_read, count.rows_dropped, count.documents = found.rows_read, found.rows_dropped, found.documents
+        for count, read in zip(counts, source_statistics(self.mixture, of_streams), strict=True):
+            count.rows_read, count.rows_dropped, count.documents = read.rows_read, read.rows_dropped, read.documents
         set_shares(counts)
         total = statistics_of(self.mixture, of_streams, self.held_out)
         total.sources, total.notes = [asdict(count) for count in counts], self._at_start["notes"]
@@ -80,19 +80,20 @@ class MixtureStream:
 def prepare_mixture_stream(
     mixture: MixturePlan, parts: Sequence[PreparedData], held_out: Optional[PreparedData]
 ) -> PreparedData:
-    """``parts``: streams of the sources; ``held_out``: what ``eval_dataset`` holds out, if there is one."""
+    """Return a mixture of streams. ``parts``: prepared streams of the sources. ``held_out``: prepared data of the
+    eval_dataset, if there is one."""
     import datasets
 
     of_parts = [part.statistics for part in parts]
-    beside = None if held_out is None else held_out.statistics
-    statistics = statistics_of(mixture, of_parts, beside)
+    held_out_statistics = None if held_out is None else held_out.statistics
+    statistics = statistics_of(mixture, of_parts, held_out_statistics)
     statistics.sources = [asdict(item) for item in source_statistics(mixture, of_parts)]
     if mixture.shares is None:
-        statistics.notes.append("streaming without weights: one source after another; give weights to mix them")
+        statistics.notes.append("streaming without weights: sources are read in sequence; give weights to mix them")
     streams = [part.stream for part in parts]
     features = datasets.Features.from_arrow_schema(training_schema(mixture.settings.isolate_documents))
-    rows_of = MixtureStream(mixture, streams, statistics, beside)
-    train = datasets.IterableDataset.from_generator(rows_of, features=features)
+    stream = MixtureStream(mixture, streams, statistics, held_out_statistics)
+    train = datasets.IterableDataset.from_generator(stream, features=features)
     own = [
         renumbered_in_memory(part.eval, source, len(parts))
         for source, part in enumerate(parts)

@@ -1,7 +1,7 @@
-"""Documents -> rows of at most ``block_size`` tokens.
+"""Cut and pack documents into rows of at most ``block_size`` tokens.
 
-The first label of every row, and of every isolated document, is -100: nothing before it predicts it. So the labels
-other than -100 are exactly what a causal loss counts.
+The first label of every row, and of every isolated document, is -100, because no token before it predicts it. So a
+causal loss counts exactly the labels other than -100.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH = 8192, 2**21
-"""Values: tokens and labels, characters of texts. A batch is held in memory while it is written, and its place in the
-file whenever the file is open: few batches where rows are short, small ones where they are long."""
+"""Limits of an Arrow batch. Values are tokens, labels, and characters of texts. A batch is in memory while it is
+written, and its offset whenever the file is open. So there should be few batches if rows are short, and small ones if
+rows are long."""
 
 
 class NumberedDocument(NamedTuple):
-    """``input_ids`` and ``labels`` of shape (tokens,); ``number`` is its place among the documents of its source."""
+    """A document with ``input_ids`` and ``labels`` of shape (tokens,). ``number``: its index in its source."""
 
     number: int
     input_ids: numpy.ndarray
@@ -33,7 +34,7 @@ class NumberedDocument(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row; arrays of shape (length,). ``documents`` are the numbers of those inside, in order."""
+    """One row, with arrays of shape (length,). ``documents``: numbers of the documents in it, in order."""
 
     input_ids: numpy.ndarray
     labels: numpy.ndarray
@@ -46,7 +47,7 @@ class Row(NamedTuple):
 
 
 def packed(documents: Iterable[NumberedDocument], block_size: int, isolate: bool) -> Iterator[Row]:
-    """Rows of exactly ``block_size`` tokens over all documents, one after the other; the last one may be shorter."""
+    """Yield rows of exactly ``block_size`` tokens, cut from the concatenated documents. The last may be shorter."""
     segments: list[NumberedDocument] = []
     room = block_size
     for document in documents:
@@ -57,24 +58,25 @@ def packed(documents: Iterable[NumberedDocument], block_size: int, isolate: bool
             room -= end - start
             start = end
             if room == 0:
-                yield _joined(segments, isolate)
+                yield _join(segments, isolate)
                 segments, room = [], block_size
     if segments:
-        yield _joined(segments, isolate)
+        yield _join(segments, isolate)
 
 
 def windows(documents: Iterable[NumberedDocument], block_size: int) -> Iterator[Row]:
-    """Rows of one document each. They overlap by one token: all but a document's first are predicted once."""
+    """Yield rows of one document each. They overlap by one token, so that every token of a document except its first is
+    predicted exactly once."""
     for document in documents:
         for start in range(0, max(1, len(document.input_ids) - 1), block_size - 1):
-            yield _joined([_segment(document, start, start + block_size)], isolate=True)
+            yield _join([_segment(document, start, start + block_size)], isolate=True)
 
 
 def _segment(document: NumberedDocument, start: int, end: int) -> NumberedDocument:
     return NumberedDocument(document.number, document.input_ids[start:end], document.labels[start:end])
 
 
-def _joined(segments: list[NumberedDocument], isolate: bool) -> Row:
+def _join(segments: list[NumberedDocument], isolate: bool) -> Row:
     labels = numpy.concatenate([segment.labels for segment in segments])
     lengths = [len(segment.input_ids) for segment in segments]
     starts = numpy.cumsum([0, *lengths[:-1]])
@@ -89,7 +91,7 @@ def _joined(segments: list[NumberedDocument], isolate: bool) -> Row:
 
 
 def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]:
-    """Rows with a token to learn; the others are counted. A mean loss over a row without one is not a number."""
+    """Yield the rows that have a token to learn, and count the others as dropped: their mean loss would be NaN."""
     for row in rows:
         if row.learned_tokens:
             yield row
@@ -97,10 +99,11 @@ def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]
             statistics.drop(f"row of tokens with {NOTHING_TO_LEARN}", f"document {row.documents[0]}")
 
 
-class _Cut:
-    """Counts documents that do not fit into one row, and, once each, conversations and other documents of which a part
-    is not learned that go on in a further row, where the answer stands without its question. Where rows are packed,
-    short ones go on too."""
+class _CutCounter:
+    """Counts documents that do not fit into one row, and answers that are separated from their question.
+
+    The latter are documents with tokens that are not learned, such as conversations, that continue in another row.
+    Each is counted once. With packing, this happens to short documents too."""
 
     def __init__(self, statistics: DataStatistics) -> None:
         self._statistics = statistics
@@ -128,8 +131,8 @@ class _Cut:
 def training_rows(
     documents: Iterable[NumberedDocument], settings: DataSettings, statistics: DataStatistics
 ) -> Iterator[dict]:
-    """Columns of the training rows, counted in ``statistics``."""
-    cut = _Cut(statistics)
+    """Yield the columns of each training row, and count the rows in ``statistics``."""
+    cut = _CutCounter(statistics)
     documents = cut.watched(documents, settings.block_size)
     if settings.packing:
         rows = packed(documents, settings.block_size, settings.isolate_documents)
@@ -148,7 +151,7 @@ def training_rows(
 def held_out_rows(
     documents: Iterable[NumberedDocument], settings: DataSettings, statistics: DataStatistics
 ) -> Iterator[dict]:
-    """Columns of the held-out rows, counted in ``statistics``."""
+    """Yield the columns of each held-out row, and count the rows in ``statistics``."""
     for row in _learnable(windows(documents, settings.block_size), statistics):
         statistics.eval_rows += 1
         statistics.eval_tokens += row.learned_tokens
@@ -157,7 +160,7 @@ def held_out_rows(
 
 
 def training_schema(isolate: bool) -> pyarrow.Schema:
-    """Arrow types of ``training_rows``."""
+    """Return the Arrow schema of ``training_rows``."""
     import pyarrow
 
     tokens = pyarrow.list_(pyarrow.int32())
@@ -166,7 +169,7 @@ def training_schema(isolate: bool) -> pyarrow.Schema:
 
 
 def held_out_schema() -> pyarrow.Schema:
-    """Arrow types of ``held_out_rows``."""
+    """Return the Arrow schema of ``held_out_rows``."""
     import pyarrow
 
     tokens = pyarrow.list_(pyarrow.int32())
@@ -176,11 +179,11 @@ def held_out_schema() -> pyarrow.Schema:
 
 
 def record_batches(rows: Iterable[dict], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
-    """Arrow batches, of some megabytes at most unless one row is longer; arrays of integers go in without becoming
+    """Yield Arrow batches of at most some megabytes, unless one row is longer. Integer arrays are not converted to
     Python lists."""
     import pyarrow
 
-    for batch in batched(rows, _values, MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH):
+    for batch in batched(rows, _count_values, MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH):
         columns = [pyarrow.array([row[name] for row in batch], type=schema.field(name).type) for name in schema.names]
         yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
 
@@ -192,5 +195,5 @@ def in_memory(rows: Iterable[dict], schema: pyarrow.Schema) -> datasets.Dataset:
     return datasets.Dataset(pyarrow.Table.from_batches(list(record_batches(rows, schema)), schema))
 
 
-def _values(row: dict) -> int:
+def _count_values(row: dict) -> int:
     return sum(len(value) for value in row.values() if hasattr(value, "__len__"))

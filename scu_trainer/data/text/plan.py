@@ -1,4 +1,4 @@
-"""What is to be prepared, and what comes out."""
+"""The plan for preparing text data, and the prepared data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS_VERSION = 2  # raise it when the same documents and settings would give oth
 
 
 class HeldOutDocument(NamedTuple):
-    """One held-out document; ``document`` is its value in the column of that name of the held-out rows."""
+    """A held-out document. ``document`` is its number, as in the column ``document`` of the held-out rows."""
 
     document: int
     name: str
@@ -32,10 +32,10 @@ class HeldOutDocument(NamedTuple):
 class PreparedData:
     """Rows for a Trainer. ``eval`` is None if nothing is held out.
 
-    train: input_ids, labels, length, documents (numbers of those inside), and position_ids if they are isolated.
-    eval: input_ids, labels, length, document. ``fingerprint`` names data, settings and tokenizer together.
-    ``sources``: names of a mixture's sources, in order; empty without a mixture, or with held-out data of its own.
-    Document d then belongs to source d modulo their number. ``stream``: the TrainingStream behind ``train``, if any.
+    train: input_ids, labels, length, documents (numbers of the documents in the row), and position_ids if documents are
+    isolated. eval: input_ids, labels, length, document. ``fingerprint`` changes with data, settings or tokenizer.
+    ``sources``: names of a mixture's sources, in order, so that document d belongs to source d modulo their number;
+    empty without a mixture, or with a separate eval_dataset. ``stream``: the TrainingStream behind ``train``, if any.
     """
 
     train: Union[datasets.Dataset, datasets.IterableDataset]

@@ -1,8 +1,8 @@
-"""Settings -> rows to train on and rows held out.
+"""Prepare the training rows and held-out rows of one source.
 
     source ─▶ tokenized documents (cached: source, tokenizer, rules) ─▶ split by document ─▶ rows (cached: all settings)
 
-Tokenized documents are kept apart from rows, so another seed or block size does not tokenize again.
+Tokenized documents and rows are cached separately, so that another seed or block size does not tokenize again.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 Documents = TypeVar("Documents")
 
 WHOLE = 2**31 - 1
-"""Tokens in a row that no document exceeds."""
+"""A block size that no document exceeds, so that each document is one row."""
 
 
 def prepare_plan(plan: EncodingPlan) -> PreparedData:
-    """Training rows and held-out rows of one source, from the cache if nothing changed.
+    """Return the training rows and held-out rows of one source, from the cache if nothing changed.
 
     Raises DataError if there is nothing to learn from, StorageError if ``cache_dir`` cannot be written.
     """
@@ -54,12 +54,12 @@ def prepare_plan(plan: EncodingPlan) -> PreparedData:
         return prepare_stream(plan)
     folder = built_once(plan.cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
     prepared = _open(folder)
-    prepared.statistics.notes[:0] = plan.notes  # of today: they tell what lies beside the rows, too
+    prepared.statistics.notes[:0] = plan.notes  # not cached: they also describe files next to the data, as of now
     return prepared
 
 
 def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
-    """The held-out documents of a plan with a block_size of WHOLE, in memory, each in one row."""
+    """Return the held-out documents of a plan with block_size WHOLE, one per row, in memory; None if there are none."""
     if plan.settings.streaming:
         return prepare_stream(plan).eval
     _, _, documents, order = sides_of(plan)
@@ -68,8 +68,8 @@ def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
 
 
 def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> EncodingPlan:
-    """What decides the rows of one source. ``settings.chat_template`` becomes the tokenizer's own. Raises DataError if
-    the source cannot be found or read."""
+    """Return the plan of one source, and set ``settings.chat_template`` as the tokenizer's template. Raises DataError
+    if the source cannot be found or read."""
     source = training_source(settings, cache_dir)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
@@ -81,14 +81,14 @@ def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model
 def _template_notes(tokenizer, template: str) -> Iterator[str]:
     if spelled := spelled_markers(tokenizer, template) if template in CHAT_TEMPLATES else []:
         yield (
-            f"chat_template {template}: this tokenizer has no token for {', '.join(spelled)} and spells "
-            f"{'it' if len(spelled) == 1 else 'them'} out; that is learned too, but takes more tokens"
+            f"chat_template {template}: this tokenizer has no token for {', '.join(spelled)} and splits "
+            f"{'it' if len(spelled) == 1 else 'them'} into several; that is learned too, but takes more tokens"
         )
     if end := changing_end(tokenizer):
         yield (
-            f"chat_template {template}: this tokenizer makes other tokens of {end!r} at the end of a prompt than "
-            "before an answer, so the model is asked with other tokens than it was trained with; give a template "
-            "whose prompt ends in a marker or a single line break, such as chatml"
+            f"chat_template {template}: this tokenizer makes different tokens of {end!r} at the end of a prompt than "
+            "before an answer, so the prompt at inference differs from the one in training; give a template with a "
+            "prompt that ends in a marker or a single line break, such as chatml"
         )
 
 
@@ -112,10 +112,10 @@ def _write(folder: Path, plan: EncodingPlan) -> None:
 def both_sides(
     plan: EncodingPlan, read: Callable[[Source, int | None], Documents], statistics: DataStatistics
 ) -> tuple[Documents, numpy.ndarray, Documents, numpy.ndarray]:
-    """(training documents, their order, held-out documents, their order), counted in ``statistics``.
+    """Return (training documents, their order, held-out documents, their order), and count them in ``statistics``.
 
-    ``read(source, limit)``: documents with a length and ``digests``. ``plan``: its settings, source, held_out and seed
-    decide.
+    ``read(source, limit)`` returns documents with a length and ``digests``. Of ``plan``, only settings, source,
+    held_out and seed are used.
     """
     documents = eval_source = read(plan.source, plan.settings.dataset_size)
     train_order, eval_order = split(len(documents), plan, statistics)
@@ -130,13 +130,14 @@ def both_sides(
 
 
 def sides_of(plan: EncodingPlan) -> tuple[TokenizedDocuments, numpy.ndarray, TokenizedDocuments, numpy.ndarray]:
-    """``both_sides`` once more, when ``prepare_plan`` has counted them."""
+    """Return ``both_sides`` again without counting, after ``prepare_plan`` has counted them."""
     uncounted = DataStatistics()
     return both_sides(plan, functools.partial(tokenized, plan, statistics=uncounted), uncounted)
 
 
 def tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics: DataStatistics) -> TokenizedDocuments:
-    """The first ``limit`` documents of ``source``, counted in ``statistics``. Raises DataError if there is none."""
+    """Return the first ``limit`` documents of ``source``, and count them in ``statistics``. Raises DataError if there
+    are none."""
     workers = plan.settings.preprocessing_num_workers
     documents = tokenized_documents(source, plan.encoder, limit, plan.cache_dir, workers)
     statistics.add(documents.statistics)
@@ -149,12 +150,14 @@ def tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics:
     column, formats = plan.encoder.columns.system, documents.statistics.formats
     if column is not None and not any(f", {column}," in f"{name},".replace(")", ",") for name in formats):
         rows_read = documents.statistics.rows_read
-        statistics.notes.append(f"system_column {column!r} was read in none of the {rows_read:,} rows of {source.name}")
+        statistics.notes.append(
+            f"system_column {column!r} was not read in any of the {rows_read:,} rows of {source.name}"
+        )
     return documents
 
 
 def split(count: int, plan: EncodingPlan, statistics: DataStatistics) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Numbers of the training documents in the order of training, and of the held-out ones, ascending."""
+    """Return the numbers of the training documents, in random order, and of the held-out documents, ascending."""
     order = numpy.random.default_rng(plan.seed).permutation(count)
     percentage = plan.settings.validation_split_percentage
     if plan.held_out or percentage == 0:

@@ -1,4 +1,4 @@
-"""Is all of a conversation in what the chat template made of it? A template drops in silence what it does not know."""
+"""Find parts of a conversation that the chat template left out. A template silently drops what it does not know."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from scu_trainer.data.records import BadRow, Chat
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 ANYWHERE = ("system", "developer")
-"""Roles whose words templates put where they like."""
+"""Roles of messages that templates may move to another place."""
 
 
 class Part(NamedTuple):
-    """``what`` a message says, as ``texts`` of which each must be there. ``is_target``: it is to be learned."""
+    """A part of a message that should be in the rendered text. ``what`` names it, and each of ``texts`` must be found.
+    ``is_target``: the part is learned."""
 
     what: str
     texts: list[str]
@@ -26,20 +27,21 @@ class Part(NamedTuple):
 
 
 def rendered_away(chat: Chat, text: str, learns_prompt: bool) -> tuple[str, ...]:
-    """What of ``chat`` is not in ``text``, in words. Raises BadRow where something is missing that is to be learned.
+    """Return descriptions of the parts of ``chat`` that are missing in ``text``. Raises BadRow if a missing part is one
+    that should be learned.
 
-    ``learns_prompt``: every token is learned, what others say too.
+    ``learns_prompt``: every token is learned, including turns of other speakers.
     """
     missing, place = [], 0
     for part in _parts(chat, learns_prompt):
-        found = [_end_of(piece, text, place if part.is_in_order else 0) for piece in part.texts]
-        if None not in found:
-            place = max([place, *found]) if part.is_in_order else place
+        ends = [_end_of(piece, text, place if part.is_in_order else 0) for piece in part.texts]
+        if None not in ends:
+            place = max([place, *ends]) if part.is_in_order else place
         elif part.is_target:
             raise BadRow(
-                f"the chat template leaves out the {part.what} of message {part.message}, which is to be learned; give "
-                "a template that renders it (--chat_template qwen renders tools, calls and reasoning), or take it out "
-                "of the row"
+                f"the chat template leaves out the {part.what} of message {part.message}, which should be learned; "
+                "give a template that renders it (--chat_template qwen renders tools, calls and reasoning), or remove "
+                "it from the row"
             )
         else:
             missing.append(part.what)
@@ -57,7 +59,8 @@ def _parts(chat: Chat, learns_prompt: bool) -> Iterator[Part]:
 
 
 def _parts_of(message: dict, number: int, is_learned: bool, is_last_answer: bool) -> Iterator[Part]:
-    """Templates may drop the reasoning of earlier turns, as the models do at inference: that is counted."""
+    """Yield the parts of one message. Reasoning is a target only in the last answer: templates may drop it in earlier
+    turns, because models do not see it at inference either. That is only counted."""
     if "reasoning_content" in message:
         yield Part("reasoning", [message["reasoning_content"]], is_learned and is_last_answer, number)
     content = message.get("content", "")
@@ -74,7 +77,7 @@ def _parts_of(message: dict, number: int, is_learned: bool, is_last_answer: bool
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """The words and numbers in an argument."""
+    """Yield the names and values in an argument, at any depth."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield str(name)
@@ -87,7 +90,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _end_of(piece: str, text: str, start: int) -> int | None:
-    """Where ``piece`` ends in ``text`` behind ``start``, as it is or as JSON writes it; None where it is missing."""
+    """Return where ``piece`` ends in ``text`` after ``start``, as it is or escaped as JSON; None if it is missing."""
     piece = piece.strip()
     if not piece:
         return start

@@ -1,8 +1,8 @@
-"""Rows made while training reads: nothing is stored, and the first rows are ready at once.
+"""Create rows while training reads them: nothing is stored, and the first rows are ready immediately.
 
-The held-out documents are the *first* ones of the stream, since its end is not known: if the data are sorted (by date,
-by topic), give an ``eval_dataset``. Documents come in the order of the source. Every pass gives the same rows, so a
-resumed run can skip those that it has seen. ``validation_split_percentage`` counts only as zero or not zero.
+The *first* documents of the stream are held out, because its end is unknown. If the data are sorted (by date, by
+topic), give an ``eval_dataset``. Documents keep the order of the source. Every pass gives the same rows, so a resumed
+run can skip those that it has seen. Of ``validation_split_percentage`` it only matters whether it is zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TrainingStream:
         self._at_start = statistics.as_dict()
 
     def start_over(self) -> None:
-        """Forget what an earlier pass has counted."""
+        """Reset the statistics that an earlier pass counted."""
         vars(self.statistics).update(DataStatistics(**self._at_start).as_dict())
 
     def __call__(self) -> Iterator[dict]:
@@ -49,7 +49,7 @@ class TrainingStream:
         yield from training_rows(self._counted(islice(documents, self.skip, None)), plan.settings, self.statistics)
         if not self.statistics.supervised_tokens:
             raise DataError(
-                f"{plan.source.name} gave nothing to learn after {self.skip} held-out documents; dropped: "
+                f"{plan.source.name} has nothing to learn after the {self.skip} held-out documents; dropped: "
                 f"{self.statistics.dropped_in_words()}"
             )
 
@@ -60,7 +60,7 @@ class TrainingStream:
 
 
 def prepare_stream(plan: EncodingPlan) -> PreparedData:
-    """The same as ``prepare``, with an IterableDataset to train on."""
+    """Return the same as ``prepare_plan``, with an IterableDataset to train on."""
     import datasets
 
     statistics, first = DataStatistics(streaming=True, notes=[*plan.notes]), DataStatistics()
@@ -68,14 +68,14 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
     skip = 0 if plan.held_out else len(held_out)
     if skip:
         statistics.notes.append(f"streaming: the first {skip} documents are held out")
-    numbered = (NumberedDocument(number, one.input_ids, one.labels) for number, one in enumerate(held_out))
+    numbered = (NumberedDocument(n, document.input_ids, document.labels) for n, document in enumerate(held_out))
     rows = in_memory(held_out_rows(numbered, plan.settings, statistics), held_out_schema())
     features = datasets.Features.from_arrow_schema(training_schema(plan.settings.isolate_documents))
     stream = TrainingStream(plan, skip, statistics)
     train = datasets.IterableDataset.from_generator(stream, features=features)
-    if not skip and plan.source is not plan.held_out:  # in which format it is read is to be known before it is
+    if not skip and plan.source is not plan.held_out:  # read one document, to report its format before training
         list(usable_documents(plan.source, plan.encoder, 1, 1, first))
-    statistics.add(first)  # to be shown until training reads these rows again, and counts them then
+    statistics.add(first)  # for display; training resets these counts when it reads the rows again
     return PreparedData(
         train=train,
         eval=rows if len(rows) else None,
@@ -90,7 +90,8 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
 
 
 def _held_out_documents(plan: EncodingPlan, statistics: DataStatistics, first: DataStatistics) -> list[Document]:
-    """``first``: takes the counts of what the training stream will read again."""
+    """Return the held-out documents, and count them in ``statistics``; rows that the training stream will read again
+    are counted in ``first``."""
     if plan.held_out:
         documents = _first_documents(plan, plan.held_out, _held_out_limit(plan), statistics)
     elif plan.settings.validation_split_percentage:
@@ -106,12 +107,12 @@ def _held_out_limit(plan: EncodingPlan) -> int:
 
 
 def _first_of_training(plan: EncodingPlan, statistics: DataStatistics) -> list[Document]:
-    """The first documents of the training stream, which must go on after them."""
+    """Return the first documents of the training stream. Raises DataError if none would be left to train on."""
     limit = _held_out_limit(plan)
     documents = _first_documents(plan, plan.source, min(limit + 1, plan.settings.dataset_size or limit + 1), statistics)
     if len(documents) <= limit:
         raise DataError(
-            f"{plan.source.name} gives {len(documents)} documents and streaming holds out the first {limit}, so none "
+            f"{plan.source.name} has {len(documents)} documents and streaming holds out the first {limit}, so none "
             f"is left to train on; lower max_eval_documents below {len(documents)}, or set streaming: false"
         )
     return documents[:limit]

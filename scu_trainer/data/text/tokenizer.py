@@ -1,4 +1,4 @@
-"""A small tokenizer that is made on this machine: byte-level BPE, trained on the embedded Python documentation."""
+"""A small tokenizer that is trained locally: byte-level BPE on the embedded Python documentation."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ BOS, EOS, PAD, UNK = "<|bos|>", "<|eos|>", "<|pad|>", "<|unk|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = "qwen"
-"""With tools, calls and reasoning, and an end that is learned."""
+"""It renders tools, calls and reasoning, and its end-of-turn marker is learned."""
 
 
 def embedded_tokenizer(cache_dir: Path) -> PreTrainedTokenizerFast:
-    """The embedded tokenizer of 2048 tokens, trained at the first call and kept in ``cache_dir``."""
+    """Return the embedded tokenizer of 2048 tokens. The first call trains it and stores it in ``cache_dir``."""
     from transformers import PreTrainedTokenizerFast
 
     name = "-".join(["bpe", str(TOKENIZER_VERSION), *embedded_identity("python_docs")[2:]])
     folder = built_once(cache_dir / "tokenizer" / name, lambda new: _train(cache_dir).save_pretrained(new))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = read_chat_template(CHAT_TEMPLATE)  # the folder may hold that of an earlier version
+    tokenizer.chat_template = read_chat_template(CHAT_TEMPLATE)  # the cached one may be of an earlier version
     return tokenizer
 
 
@@ -43,7 +43,7 @@ def _train(cache_dir: Path) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
         special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte has a token: no text is unknown
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte has a token, so no text is unknown
         show_progress=False,
     )
     texts = (record.value["text"] for record in read_embedded("python_docs", cache_dir, "text"))

@@ -1,9 +1,9 @@
-"""Texts with categories -> rows of words, held-out rows, and the statistics of what was left out.
+"""Prepare texts with categories as training rows and held-out rows of words, with statistics of what was dropped.
 
     source ─▶ texts (cached) ─▶ split by text ─▶ words and categories of the training texts ─▶ rows (cached)
 
-Nothing of a held-out text decides what is a word: its unknown words and unknown categories are counted. Every row
-holds words of one text, because it carries one category; long texts go on in further rows.
+The vocabulary comes only from the training texts; unknown words and categories of held-out texts are counted. Every row
+contains words of one text, because it has one category; long texts continue in more rows.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ UNKNOWN_CATEGORY = "<unknown>"
 
 @dataclass
 class WordStatistics(DataStatistics):
-    """``words``, ``eval_words``: of the texts, without begin and end; ``unknown_...``: those of them that are <unk>.
+    """``words``, ``eval_words``: words of the texts, without <bos> and <eos>; ``unknown_...``: those that are <unk>.
 
-    without_category: texts that have none. unknown_categories: texts of a category that the model does not know,
-    because no training text had it. Both with the held-out texts. ``per_category``: training texts of each.
+    without_category: texts without a category. unknown_categories: texts with a category that no training text has, so
+    that the model does not know it. Both include held-out texts. ``per_category``: training texts by category.
     """
 
     vocabulary: int = 0
@@ -63,7 +63,7 @@ class WordStatistics(DataStatistics):
     per_category: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """A few lines for a person."""
+        """Return a summary of a few lines."""
         lines = [
             *super().lines(),
             f"vocabulary: {self.vocabulary:,} words; <unk>: {_share(self.unknown_words, self.words)} of the training "
@@ -76,7 +76,7 @@ class WordStatistics(DataStatistics):
             lines.append(f"{self.without_category:,} texts have no category; they count as {UNKNOWN_CATEGORY}")
         if self.unknown_categories:
             lines.append(
-                f"{self.unknown_categories:,} texts have a category that training did not have; they count as "
+                f"{self.unknown_categories:,} texts have a category that no training text has; they count as "
                 f"{UNKNOWN_CATEGORY}"
             )
         return lines
@@ -88,14 +88,14 @@ def _share(part: int, whole: int) -> str:
 
 @dataclass(frozen=True)
 class PreparedWords(PreparedData):
-    """Rows as of PreparedData with ``category_ids``, one number per row. ``category_names``: by that number."""
+    """PreparedData of rows that also have ``category_ids``, one number per row. ``category_names``: names by number."""
 
     tokenizer: PreTrainedTokenizerFast
     category_names: tuple[str, ...]
 
 
-class _Known(NamedTuple):
-    """Words and categories: those of the training texts, or what a trained model brings along."""
+class _Vocabulary(NamedTuple):
+    """Known words and categories: those of the training texts, or those of a trained model."""
 
     tokenizer: PreTrainedTokenizerFast
     category_names: tuple[str, ...]
@@ -115,7 +115,7 @@ class _Plan(NamedTuple):
     held_out: Optional[Source]
     seed: int
     cache_dir: Path
-    known: Optional[_Known]
+    known: Optional[_Vocabulary]
 
     @property
     def columns(self) -> Columns:
@@ -126,8 +126,9 @@ class _Plan(NamedTuple):
         words = [getattr(self.own, name) for name in ("lowercase", "vocabulary_size", "min_word_count")]
         return digest_of(self._texts, self.known.identity if self.known else words)
 
-    def fingerprint(self, known: _Known) -> str:
-        """Of data, settings and words: the same whether a trained model brings these or they were learned again."""
+    def fingerprint(self, known: _Vocabulary) -> str:
+        """Return a digest of data, settings and vocabulary. It is the same whether the vocabulary comes from a trained
+        model or was built again."""
         return digest_of(self._texts, known.identity)
 
     @property
@@ -147,13 +148,14 @@ def prepare_words(
     tokenizer: Optional[PreTrainedTokenizerFast] = None,
     category_names: Sequence[str] = (UNKNOWN_CATEGORY,),
 ) -> PreparedWords:
-    """Rows of words with the category of their text, from the cache if nothing changed.
+    """Return rows of words with the category of their text, from the cache if nothing changed.
 
-    ``tokenizer``: of a trained model, with its ``category_names``; None: words and categories of the training texts.
-    train: input_ids, labels, length, documents, category_ids. eval: the same with ``document``. Raises DataError if
-    there is nothing to learn from, StorageError if ``cache_dir`` cannot be written.
+    ``tokenizer``, ``category_names``: those of a trained model; without a tokenizer, words and categories are taken
+    from the training texts. train: input_ids, labels, length, documents, category_ids. eval: the same, but with
+    ``document`` instead of documents. Raises DataError if there is nothing to learn from, StorageError if ``cache_dir``
+    cannot be written.
     """
-    known = _Known(tokenizer, tuple(category_names)) if tokenizer is not None else None
+    known = _Vocabulary(tokenizer, tuple(category_names)) if tokenizer is not None else None
     source = _source(data, own, cache_dir)
     held_out = source.held_out
     if data.eval_dataset:
@@ -193,7 +195,7 @@ def _write(folder: Path, plan: _Plan) -> None:
     statistics = WordStatistics(notes=[*notes_of(plan.source, plan.held_out)])
     read = functools.partial(_texts, plan, statistics=statistics)
     texts, train_order, eval_texts, eval_order = both_sides(plan, read, statistics)
-    known = plan.known or _learned(texts, train_order, plan.own)
+    known = plan.known or _build_vocabulary(texts, train_order, plan.own)
     encoder = _Encoder(known, statistics)
     statistics.vocabulary = len(known.tokenizer)
     _write_training_rows(folder, encoder, texts, train_order, plan)
@@ -214,37 +216,38 @@ def _texts(plan: _Plan, source: Source, limit: int | None, statistics: WordStati
     return texts
 
 
-def _learned(texts: Texts, order: numpy.ndarray, own: WordSettings) -> _Known:
-    """Words and categories of the training texts, the most frequent category first."""
+def _build_vocabulary(texts: Texts, order: numpy.ndarray, own: WordSettings) -> _Vocabulary:
+    """Return the words and categories of the training texts, the most frequent category first."""
     tokenizer = word_tokenizer(([text.text for _, text in batch] for batch in texts.batches(order)), own)
     counts = texts.category_counts(order)
     names = sorted(counts.keys() - {None, UNKNOWN_CATEGORY}, key=lambda name: (-counts[name], name))
-    return _Known(tokenizer, (UNKNOWN_CATEGORY, *names))
+    return _Vocabulary(tokenizer, (UNKNOWN_CATEGORY, *names))
 
 
 class _Encoder:
-    """Texts -> documents of words, counted in ``statistics``. ``category_ids``: by number of the document."""
+    """Turns texts into documents of words, and counts them in ``statistics``."""
 
-    def __init__(self, known: _Known, statistics: WordStatistics) -> None:
+    def __init__(self, known: _Vocabulary, statistics: WordStatistics) -> None:
         self.tokenizer, self.statistics = known.tokenizer, statistics
         self.numbers = {name: number for number, name in enumerate(known.category_names)}
 
     def documents(
         self, texts: Texts, order: numpy.ndarray, category_ids: numpy.ndarray, held_out: bool, described: list
     ) -> Iterator[NumberedDocument]:
-        """In the given order. ``category_ids`` (texts,) is filled, ``described`` grows if ``held_out``, as they go."""
+        """Yield the documents in the given order. Meanwhile, fill ``category_ids`` of shape (texts,) by document number
+        and, if ``held_out``, append to ``described``."""
         for batch in texts.batches(order):
             encoded = self.tokenizer([text.text for _, text in batch], verbose=False)["input_ids"]
             for (number, text), ids in zip(batch, encoded, strict=True):
                 words = numpy.asarray([*ids, self.tokenizer.eos_token_id], dtype=numpy.int32)
-                category_ids[number] = self._category(text.category, held_out)
-                self._count(words, held_out)
+                category_ids[number] = self._category_id(text.category, held_out)
+                self._count_words(words, held_out)
                 if held_out:
                     utf8_bytes = len(text.text.encode("utf-8", "surrogatepass"))
                     described.append(HeldOutDocument(number, text.name, len(words), utf8_bytes))
                 yield NumberedDocument(number, words, words.copy())
 
-    def _category(self, name: Optional[str], held_out: bool) -> int:
+    def _category_id(self, name: Optional[str], held_out: bool) -> int:
         statistics = self.statistics
         number = self.numbers.get(name or UNKNOWN_CATEGORY, 0)
         statistics.without_category += name is None and len(self.numbers) > 1
@@ -253,7 +256,7 @@ class _Encoder:
             statistics.per_category[name] = statistics.per_category.get(name, 0) + 1
         return number
 
-    def _count(self, words: numpy.ndarray, held_out: bool) -> None:
+    def _count_words(self, words: numpy.ndarray, held_out: bool) -> None:
         unknown = int((words == self.tokenizer.unk_token_id).sum())
         if held_out:
             self.statistics.eval_words += len(words) - 2
@@ -271,7 +274,7 @@ def _write_training_rows(folder: Path, encoder: _Encoder, texts: Texts, order: n
     rows = ({**row, "category_ids": int(category_ids[row["documents"][0]])} for row in rows)
     write_arrow(folder / "train.arrow", schema, record_batches(rows, schema))
     if not encoder.statistics.supervised_tokens:
-        raise DataError(f"{plan.source.name} gave no word to learn; dropped: {encoder.statistics.dropped_in_words()}")
+        raise DataError(f"{plan.source.name} has no word to learn; dropped: {encoder.statistics.dropped_in_words()}")
 
 
 def _write_held_out_rows(

@@ -1,7 +1,7 @@
-"""Texts with a category that come with Python itself: sections of its documentation under their titles.
+"""Texts with a category from the Python installation: sections of its documentation, with their titles.
 
-The category is the topic of the language reference, or the module or package of the standard library. Deterministic for
-a given Python; a section that stands in several places counts once, in the first.
+The category is the topic of the language reference, or the module or package of the standard library. The extraction is
+deterministic for a given Python. A section that occurs in several places is used only once, in the first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNDERLINE = re.compile(r"^(?P<title>\S.*)\n([*=~^\"-])\2{2,}[ ]*$", re.MULTILIN
 
 
 def embedded_sections(cache_dir: Path, text_column: str, category_column: str | None) -> Source:
-    """The source of all sections, extracted at the first call and kept in ``cache_dir``."""
+    """Return the source of all sections. Its first read extracts them and caches them in ``cache_dir``."""
     identity = [*embedded_identity(EMBEDDED_WORD_DATASET), SECTIONS_VERSION]
 
     def read() -> Iterator[Record]:
@@ -41,13 +41,13 @@ def _extract(folder: Path) -> None:
     import pyarrow
 
     schema = pyarrow.schema({name: pyarrow.string() for name in ("name", "category", "text")})
-    rows = list(_once(chain(_reference_sections(), _library_sections())))
+    rows = list(_without_repeats(chain(_reference_sections(), _library_sections())))
     if not rows:
         raise DataError(f"this Python has no text for {EMBEDDED_WORD_DATASET!r}; give a file or a Hub id")
     write_arrow(folder / "sections.arrow", schema, [pyarrow.RecordBatch.from_pylist(rows, schema=schema)])
 
 
-def _once(sections: Iterator[tuple[str, str]]) -> Iterator[dict[str, str]]:
+def _without_repeats(sections: Iterator[tuple[str, str]]) -> Iterator[dict[str, str]]:
     seen: set[str] = set()
     numbers: dict[str, int] = {}
     for category, text in sections:
@@ -73,7 +73,7 @@ def _library_sections() -> Iterator[tuple[str, str]]:
 
 
 def sections_of(text: str) -> Iterator[str]:
-    """Parts of ``text``, each from one underlined title to the next; the lines under the titles are left out."""
+    """Yield the sections of ``text``, each from one underlined title to the next, without the underlines."""
     starts = [match.start() for match in _UNDERLINE.finditer(text)]
     for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
         section = _UNDERLINE.sub(r"\g<title>", text[start:end]).strip()

@@ -1,4 +1,4 @@
-"""Texts with their categories, read one at a time and kept in a memory-mapped file."""
+"""Read texts with their categories one at a time, and store them in a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 TEXTS_VERSION = 1  # raise it when the same rows would give other texts
 TEXTS_PER_READ = 64
-BATCH_CHARACTERS = 2**20  # a text is longer than its tokens; arrow holds what one batch was given until it is written
+BATCH_CHARACTERS = 2**20  # Arrow keeps a batch in memory until it is written
 
 
 class Columns(NamedTuple):
-    """Names of the columns; ``category`` None: texts have none."""
+    """Names of the columns. ``category`` is None if texts have no category."""
 
     text: str
     category: Optional[str]
 
 
 class LabelledText(NamedTuple):
-    """``category`` None: the row has none. ``name``: its place in the source."""
+    """A text with its category, or None if the row has none. ``name``: its place in the source."""
 
     text: str
     category: Optional[str]
@@ -44,15 +44,15 @@ class LabelledText(NamedTuple):
 
 
 class Texts(StoredDocuments):
-    """Texts with their categories."""
+    """Stored texts with their categories."""
 
     def category_counts(self, numbers: numpy.ndarray) -> dict[Optional[str], int]:
-        """How many of these texts there are of each category."""
+        """Return the number of texts of each category, among the texts with these numbers."""
         categories = self._rows.select_columns("category")[:]["category"].take(numbers)
-        return {found["values"]: found["counts"] for found in categories.value_counts().to_pylist()}
+        return {count["values"]: count["counts"] for count in categories.value_counts().to_pylist()}
 
     def batches(self, order: numpy.ndarray) -> Iterator[list[tuple[int, LabelledText]]]:
-        """Numbers and texts in the given order; a few are in memory at a time."""
+        """Yield lists of (number, text) in the given order. Only a few texts are in memory at a time."""
         for start in range(0, len(order), TEXTS_PER_READ):
             numbers = order[start : start + TEXTS_PER_READ]
             table = self._rows[numbers].select(LabelledText._fields)
@@ -60,9 +60,9 @@ class Texts(StoredDocuments):
 
 
 def stored_texts(source: Source, columns: Columns, skip_bad_rows: bool, limit: int | None, cache_dir: Path) -> Texts:
-    """The first ``limit`` usable texts of a source (all if None), from the cache if nothing changed.
+    """Return the first ``limit`` usable texts of a source (all if None), from the cache if nothing changed.
 
-    Raises DataError at the first row that cannot be used unless ``skip_bad_rows``, and if none is left.
+    Raises DataError at the first row that cannot be used unless ``skip_bad_rows`` is set, and if no text is left.
     """
 
     def write(folder: Path) -> None:
@@ -88,7 +88,7 @@ def _usable(
     for record in records:
         statistics.rows_read += 1
         try:
-            text = _understood(record, columns)
+            text = _labelled_text(record, columns)
         except BadRow as error:
             if not skip_bad_rows:
                 raise DataError(
@@ -102,26 +102,26 @@ def _usable(
             statistics.drop(EMPTY, record.place)
 
 
-def _understood(record: Record, columns: Columns) -> LabelledText:
+def _labelled_text(record: Record, columns: Columns) -> LabelledText:
     if record.problem:
         raise BadRow(record.problem)
-    text = _column(record.value, columns.text, "text_column", "")
+    text = _value_of(record.value, columns.text, "text_column", "")
     if not isinstance(text, str):
         raise BadRow(f"column {columns.text!r} holds {type(text).__name__}, not text")
-    return LabelledText(text, _category(record.value, columns.category), record.place)
+    return LabelledText(text, _category_of(record.value, columns.category), record.place)
 
 
-def _category(row: dict, column: str | None) -> Optional[str]:
+def _category_of(row: dict, column: str | None) -> Optional[str]:
     if column is None:
         return None
-    value = _column(row, column, "category_column", ", or set category_column to an empty value to learn without")
+    value = _value_of(row, column, "category_column", ", or set category_column to an empty value to learn without")
     if value is not None and not isinstance(value, (str, int, float)):
         raise BadRow(f"column {column!r} holds {type(value).__name__}, not a category (text or a number)")
-    name = "" if value is None or value != value else str(value).strip()  # NaN: how tables write "nothing"
+    name = "" if value is None or value != value else str(value).strip()  # tables use NaN for a missing value
     return name or None
 
 
-def _column(row: dict, column: str, setting: str, otherwise: str):
+def _value_of(row: dict, column: str, setting: str, otherwise: str):
     if column not in row:
         raise BadRow(
             f"has no column {column!r}; its columns: {', '.join(map(str, row)) or 'none'}"
@@ -138,7 +138,7 @@ def _schema() -> pyarrow.Schema:
 
 
 def _batches(texts: Iterable[LabelledText]) -> Iterator[pyarrow.RecordBatch]:
-    """Arrow batches of few texts or few characters."""
+    """Yield Arrow batches, limited in number of texts and of characters."""
     for batch in batched(texts, lambda text: len(text.text), 4 * TEXTS_PER_READ, BATCH_CHARACTERS):
         yield from record_batches(map(_columns_of, batch), _schema())
 

@@ -1,4 +1,5 @@
-"""Words: text is cut at blanks and around each punctuation mark; the most frequent of the training texts are known."""
+"""Word tokenizers: text is split at white space and around punctuation, and the vocabulary is the most frequent words
+of the training texts."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ SPECIAL = PAD, UNKNOWN, BEGIN, END = "<pad>", "<unk>", "<bos>", "<eos>"
 
 
 def word_tokenizer(texts: Iterable[list[str]], own: WordSettings) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most ``own.vocabulary_size`` words, special ones included. ``texts``: read once, in batches.
+    """Return a tokenizer trained on ``texts`` (batches of texts, read once), with at most ``own.vocabulary_size`` words
+    including the special ones.
 
-    A text that holds the likes of "<eos>" itself is cut like any other. Each text begins with <bos>.
+    Special words such as "<eos>" inside a text are split like any other text. Each text begins with <bos>.
     """
     from tokenizers import models, trainers
 
-    tokenizer = _cutting(models.WordLevel(unk_token=UNKNOWN), own.lowercase)
+    tokenizer = _splitting_tokenizer(models.WordLevel(unk_token=UNKNOWN), own.lowercase)
     trainer = trainers.WordLevelTrainer(
         vocab_size=own.vocabulary_size,
         min_frequency=own.min_word_count,
@@ -29,18 +31,19 @@ def word_tokenizer(texts: Iterable[list[str]], own: WordSettings) -> PreTrainedT
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return _ready(tokenizer)
+    return _as_transformers(tokenizer)
 
 
 def tokenizer_of(words: Sequence[str], own: WordSettings) -> PreTrainedTokenizerFast:
-    """One that knows these ``words``, by number, special ones first as in ``word_tokenizer``."""
+    """Return a tokenizer with the given vocabulary, ordered by id and with special words first as in
+    ``word_tokenizer``."""
     from tokenizers import models
 
-    known = {word: number for number, word in enumerate(words)}
-    return _ready(_cutting(models.WordLevel(known, unk_token=UNKNOWN), own.lowercase))
+    vocabulary = {word: number for number, word in enumerate(words)}
+    return _as_transformers(_splitting_tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN), own.lowercase))
 
 
-def _cutting(words: Any, lowercase: bool) -> Any:
+def _splitting_tokenizer(words: Any, lowercase: bool) -> Any:
     from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(words)
@@ -50,7 +53,7 @@ def _cutting(words: Any, lowercase: bool) -> Any:
     return tokenizer
 
 
-def _ready(tokenizer: Any) -> PreTrainedTokenizerFast:
+def _as_transformers(tokenizer: Any) -> PreTrainedTokenizerFast:
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
