@@ -1,2 +1,2 @@
-"""Runs in a browser: pages over the files of runs. Reads what the rooms of runs and reports read, and acts through
-them."""
+"""The board: web pages that show runs in a browser. It reads the files of runs and acts on them through
+``scu_trainer.runs`` and ``scu_trainer.report``."""

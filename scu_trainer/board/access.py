@@ -1,7 +1,7 @@
-"""Who may see the board: whoever has the token that was printed at its start, from a page of the board itself.
+"""Access control of the board. A request needs the token that was printed at the start.
 
-The token keeps out other people and other programs of this machine; the checks of Host and Origin (scu_trainer/
-listening.py) keep out web sites that are open in the same browser.
+The token keeps out other users and other programs on this machine. The checks of Host and Origin
+(``scu_trainer/listening.py``) keep out web sites that are open in the same browser.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-"""Styles inside of a page are those of our drawings."""
+"""Inline styles are allowed because our drawings contain them."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",  # with no-referrer a browser would not tell us the origin of our own forms
+    "Referrer-Policy": "same-origin",  # with no-referrer, browsers would not send the origin of our own forms
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -39,7 +39,8 @@ STRANGERS = {
 
 
 class Guard:
-    """In front of an application (ASGI). ``hosts``: what may stand in the header Host, as "127.0.0.1:7860"."""
+    """ASGI middleware that protects an application. ``hosts``: allowed values of the header Host, such as
+    "127.0.0.1:7860"."""
 
     def __init__(self, app: Any, token: str, hosts: Iterable[str], cookie: str) -> None:
         self.app, self.cookie = app, cookie
@@ -51,36 +52,36 @@ class Guard:
             return await self.app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        answer = self._answer(scope, Headers(scope=scope)) or self.app
-        await answer(scope, receive, _with_headers(send))
+        app = self._refusal_or_redirect(scope, Headers(scope=scope)) or self.app
+        await app(scope, receive, _with_headers(send))
 
-    def _answer(self, scope: Any, headers: Headers) -> Optional[Response]:
-        """What is said in place of the page; None where it may be seen."""
+    def _refusal_or_redirect(self, scope: Any, headers: Headers) -> Optional[Response]:
+        """Return the response to send instead of the page; None if the request may see it."""
         code = stranger(self._hosts, headers, len(headers.getlist("host")))
         if code is not None:
-            return _refused(STRANGERS[code], code)
-        if self._is_ours(headers.get("authorization", "").removeprefix("Bearer ")):
-            return None  # a program: no browser sends this by itself
-        asked = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if asked and scope["method"] in READING and self._is_ours(asked):
-            return self._let_in()
-        if not self._is_ours(cookie_parser(headers.get("cookie", "")).get(self.cookie, "")):
-            return _refused("open the board with the address that it printed when it started, including the token", 401)
+            return _refusal(STRANGERS[code], code)
+        if self._is_token(headers.get("authorization", "").removeprefix("Bearer ")):
+            return None  # a program, because no browser sends this header on its own
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if given and scope["method"] in READING and self._is_token(given):
+            return self._redirect_with_cookie()
+        if not self._is_token(cookie_parser(headers.get("cookie", "")).get(self.cookie, "")):
+            return _refusal("open the board with the address that it printed when it started, including the token", 401)
         if scope["method"] not in READING and "origin" not in headers:
-            return _refused("a change needs the header Origin, or the token as Authorization: Bearer", 403)
+            return _refusal("a change needs the header Origin, or the token as Authorization: Bearer", 403)
         return None
 
-    def _is_ours(self, given: str) -> bool:
+    def _is_token(self, given: str) -> bool:
         return is_same_secret(given, self._token)
 
-    def _let_in(self) -> Response:
-        """The token goes into a cookie and out of the address, where a screenshot would show it."""
+    def _redirect_with_cookie(self) -> Response:
+        """Store the token in a cookie and remove it from the address, where a screenshot would show it."""
         answer = RedirectResponse("/", 303)
         answer.set_cookie(self.cookie, self._token.decode(), httponly=True, samesite="strict", path="/")
         return answer
 
 
-def _refused(why: str, code: int) -> Response:
+def _refusal(why: str, code: int) -> Response:
     return PlainTextResponse(f"{why}\n", code)
 
 

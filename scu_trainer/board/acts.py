@@ -1,4 +1,4 @@
-"""Start, stop and resume, as ``scu-trainer runs`` does them; what it refuses is refused here in the same words."""
+"""Start, stop and resume runs as ``scu-trainer runs`` does, with the same errors."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, check_name
 
 STOP_WAITS_S = 1.0
-"""The page does not wait for the checkpoint: it shows the run stopping."""
+"""The page does not wait for the checkpoint, but shows that the run is stopping."""
 
 Start = Callable[[Path, str, str, Sequence[str]], str]
-"""Of a configuration file, a name ("": that of the file), a device and flags; returns the name. Reading them is the
-command line's."""
+"""Takes a configuration file, a name ("": use the one in the file), a device and flags; starts the run and returns its
+name. The command line provides this function, because it parses the flags."""
 
 
 @dataclass
 class Acts:
-    """``configurations``: files and folders of files that a run may be started from; a request chooses one of them."""
+    """Actions on runs. ``configurations``: configuration files, and folders of them, from which runs may be started."""
 
     configurations: Sequence[Path]
     begin: Start
     hands: Hands = field(default_factory=Hands)
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
-    # The locks of runs tell processes apart, not the threads of this one.
+    # Needed because the locks of runs exclude other processes, but not other threads of this process.
 
     def choices(self) -> list[str]:
-        """Configuration files, as they are shown and chosen."""
-        found = [
+        """Return the configuration files to choose from."""
+        paths = [
             path for place in self.configurations for path in (sorted(_files(place)) if place.is_dir() else [place])
         ]
-        return [str(path) for path in found if path.is_file()]
+        return [str(path) for path in paths if path.is_file()]
 
     def start(self, config: str, name: str, device: str, flags: str) -> str:
-        """Raises a UserError. ``flags``: as one would type them."""
+        """Start a run and return its name. ``flags``: flags as typed on a command line. Raises UserError."""
         if config not in self.choices():
-            raise SettingsError(f"{config!r} is not one of the configuration files here; choose one of the list")
+            raise SettingsError(f"{config!r} is not one of the configuration files here; choose one from the list")
         if name:
             check_name(name)
         try:

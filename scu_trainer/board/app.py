@@ -29,15 +29,15 @@ from scu_trainer.secrets import redact
 ALONE = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 )
-"""Of pages that are whole documents: their script may switch colours, and ask for nothing."""
+"""Content-Security-Policy of pages that are complete documents: their script may switch colours but load nothing."""
 
 MOST_BYTES = 1 << 20
-"""Of what a form or a conversation sends."""
+"""Largest body of a request."""
 
 CONFLICT, NOT_FOUND, TOO_LARGE = 409, 404, 413
 DEVICES = ("auto", "cpu", "gpu-0", "gpu-1", "gpu-2", "gpu-3", "gpu-4", "gpu-5", "gpu-6", "gpu-7")
 FIELDS = ("config", "name", "device", "flags")
-"""Of the form that starts a run."""
+"""Fields of the form that starts a run."""
 
 ROLES = ("user", "assistant", "system")
 
@@ -45,7 +45,8 @@ Answer = Callable[[str, Sequence[Mapping[str, str]]], Iterator[str]]
 
 
 class Board:
-    """What the pages share. ``answer``: pieces of text by the folder of a model and the messages so far."""
+    """The pages and their shared state. ``answer``: takes the folder of a model and the messages so far, and yields
+    pieces of the answer."""
 
     def __init__(self, root: Path, acts: Acts, answer: Answer) -> None:
         self.root, self.acts, self.answer = root, acts, answer
@@ -53,7 +54,7 @@ class Board:
         self._learned: dict[Path, str] = {}
 
     def application(self) -> Starlette:
-        """Without a guard: put access.Guard before it."""
+        """Return the ASGI application. It has no access control: wrap it in access.Guard."""
         pages = (
             ("/", "GET", self.runs),
             ("/start", "GET", self.start_page),
@@ -68,8 +69,8 @@ class Board:
             ("/chat/answer", "POST", self.chat_answer),
             ("/static/{name}", "GET", _static),
         )
-        routes = [Route(path, _guarded(act), methods=[method]) for path, method, act in pages]
-        return Starlette(routes=routes, exception_handlers={NOT_FOUND: _nothing_here})
+        routes = [Route(path, _in_thread(act), methods=[method]) for path, method, act in pages]
+        return Starlette(routes=routes, exception_handlers={NOT_FOUND: _no_such_page})
 
     # -- list ----------------------------------------------------------------------------------------------------------
 
@@ -89,9 +90,9 @@ class Board:
     # -- one run -------------------------------------------------------------------------------------------------------
 
     def run(self, request: Request, _: Mapping[str, str]) -> Response:
-        return self._shown(run_below(self.root, request.path_params["name"]))
+        return self._run_page(run_below(self.root, request.path_params["name"]))
 
-    def _shown(self, run: Run, error: str = "", code: int = 200) -> Response:
+    def _run_page(self, run: Run, error: str = "", code: int = 200) -> Response:
         found = look_at(run, self.acts.hands.machine)
         facts = list(words.facts(found)) if found.state.status != "unreadable" else [("status", found.state.detail)]
         return show(
@@ -110,17 +111,17 @@ class Board:
         try:
             act(run)
         except UserError as error:
-            return self._shown(run, str(error), CONFLICT)
+            return self._run_page(run, str(error), CONFLICT)
         return RedirectResponse(address(run.name), 303)
 
     def report(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])
-        return _alone(html(self.pages.page(look_at(run, self.acts.hands.machine))))
+        return _standalone(html(self.pages.page(look_at(run, self.acts.hands.machine))))
 
     def learned(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])
         made = self._learned.get(run.path)
-        return show("learned.html", run=run, error="") if made is None else _alone(made)
+        return show("learned.html", run=run, error="") if made is None else _standalone(made)
 
     def learn(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])
@@ -155,27 +156,28 @@ class Board:
         return show("chat.html", names=[row.run.name for row in self.listing.rows() if row.run.name in names])
 
     def chat_answer(self, request: Request, form: Mapping[str, str]) -> Response:
-        """The first piece is waited for: what goes wrong until then is an error, with its code."""
+        """Stream an answer. The response starts with the first piece, so that an earlier error gets an error code."""
         try:
             run = run_below(self.root, form.get("name", ""))
             pieces = self.answer(str(run.path.absolute()), _messages(form.get("messages", "")))
             first = next(pieces, "")
         except UserError as error:
             return PlainTextResponse(redact(str(error)), CONFLICT)
-        return StreamingResponse(_to_the_end(first, pieces), media_type="text/plain; charset=utf-8")
+        return StreamingResponse(_with_error(first, pieces), media_type="text/plain; charset=utf-8")
 
 
 def _messages(text: str) -> list[dict[str, str]]:
     try:
-        found = [{"role": one["role"], "content": one["content"]} for one in json.loads(text)]
+        messages = [{"role": item["role"], "content": item["content"]} for item in json.loads(text)]
     except (ValueError, TypeError, KeyError) as error:
         raise SettingsError("messages is not a list of objects with role and content") from error
-    if not found or not all(one["role"] in ROLES and isinstance(one["content"], str) for one in found):
-        raise SettingsError(f"messages needs one or more, each with a role ({', '.join(ROLES)}) and a text")
-    return found
+    if not messages or not all(item["role"] in ROLES and isinstance(item["content"], str) for item in messages):
+        raise SettingsError(f"messages needs one or more items, each with a role ({', '.join(ROLES)}) and a text")
+    return messages
 
 
-def _to_the_end(first: str, pieces: Iterator[str]) -> Iterator[str]:
+def _with_error(first: str, pieces: Iterator[str]) -> Iterator[str]:
+    """Yield all pieces and, if generating them fails, the error as a last piece."""
     try:
         yield from itertools.chain([first], pieces)
     except UserError as error:
@@ -185,25 +187,25 @@ def _to_the_end(first: str, pieces: Iterator[str]) -> Iterator[str]:
 # -- all pages ---------------------------------------------------------------------------------------------------------
 
 
-def _guarded(act: Callable[[Request, Mapping[str, str]], Response]) -> Callable[[Request], Any]:
-    """``act`` in a thread, with the fields of the form; what the user can fix becomes a page that says it."""
+def _in_thread(act: Callable[[Request, Mapping[str, str]], Response]) -> Callable[[Request], Any]:
+    """Return a handler that runs ``act`` in a thread with the fields of the form, and shows a UserError as a page."""
 
     async def answer(request: Request) -> Response:
         form = await _form(request)
         if form is None:
-            return _said("what was sent is too large", TOO_LARGE)
+            return _error_page("the request is too large", TOO_LARGE)
         try:
             return await run_in_threadpool(act, request, form)
         except NoSuchRun as error:
-            return _said(str(error), NOT_FOUND)
+            return _error_page(str(error), NOT_FOUND)
         except UserError as error:
-            return _said(str(error), CONFLICT)
+            return _error_page(str(error), CONFLICT)
 
     return answer
 
 
 async def _form(request: Request) -> Mapping[str, str] | None:
-    """Fields of a form; None for one that is too large."""
+    """Return the fields of a form; None if the request is too large."""
     content = b""
     async for piece in request.stream():
         content += piece
@@ -212,20 +214,20 @@ async def _form(request: Request) -> Mapping[str, str] | None:
     return {name: values[-1] for name, values in parse_qs(content.decode("utf-8", "replace"), True).items()}
 
 
-def _said(what: str, code: int) -> Response:
-    return show("said.html", code, what=what)
+def _error_page(what: str, code: int) -> Response:
+    return show("error.html", code, what=what)
 
 
-def _nothing_here(request: Request, error: Exception) -> Response:
-    return _said("there is no such page", NOT_FOUND)
+def _no_such_page(request: Request, error: Exception) -> Response:
+    return _error_page("there is no such page", NOT_FOUND)
 
 
-def _alone(page: str) -> Response:
+def _standalone(page: str) -> Response:
     return html_response(page, headers={"Content-Security-Policy": ALONE})
 
 
 def _static(request: Request, _: Mapping[str, str]) -> Response:
     name = request.path_params["name"]
     if name not in STATIC:
-        return _said("there is no such page", NOT_FOUND)
+        return _error_page("there is no such page", NOT_FOUND)
     return Response(static(name), media_type=STATIC[name])

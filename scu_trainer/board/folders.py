@@ -1,4 +1,4 @@
-"""Run directories below one root, and nothing else: neither a name nor a link leads out of it."""
+"""Access only to run directories in one root folder: no name or link can lead out of it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from scu_trainer.report.files import is_run
 from scu_trainer.runs.store import FOLDER, Run
 
 READ_FOLDERS = (".", FOLDER, "logs")
-"""Of a run: in these the board opens files."""
+"""Folders of a run in which the board opens files."""
 
 
 class NoSuchRun(SettingsError):
-    """There is none of this name, or no more."""
+    """There is no run of this name, or no longer."""
 
 
 def runs_below(root: Path) -> list[Run]:
-    """Every run directly below ``root``; folders that are no runs, and links that lead out of it, are passed over."""
+    """Return every run directly in ``root``. Other folders, and links that lead out of ``root``, are skipped."""
     if not root.is_dir():
         return []
     real = root.resolve()
@@ -30,37 +30,38 @@ def runs_below(root: Path) -> list[Run]:
 
 
 def run_below(root: Path, name: str) -> Run:
-    """The run ``name``. Raises NoSuchRun, and SettingsError where a link in it leads out of ``root``."""
+    """Return the run ``name``. Raises NoSuchRun, and SettingsError if a link in it leads out of ``root``."""
     path = root / name
     is_name = name not in ("", ".", "..") and not any(sign in name for sign in ("/", "\\", "\0"))
     if not is_name or not _is_below(path, root.resolve()) or not is_run(path):
         raise NoSuchRun(f"there is no run {name!r} in {root}")
     run = Run(path, name)
     if (link := link_out(run)) is not None:
-        raise SettingsError(f"{name} is not shown: {link} is a link that leads out of {root}; put a copy in its place")
+        raise SettingsError(f"{name} is not shown: {link} is a link that leads out of {root}; replace it with a copy")
     return run
 
 
 def can_answer(run: Run) -> bool:
-    """Whether it holds a model or an adapter, to be talked to."""
+    """Whether the run has saved a model or an adapter that can answer."""
     return any(os.path.isfile(run.path / name) for name in ("adapter_config.json", "config.json"))
 
 
 def signs_of(run: Run, names: Iterable[str]) -> tuple:
-    """What changes when one of its files ``names`` does."""
-    return tuple(_sign(run.path / name) for name in names)
+    """Return a value that changes whenever one of the run's files ``names`` does."""
+    return tuple(_stamp(run.path / name) for name in names)
 
 
-def _sign(path: Path) -> Optional[tuple[int, int, int]]:
+def _stamp(path: Path) -> Optional[tuple[int, int, int]]:
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def link_out(run: Run) -> Optional[str]:
-    """The first link among the files of ``run`` that leads out of the root, as a path in it; None: there is none."""
+    """Return the first link among the files of ``run`` that leads out of the root, as a path relative to the run; None
+    if there is none."""
     real = run.path.parent.resolve()
     for folder in READ_FOLDERS:
         try:
@@ -77,5 +78,5 @@ def link_out(run: Run) -> Optional[str]:
 def _is_below(path: Path, real_root: Path) -> bool:
     try:
         return path.resolve().is_relative_to(real_root)
-    except (OSError, RuntimeError, ValueError):  # a circle of links, or no name of a file
+    except (OSError, RuntimeError, ValueError):  # a cycle of links, or not a valid file name
         return False

@@ -1,5 +1,5 @@
-"""All runs as rows of a table, quick also where there are a thousand: a run that has ended is read once, and again only
-when its files change. No history is read, only the ends of them."""
+"""List all runs as rows of a table. It is fast even for a thousand runs: a run that has ended is read once, and again
+only if its files change, and of a history only the end is read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from scu_trainer.runs.store import FOLDER, Run
 
 ROWS_PER_PAGE = 50
 SIGNS = ("run.json", f"{FOLDER}/start.json", f"{FOLDER}/stop")
-"""One of them changes whenever the state of a run does."""
+"""Files that show a change of a run's state: at least one of them changes with it."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A page of the rows that were asked for. ``states``: those that there are, each with its number of runs."""
+    """A page of the rows that match a filter. ``found``: number of matching rows. ``states``: all states that occur,
+    with their number of runs."""
 
     rows: Sequence[Report]
     found: int
@@ -35,20 +36,22 @@ class Choice:
 
 
 class Listing:
-    """Of the runs below ``root``. Used by several threads: a report that two of them read is the same report."""
+    """The list of runs in ``root``. It may be used by several threads: if two read the same run, both get the same
+    report."""
 
     def __init__(self, root: Path, machine: Optional[Machine] = None) -> None:
         self.root, self._machine = root, machine or Machine()
         self._kept: dict[str, tuple[tuple, Report]] = {}
 
     def rows(self) -> list[Report]:
-        """Newest first."""
-        found = {run.name: self._row(run) for run in runs_below(self.root)}
-        self._kept = {name: kept for name, kept in self._kept.items() if name in found}
-        return sorted((row for row in found.values() if row), key=lambda row: (-_started_s(row), row.run.name))
+        """Return a report of each run, newest first."""
+        rows = {run.name: self._row(run) for run in runs_below(self.root)}
+        self._kept = {name: kept for name, kept in self._kept.items() if name in rows}
+        return sorted((row for row in rows.values() if row), key=lambda row: (-_started_s(row), row.run.name))
 
     def choose(self, name: str = "", state: str = "", page: int = 1) -> Choice:
-        """``name``: a part of it. ``page``: from 1 on; one past the end is the last."""
+        """Return a page of the runs with ``name`` in their name and the given state. Pages count from 1; a number past
+        the end gives the last page."""
         named = [row for row in self.rows() if name.lower() in row.run.name.lower()]
         states = [row.state.status for row in named]
         rows = [row for row in named if state in ("", row.state.status)]
@@ -58,7 +61,8 @@ class Listing:
         return Choice(shown, len(rows), page, pages, sorted(Counter(states).items()))
 
     def _row(self, run: Run) -> Optional[Report]:
-        """None where the folder is gone since."""
+        """Return the report of a run, from the cache if it has ended and not changed; None if its folder has been
+        deleted."""
         signs = signs_of(run, SIGNS)
         before = self._kept.get(run.name)
         if before is not None and before[0] == signs and not before[1].state.is_alive:
@@ -71,7 +75,8 @@ class Listing:
 
 
 def look_at(run: Run, machine: Machine) -> Report:
-    """As ``report``; what is in the files of one run, whatever it is, must not hide the others."""
+    """Return ``report`` of a run, or an "unreadable" report if that fails, so that one run with broken files does not
+    hide the others."""
     try:
         if (link := link_out(run)) is not None:
             return _unreadable(run, f"{link} is a link that leads out of {run.path.parent}")
@@ -79,7 +84,7 @@ def look_at(run: Run, machine: Machine) -> Report:
         list(words.facts(found))
         return found
     except Exception as error:
-        return _unreadable(run, f"its files contain what no run writes: {type(error).__name__}: {error}")
+        return _unreadable(run, f"its files have content that no run writes: {type(error).__name__}: {error}")
 
 
 def _unreadable(run: Run, why: str) -> Report:
@@ -96,7 +101,8 @@ def started(found: Report) -> str:
 
 
 def _started_s(found: Report) -> float:
-    """Of a run that waits: when it was asked for; of one whose files say nothing: when its folder changed."""
+    """Return the start time of a run; if it is waiting, the time it was requested; if its files do not say, the time
+    its folder changed."""
     if found.progress.started_s is not None:
         return found.progress.started_s
     if found.record is not None:

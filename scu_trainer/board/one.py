@@ -1,4 +1,4 @@
-"""One run as a page: what is known of it, the plots and tables of its report, and the end of what it printed."""
+"""The page of one run: the plots and tables of its report, its memory, and the end of its output."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ PREDICTED = "memory: "
 
 
 class Pages:
-    """Pages of reports, drawn once for each state of their files: a drawing costs about a second."""
+    """Cached report pages. A page is drawn again only if the files of its run changed, because drawing takes about a
+    second."""
 
     def __init__(self) -> None:
         self._kept: dict[Path, tuple[tuple, Page]] = {}
-        self._one_at_a_time = threading.Lock()  # matplotlib's settings belong to the whole process
+        self._one_at_a_time = threading.Lock()  # matplotlib's settings are global to the process
 
     def page(self, found: Report) -> Page:
-        """The page of ``scu-trainer report``, curves first, with predicted and measured memory."""
+        """Return the page of ``scu-trainer report``, with curves first, and with predicted and measured memory."""
         signs = (found.state, *signs_of(found.run, FILES))
         with self._one_at_a_time:
             kept = self._kept.pop(found.run.path, None)
@@ -64,9 +65,9 @@ def _page(found: Report) -> Page:
         memory = Section("Memory: predicted and measured", _memory(run, files))
         notices = next(section for section in rest if section.title == NOTICES)
         sections = [*plots, memory, notices, figures, *(section for section in rest if section is not notices)]
-    except Exception as error:  # half of a file, or what another program wrote: the rest of the page stands
-        said = f"Its files cannot be drawn: {type(error).__name__}: {error}"
-        return Page(run.name, "", [], [Section("Report", [Text(said)])], _written())
+    except Exception as error:  # an incomplete file, or one of another program: show the rest of the page anyway
+        message = f"Its files cannot be drawn: {type(error).__name__}: {error}"
+        return Page(run.name, "", [], [Section("Report", [Text(message)])], _written())
     return Page(page.title, page.lead, page.pills, sections, page.written)
 
 
@@ -75,19 +76,19 @@ def _written() -> str:
 
 
 def _memory(run: Run, files: RunFiles) -> list[Table | Text]:
-    told = files.metrics.get("memory_estimate") or {}
-    predicted, measured = told.get("predicted_peak_bytes"), told.get("measured_peak_bytes")
+    estimate = files.metrics.get("memory_estimate") or {}
+    predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
     if predicted and measured:
         figures = [readable(predicted), readable(measured), f"{predicted / measured - 1:+.1%}"]
         return [Table(["predicted peak", "measured peak", "difference"], [figures])]
     peaks = points(files.logs, "memory/peak_bytes")[1]
-    seen = f"Highest so far: {readable(max(peaks))} (all that counts toward the limit)." if peaks else ""
-    why = f"Not predicted: {told['reason']}." if told.get("reason") else "Its files have no memory prediction."
-    return [Text(_said_plan(run) or why), *([Text(seen)] if seen else [])]
+    highest = f"Highest so far: {readable(max(peaks))} (all that counts toward the limit)." if peaks else ""
+    why = f"Not predicted: {estimate['reason']}." if estimate.get("reason") else "Its files have no memory prediction."
+    return [Text(_logged_prediction(run) or why), *([Text(highest)] if highest else [])]
 
 
-def _said_plan(run: Run) -> str:
-    """What the run said of its memory before its first step; empty where it said nothing."""
+def _logged_prediction(run: Run) -> str:
+    """Return the memory prediction that the run logged before its first step, or ""."""
     try:
         with open(run.path / "logs" / "train.log", "rb") as file:
             lines = file.read(HEAD_BYTES).decode(errors="replace").splitlines()
@@ -97,7 +98,7 @@ def _said_plan(run: Run) -> str:
 
 
 def log_lines(run: Run) -> list[str]:
-    """Last lines of its output; none where there is no log."""
+    """Return the last lines of the run's output; none if there is no log."""
     try:
         return last_lines(log_of(run), LOG_LINES)
     except OSError:

@@ -1,4 +1,4 @@
-"""Templates of the board, over those of the report: same colours, same tables, same drawings."""
+"""Render the templates of the board, which extend those of the report: same colours, tables and drawings."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ STATIC = {"board.css": "text/css", "page.css": "text/css", "theme.css": "text/cs
 
 
 def show(template: str, code: int = 200, **values: Any) -> Response:
-    """Every word of a run is escaped, and a secret in it hidden."""
+    """Render a template to a response. Values are escaped, and secrets in them are redacted."""
     text = _environment().get_template(template).render(**values)
     return html_response(text, code)
 
 
 def html_response(text: str, code: int = 200, headers: dict[str, str] | None = None) -> Response:
-    content = redact(text).encode("utf-8", "backslashreplace")  # a name of a folder may be no text
+    content = redact(text).encode("utf-8", "backslashreplace")  # a folder name may be invalid UTF-8
     return HTMLResponse(content, code, headers)
 
 
 def address(name: str, *parts: str) -> str:
-    """Of a page of the run ``name``."""
+    """Return the path of a page of the run ``name``."""
     return "/".join(("/run", quote(name.encode("utf-8", "surrogateescape"), safe=""), *parts))
 
 
 @functools.cache
 def _environment() -> Any:
-    found = environment("scu_trainer.board", "scu_trainer.report")
-    found.globals["address"] = address
-    return found
+    templates = environment("scu_trainer.board", "scu_trainer.report")
+    templates.globals["address"] = address
+    return templates
 
 
 @functools.cache
 def static(name: str) -> bytes:
-    """One of STATIC."""
+    """Return the content of one of STATIC."""
     return _environment().get_template(name).render().encode()

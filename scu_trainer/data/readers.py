@@ -1,7 +1,7 @@
-"""Files -> records, one at a time, so that memory stays flat however large the file is; and the splits that the names
-of files say.
+"""Read records from files one at a time, so that memory does not grow with the file; and find the splits in file names.
 
-Rows count from 1. In a .jsonl file the row is the line number, so an editor finds it. A file may be compressed by gzip.
+Rows count from 1. In a .jsonl file the row is the line number, so that an editor finds it. A file may be compressed by
+gzip.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError, nearest
 from scu_trainer.figures import counted, first_few
 
-BLANK_TWICE = 2  # a document of a single .txt ends at this many blank lines
-BLANK_ONCE = 1  # a paragraph
-READ_BYTES = 2**20  # of a column of a parquet file at a time
+BLANK_TWICE = 2  # blank lines between the documents of a single .txt file
+BLANK_ONCE = 1  # blank lines between paragraphs
+READ_BYTES = 2**20  # bytes of a column of a parquet file that are read at a time
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
 
 
 def kind_of(path: Path) -> Optional[str]:
-    """One of SUFFIXES, in whatever case it is written; None for a file that cannot be read."""
+    """Return the suffix of a file, in lower case, as in SUFFIXES; None for a format that cannot be read."""
     name = path.name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
     return suffix if suffix in SUFFIXES and not (suffix in WITHOUT_GZIP and name.endswith(".gz")) else None
 
 
 def require_kind(path: Path) -> str:
-    """``kind_of``. Raises DataError where it is None, and for a pipe or a device."""
+    """Return ``kind_of``. Raises DataError if it is None, and for a file that cannot be opened, a pipe or a device."""
     kind = kind_of(path)
     if kind is None:
         found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise DataError(
-            f"the name of {path} {found}, so its format is not known; allowed: {ALLOWED_SUFFIXES}. Rename it, or "
+            f"the name of {path} {found}, so its format is unknown; allowed: {ALLOWED_SUFFIXES}. Rename it, or "
             "convert it"
         )
     with opened(path):
@@ -48,10 +48,10 @@ def require_kind(path: Path) -> str:
 
 
 def read_file(path: Path, text_column: str, *columns: str) -> Iterator[Record]:
-    """Records of one file, by its suffix. A .txt file is one record with the column ``text_column``.
-    ``columns``: others that are asked for.
+    """Yield the records of one file, read according to its suffix. A .txt file is one record with the column
+    ``text_column``. ``columns``: other columns that the caller needs.
 
-    Raises DataError for a file that cannot be read, or is of none of the kinds."""
+    Raises DataError for a file that cannot be read or has an unknown suffix."""
     kind = require_kind(path)
     if kind == ".txt":
         yield Record(shown_name(path), {text_column: "".join(_text_lines(path))})
@@ -62,13 +62,13 @@ def read_file(path: Path, text_column: str, *columns: str) -> Iterator[Record]:
 
 
 def read_sections(path: Path, text_column: str, blank_lines: int) -> Iterator[Record]:
-    """Records of one .txt file, cut wherever at least ``blank_lines`` lines in a row are blank."""
+    """Yield the records of one .txt file, split at every ``blank_lines`` or more consecutive blank lines."""
     for number, text in enumerate(_sections(_text_lines(path), blank_lines), start=1):
         yield Record(f"{shown_name(path)} part {number}", {text_column: text})
 
 
 def has_several_sections(path: Path, blank_lines: int) -> bool:
-    """Whether ``read_sections`` would give two records or more; reads no further than the second."""
+    """Whether ``read_sections`` would yield two or more records. Reads only until the second."""
     sections = _sections(_text_lines(path), blank_lines)
     return next(sections, None) is not None and next(sections, None) is not None
 
@@ -97,7 +97,7 @@ def _text_lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path} is not UTF-8 text: {error}; {to_utf_8(error.object)}") from None
 
 
-def _csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
+def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is shorter than many documents
     with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
         try:
@@ -111,7 +111,7 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
             is_encoding = isinstance(error, UnicodeDecodeError)
             hint = f"; {to_utf_8(error.object)}" if is_encoding else f" (line {reader.reader.line_num})"
             if "expected after" in str(error) and reader.reader.line_num == 1:
-                hint += f"; if {SEPARATORS[delimiter]} do not separate its fields, {_to_separate('')}"
+                hint += f"; if {SEPARATORS[delimiter]} do not separate its fields, {_separator_advice('')}"
             raise DataError(f"{path} is not readable as UTF-8 {kind} with a header line: {error}{hint}") from None
 
 
@@ -120,18 +120,19 @@ def _require_columns(path: Path, names: list[str], delimiter: str) -> None:
     if other is not None:
         raise DataError(
             f"the header line of {path} is a single column, {names[0]!r}: its fields seem to be separated by "
-            f"{SEPARATORS[other]}, not by {SEPARATORS[delimiter]}; {_to_separate(other)}"
+            f"{SEPARATORS[other]}, not by {SEPARATORS[delimiter]}; {_separator_advice(other)}"
         )
     require_each_once(f"the header line of {path}", names)
 
 
 def require_each_once(where: str, names: list[str]) -> None:
+    """Raise DataError if two columns have the same name, because the values of one would be lost."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise DataError(f"{where} names the column {twice!r} twice; one of the two would be lost")
+        raise DataError(f"{where} names the column {twice!r} twice; the values of one of the two would be lost")
 
 
-def _to_separate(found: str) -> str:
+def _separator_advice(found: str) -> str:
     kinds = {",": "name the file .csv", "\t": "name the file .tsv"}
     return kinds.get(found, "save it with commas, or with tabs under a name that ends in .tsv")
 
@@ -145,22 +146,23 @@ def _csv_record(place: str, row: dict) -> Record:
     return Record(place, row)
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        # By default all row groups are fetched ahead: the whole file. A buffered stream holds a page at a time.
+        # By default pyarrow fetches all row groups ahead: the whole file. A buffered stream holds one page at a time.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as file:
             require_each_once(f"{path}", file.schema_arrow.names)
             rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
             yield from table_records(shown_name(path), rows)
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a torn file: any of them
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a damaged file can raise any
         raise DataError(f"{path} is not readable as parquet: {error}") from None
 
 
-def _arrow(path: Path) -> Iterator[Record]:
-    """An IPC file (Feather) or stream, as pyarrow and the datasets library write them; mapped, not read whole."""
+def _read_arrow(path: Path) -> Iterator[Record]:
+    """Yield the records of an IPC file (Feather) or stream, as written by pyarrow and the datasets library. The file is
+    memory-mapped."""
     import pyarrow
 
     try:
@@ -180,11 +182,11 @@ READERS = {
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
     ".json": read_json_file,
-    ".csv": _csv,
-    ".tsv": functools.partial(_csv, delimiter="\t"),
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-    ".feather": _arrow,
+    ".csv": _read_csv,
+    ".tsv": functools.partial(_read_csv, delimiter="\t"),
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
 }
 WITHOUT_GZIP = (".parquet", ".arrow", ".feather")
 SUFFIXES = (".txt", *READERS)
@@ -194,7 +196,7 @@ ALLOWED_SUFFIXES = f"{' '.join(SUFFIXES)}; all but the last three also with .gz 
 # Splits of a folder
 
 HELD_OUT_SPLITS = ("validation", "test")
-MOST_NAMES, MOST_SPLITS = 5, 20  # in a line for a person
+MOST_NAMES, MOST_SPLITS = 5, 20  # in one message
 
 _WORD = re.compile(r"(?<![^\W_])(training|train|validation|valid|val|dev|eval|testing|test)(?![^\W\d_])")
 _SPLITS = {
@@ -209,52 +211,54 @@ _ABOUT_DATA = re.compile(r"^(licen[cs]e|readme|copying|notice|changelog|citation
 
 
 class FilesOfSplits(NamedTuple):
-    """``files``: by split; empty where no name says one. ``notes``: what a person should know about the rest."""
+    """``files``: files by split; empty if no name indicates a split. ``notes``: lines for the user about the rest."""
 
     files: dict[str, list[Path]]
     notes: tuple[str, ...] = ()
 
 
 def split_of(path: Path, folder: Path) -> Optional[str]:
-    """The split that a file of ``folder`` belongs to (train, validation or test), by a word in its name or in the name
-    of a folder on the way to it ("train-00.jsonl", "my_test.csv", "val/0.jsonl"); None where there is no such word.
+    """Return the split of a file in ``folder`` (train, validation or test), from a word in its name or in the name of a
+    subfolder ("train-00.jsonl", "my_test.csv", "val/0.jsonl"); None if there is no such word.
 
-    Raises DataError where the words say training and held-out at once."""
+    Raises DataError if one word says train and another says a held-out split."""
     words = _WORD.findall(path.relative_to(folder).as_posix().lower())
-    found = [named_split(word) for word in words]
-    if "train" in found and len(set(found)) > 1:
+    splits = [named_split(word) for word in words]
+    if "train" in splits and len(set(splits)) > 1:
         raise DataError(
-            f"the name of {path} says {' and '.join(dict.fromkeys(found))}, so it is not known whether the file is to "
-            "be trained on; rename it, so that it names one split"
+            f"the name of {path} says {' and '.join(dict.fromkeys(splits))}, so it is unclear whether to train on the "
+            "file; rename it, so that it names only one split"
         )
-    return found[-1] if found else None
+    return splits[-1] if splits else None
 
 
 def is_hidden(path: Path, folder: Path) -> bool:
+    """Whether the file, or a folder between it and ``folder``, has a name that begins with a dot."""
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def named_split(name: str) -> str:
-    """``train``, ``validation`` or ``test`` for their other words, in any case; other names as they are."""
+    """Return ``train``, ``validation`` or ``test`` for one of their synonyms; any other name in lower case."""
     return _SPLITS.get(name.lower(), name.lower())
 
 
 def split_among(splits: Iterable[str], wanted: Sequence[str]) -> Optional[str]:
-    """The first of the ``wanted`` splits that there is, by its own name or else by another word for it."""
-    there = list(splits)
+    """Return the first of the ``wanted`` splits that exists, under its own name or else under a synonym."""
+    existing = list(splits)
     for word in wanted:
-        same = [split for split in there if named_split(split) == named_split(word)]
+        same = [split for split in existing if named_split(split) == named_split(word)]
         if same:
             return next((name for name in (word, named_split(word)) if name in same), same[0])
     return None
 
 
 def require_split(name: str, splits: Iterable[str], wanted: Sequence[str], shown: Iterable[str]) -> str:
-    """``split_among``. ``shown``: what the splits are called to a person. Raises DataError where none is wanted."""
+    """Return ``split_among``. ``shown``: the names of the splits for messages. Raises DataError if no wanted split
+    exists."""
     chosen = split_among(splits, wanted)
     if chosen is None:
         raise DataError(
-            f"{name} has the splits {', '.join(shown)}, none of the requested: {', '.join(wanted)}"
+            f"{name} has the splits {', '.join(shown)}, but none of the requested: {', '.join(wanted)}"
             f"{nearest(wanted[0], splits)}; choose one with --dataset_split"
         )
     return chosen
@@ -263,19 +267,20 @@ def require_split(name: str, splits: Iterable[str], wanted: Sequence[str], shown
 def held_out_beside(
     name: str, splits: Iterable[str], chosen: str, items: str, has_own: bool
 ) -> tuple[Optional[str], tuple[str, ...]]:
-    """The held-out split beside ``chosen``, unless an ``eval_dataset`` is given, and lines for a person: where what is
-    held out comes from, and which splits are not read."""
+    """Return the held-out split of a dataset, and notes about it and about splits that are not read.
+
+    ``chosen``: the training split. ``has_own``: an ``eval_dataset`` is given, so no split is held out."""
     others = [split for split in splits if split != chosen]
-    beside = None if has_own else split_among(others, HELD_OUT_SPLITS)
-    left = [split for split in others if split != beside]
-    said = (f"held-out {items} come from the split {beside!r} of {name}",) if beside is not None else ()
+    held_out = None if has_own else split_among(others, HELD_OUT_SPLITS)
+    left = [split for split in others if split != held_out]
+    origin = (f"held-out {items} come from the split {held_out!r} of {name}",) if held_out is not None else ()
     not_read = (f"splits of {name} that were not read: {', '.join(left[:MOST_SPLITS])}",) if left else ()
-    return beside, (*said, *not_read)
+    return held_out, (*origin, *not_read)
 
 
 def files_of_splits(files: Sequence[Path], folder: Path) -> FilesOfSplits:
-    """Files under their splits. Raises DataError where some name a split and other data beside them name none: what is
-    meant for a test must not be trained on unseen."""
+    """Group files by their splits. Raises DataError if there are training files, and other data files name no split:
+    training must not silently use files that are meant for testing."""
     by_split: dict[str, list[Path]] = {}
     rest: list[Path] = []
     for path in files:
@@ -283,24 +288,25 @@ def files_of_splits(files: Sequence[Path], folder: Path) -> FilesOfSplits:
         (rest if split is None else by_split.setdefault(split, [])).append(path)
     if not by_split or not rest:
         return FilesOfSplits(by_split)
-    return _with_rest(by_split, rest, folder)
+    return _with_unnamed(by_split, rest, folder)
 
 
-def _with_rest(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> FilesOfSplits:
-    """``rest``: files that name no split."""
+def _with_unnamed(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> FilesOfSplits:
+    """Add the files that name no split (``rest``): as training data if no file is named train, else none. Files that
+    are not data are noted."""
     kinds = {kind_of(path) for paths in by_split.values() for path in paths} if "train" in by_split else set()
     left = [path for path in rest if _is_about_data(path) or (kinds and kind_of(path) not in kinds)]
     data = [path for path in rest if path not in left]
     if data and "train" in by_split:
-        raise DataError(_unclear(by_split, data, folder))
+        raise DataError(_unclear_split_message(by_split, data, folder))
     return FilesOfSplits({"train": data, **by_split} if data else by_split, _notes(left, data, [*by_split], folder))
 
 
 def _notes(left: list[Path], data: list[Path], splits: list[str], folder: Path) -> tuple[str, ...]:
     unread, kept = counted(len(left), "file"), counted(len(data), "file")
     was = "was" if len(left) == 1 else "were"
-    not_read = f"{unread} in {folder} {_names(left)} no split and {was} not read: {_named(left)}"
-    trained_on = f"{kept} in {folder} {_names(data)} no split beside those for {' and '.join(splits)}: read as train"
+    not_read = f"{unread} in {folder} {_verb(left)} no split and {was} not read: {_first_names(left)}"
+    trained_on = f"{kept} in {folder} {_verb(data)} no split, next to files for {' and '.join(splits)}: read as train"
     return tuple(note for note, files in ((not_read, left), (trained_on, data)) if files)
 
 
@@ -308,20 +314,20 @@ def _is_about_data(path: Path) -> bool:
     return kind_of(path) == ".txt" and _ABOUT_DATA.match(path.name.lower()) is not None
 
 
-def _unclear(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> str:
+def _unclear_split_message(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> str:
     train, others = by_split["train"][0], [paths[0] for split, paths in by_split.items() if split != "train"]
-    beside = f" --eval_dataset {others[0]}" if others else ""
+    eval_flag = f" --eval_dataset {others[0]}" if others else ""
     return (
-        f"in {folder} some files name a split ({_named([train, *others])}), but {len(rest):,} {_names(rest)} none "
-        f"({_named(rest)}), so it is not known whether to train on them. Rename them (train-{shown_name(rest[0])}), or "
-        f"give the files that you want: --dataset {train}{beside}; several with "
+        f"in {folder} some files name a split ({_first_names([train, *others])}), but {len(rest):,} "
+        f"{_verb(rest)} none ({_first_names(rest)}), so it is unclear whether to train on them. Rename them "
+        f"(train-{shown_name(rest[0])}), or give the files that you want: --dataset {train}{eval_flag}; several with "
         f'--dataset \'[{{"dataset": "{train}"}}, {{"dataset": "{rest[0]}"}}]\' (docs/data.md, Mixtures)'
     )
 
 
-def _names(paths: Sequence[Path]) -> str:
+def _verb(paths: Sequence[Path]) -> str:
     return "names" if len(paths) == 1 else "name"
 
 
-def _named(paths: Sequence[Path]) -> str:
+def _first_names(paths: Sequence[Path]) -> str:
     return first_few(map(shown_name, paths), MOST_NAMES)

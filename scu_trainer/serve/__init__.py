@@ -1,1 +1,1 @@
-"""A trained model behind the addresses of OpenAI's HTTP interface: what stands before and behind a server of others."""
+"""Serve a trained model with OpenAI's HTTP API: checks in front of the server of transformers, or a vLLM command."""

@@ -1,4 +1,4 @@
-"""What a client did wrong, as OpenAI's interface says it."""
+"""Errors of a client's request, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAILED = "the server failed to answer; its output says why"
 
 
 class BadRequest(UserError):
-    """``status``: of HTTP. ``code`` and ``param`` (the field it is about): by OpenAI's words."""
+    """A refused request. ``status``: HTTP status. ``code`` and ``param`` (the wrong field) are as in OpenAI's API."""
 
     def __init__(
         self, message: str, param: Optional[str] = None, code: Optional[str] = None, status: int = 400
@@ -28,5 +28,6 @@ class BadRequest(UserError):
 def error_body(
     message: str, status: int, param: Optional[str] = None, code: Optional[str] = None
 ) -> dict[str, dict[str, Any]]:
+    """Return the JSON body of an error response. Secrets in ``message`` are redacted."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": redact(message), "type": kind, "param": param, "code": code}}

@@ -1,5 +1,5 @@
-"""Between the guard and the server behind (ASGI): questions are checked and said in its words, and what it says of an
-error is said in OpenAI's."""
+"""ASGI middleware between the guard and the server of transformers. It checks requests and translates them for that
+server, and translates the server's errors to the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scu_trainer.serve.errors import FAILED, BadRequest, error_body
 from scu_trainer.serve.questions import ASKED, AskedPrompt, Asker
 
 MOST_BYTES = 4 << 20
-"""Of a question."""
+"""Largest size of a request."""
 
 ERROR_EVENT, EVENT_END = b'data: {"error": "', b'"}\n\n'
-"""Around the text of an error in a stream of transformers, whose quotes are not escaped."""
+"""Text before and after an error message in a stream of transformers. The message's quotes are not escaped."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,7 +30,7 @@ class Front:
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         try:
-            body, question = await self._asked(Request(scope, receive))
+            body, question = await self._read(Request(scope, receive))
         except BadRequest as refused:
             return await refused.response()(scope, receive, send)
         except ClientDisconnect:
@@ -38,12 +38,12 @@ class Front:
         ASKED.set(question)
         watching = asyncio.create_task(_watch(receive, question.gone))
         try:
-            await self.app(_with_length(scope, len(body)), _replayed(body, receive), _Answer(send))
+            await self.app(_with_length(scope, len(body)), _replay(body, receive), _ResponseSender(send))
         finally:
             watching.cancel()
 
-    async def _asked(self, request: Request) -> tuple[bytes, AskedPrompt]:
-        """The body as it goes on, and what it asks."""
+    async def _read(self, request: Request) -> tuple[bytes, AskedPrompt]:
+        """Return the body to forward, and the prompt in it. Raises BadRequest."""
         content = b""
         async for piece in request.stream():
             content += piece
@@ -53,7 +53,7 @@ class Front:
             asked = json.loads(content)
             json.dumps(asked, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            message = "a text in the body holds half of a character (a lone surrogate such as \\ud83d)"
+            message = "a text in the body contains half of a character (a lone surrogate such as \\ud83d)"
             raise BadRequest(message) from error
         except (ValueError, RecursionError) as error:
             raise BadRequest("the body is not JSON") from error
@@ -62,7 +62,7 @@ class Front:
 
 
 async def _watch(receive: Any, gone: Event) -> None:
-    """The server behind hears only where it streams that a client is gone."""
+    """Set ``gone`` when the client disconnects. The server of transformers notices this only while it streams."""
     while (await receive())["type"] != "http.disconnect":
         pass
     gone.set()
@@ -74,8 +74,8 @@ def _with_length(scope: Any, length: int) -> Any:
     return {**scope, "headers": [*headers, *own]}
 
 
-def _replayed(body: bytes, receive: Any) -> Any:
-    """What was read already, and after it whatever comes: that the client is gone."""
+def _replay(body: bytes, receive: Any) -> Any:
+    """Return an ASGI ``receive`` that first returns ``body`` and then the next messages, such as a disconnect."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def read() -> Any:
@@ -84,8 +84,9 @@ def _replayed(body: bytes, receive: Any) -> Any:
     return read
 
 
-class _Answer:
-    """``send`` of ASGI. A stream gets the mark at its end that clients wait for; errors get OpenAI's form."""
+class _ResponseSender:
+    """An ASGI ``send`` that ends a stream with the marker that clients wait for, and translates errors to OpenAI's
+    format."""
 
     def __init__(self, send: Any) -> None:
         self._send, self._failed, self._content = send, None, b""
@@ -97,13 +98,13 @@ class _Answer:
         elif message["type"] == "http.response.body" and self._failed is not None:
             await self._end_failed(message)
         elif message["type"] == "http.response.body" and self._is_stream:
-            await self._send(self._streamed(message))
+            await self._send(self._translate_stream(message))
         else:
             await self._send(message)
 
     async def _begin(self, message: Any) -> None:
         if message["status"] >= 400:
-            self._failed = message  # sent with its body, whose length is another one
+            self._failed = message  # sent later, together with the new body, because the length changes
             return
         kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
         self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
@@ -114,12 +115,12 @@ class _Answer:
         if message.get("more_body"):
             return
         status = self._failed["status"]
-        body = json.dumps(error_body(_said(self._content), status)).encode()
+        body = json.dumps(error_body(_error_message(self._content), status)).encode()
         own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._send({**self._failed, "headers": own})
         await self._send({"type": "http.response.body", "body": body})
 
-    def _streamed(self, message: Any) -> Any:
+    def _translate_stream(self, message: Any) -> Any:
         body = message.get("body", b"")
         before, mark, after = body.partition(ERROR_EVENT)
         if mark:
@@ -131,10 +132,10 @@ class _Answer:
         return {**message, "body": body}
 
 
-def _said(content: bytes) -> str:
-    """Of what FastAPI sends: {"detail": ...}."""
+def _error_message(content: bytes) -> str:
+    """Return the message in an error body of FastAPI, {"detail": ...}."""
     try:
-        found = json.loads(content)["detail"]
+        detail = json.loads(content)["detail"]
     except (ValueError, TypeError, KeyError):
         return FAILED
-    return found if isinstance(found, str) else FAILED
+    return detail if isinstance(detail, str) else FAILED

@@ -1,4 +1,5 @@
-"""Who may ask the server, and for what. The outermost layer (ASGI): nothing behind it sees what it refuses."""
+"""Access control: who may send requests, and to which paths. This is the outermost ASGI layer, so that no other code
+sees a refused request."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from scu_trainer.serve.errors import BadRequest
 
 CHAT, COMPLETIONS, MODELS, HEALTH = "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"
 ROUTES = {CHAT: "POST", COMPLETIONS: "POST", MODELS: "GET", HEALTH: "GET"}
-"""All that is answered. What is behind has more, such as loading any model of the Hub, or forgetting ours."""
+"""All paths that are served. The server of transformers has more, which could load any model of the Hub or unload
+ours."""
 
 STRANGERS = {
     FOREIGN_HOST: "the header Host names another server",
@@ -20,12 +22,12 @@ STRANGERS = {
 }
 
 POLICY_VIOLATION = 1008
-"""Of a WebSocket that is closed."""
+"""Close code of a WebSocket."""
 
 
 class Guard:
-    """``hosts``: what may stand in the header Host, as "127.0.0.1:8000"; None for any, where other machines may ask.
-    ``key``: what a client has to give; None for none. HEALTH is answered without it."""
+    """``hosts``: allowed values of the header Host, such as "127.0.0.1:8000"; None allows any, for access from other
+    machines. ``key``: the key that clients must send, or None. HEALTH needs no key."""
 
     def __init__(self, app: Any, hosts: Optional[Collection[str]], key: Optional[str]) -> None:
         self.app, self._hosts = app, hosts
@@ -49,7 +51,7 @@ class Guard:
             raise BadRequest(f"{STRANGERS[status]}; this server is {ours}", status=status)
         if self._key is not None and scope["path"] != HEALTH:
             self._check_key(headers.get("authorization", ""))
-        route = MODELS if scope["path"].startswith(f"{MODELS}/") else scope["path"]  # of one model by its name
+        route = MODELS if scope["path"].startswith(f"{MODELS}/") else scope["path"]  # /v1/models/NAME
         if route not in ROUTES:
             raise BadRequest(f"{scope['path']} is not served; available: {', '.join(ROUTES)}", status=404)
         if _method(scope) != ROUTES[route]:
@@ -58,14 +60,14 @@ class Guard:
     def _check_key(self, header: str) -> None:
         scheme, _, given = header.partition(" ")
         if scheme.lower() != "bearer" or not is_same_secret(given.strip(), self._key):
-            said = "the key does not match the key of this server" if given else "this server requires a key"
+            problem = "the key does not match the key of this server" if given else "this server requires a key"
             raise BadRequest(
-                f"{said}; send it in the header Authorization, after the word Bearer",
+                f"{problem}; send it in the header Authorization, after the word Bearer",
                 code="invalid_api_key",
                 status=401,
             )
 
 
 def _method(scope: Any) -> str:
-    """HEAD is GET without a body, which uvicorn leaves out."""
+    """Return the method of a request. HEAD is treated as GET, because uvicorn omits the body."""
     return "GET" if scope["method"] == "HEAD" else scope["method"]

@@ -1,5 +1,5 @@
-"""What a client sends -> what the server behind is to do, in the words of transformers. Nothing is left out in silence:
-a field that would have no effect is refused by its name, unless it asks for nothing."""
+"""Translate the requests of clients for the server of transformers. Nothing is silently ignored: a field that would
+have no effect is refused by name, unless its value asks for nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUMBERS: dict[str, type] = {
     "temperature": float, "top_p": float, "top_k": int, "repetition_penalty": float, "seed": int, "max_tokens": int,
     "max_completion_tokens": int,
 }  # fmt: skip
-"""Fields by their type. top_k and repetition_penalty are no fields of OpenAI, but of others that speak like it."""
+"""Numeric fields and their types. top_k and repetition_penalty are not in OpenAI's API, but in compatible servers."""
 
 OTHERS = ("model", "messages", "prompt", "stream", "stop")
 WITHOUT_EFFECT = (
@@ -40,44 +40,46 @@ WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-"""Notes of the client to itself or to a cache, and the count of tokens at the end of a stream, which is always sent."""
+"""Fields that can be ignored: metadata of the client, hints for caches, and ``stream_options``, because the token count
+at the end of a stream is always sent."""
 
 NEUTRAL = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
-"""Values that ask for what is done anyway. So do null, 0, false, and what is empty."""
+"""Values that ask for the default behaviour. So do null, 0, false, and empty values."""
 
 ZERO_ASKS = ("n", "best_of", "logprobs")
-"""Fields whose 0 is not nothing: ``logprobs: 0`` asks for the probability of each token."""
+"""Fields with a meaningful 0: ``logprobs: 0`` asks for the probability of each token."""
 
 DRAWS_FROM_ALL = {"top_p": 1, "top_k": 0}
-"""What programs send along without asking for draws."""
+"""Values that programs often send without asking for sampling."""
 
 MOST_STOPS, LONGEST_STOP = 4, 64
-"""Strings, as OpenAI has it, and letters of each: transformers compares each letter with the whole vocabulary, which
-takes 4 s for 64 letters and 128,000 words on one core."""
+"""Most stop strings, as in OpenAI's API, and most letters of each. transformers compares each letter with the whole
+vocabulary, which takes 4 s for 64 letters and 128,000 words on one core."""
 
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """``token_ids``: of the prompt. ``gone``: set once nobody waits for the answer any more."""
+    """A prompt as token ids. ``gone``: set when the client has disconnected."""
 
     token_ids: list[int]
     gone: Event = field(default_factory=Event)
 
 
 ASKED: ContextVar[AskedPrompt] = ContextVar("asked")
-"""The one that is being answered."""
+"""The prompt of the current request."""
 
 
 @dataclass(frozen=True)
 class Asker:
-    """``name``: by which the model is asked for. ``settings``: what holds where a question does not say."""
+    """Checks and translates requests. ``name``: the name of the model in requests. ``settings``: defaults for fields
+    that a request does not set."""
 
     talker: Talker
     name: str
     settings: AnswerSettings
 
     def forwarded(self, path: str, body: Any) -> tuple[dict[str, Any], AskedPrompt]:
-        """What goes on, and what it asks. Raises BadRequest."""
+        """Return the body to forward, and the prompt in it. Raises BadRequest."""
         if not isinstance(body, dict):
             raise BadRequest("the body is not a JSON object")
         self.check_model(body.get("model"))
@@ -86,25 +88,25 @@ class Asker:
         if body.get(foreign := "prompt" if path == CHAT else "messages"):
             raise BadRequest(f"{path} takes no {foreign}", foreign)
         if path == CHAT:
-            asked = {"messages": _messages(body.get("messages"))}
-            token_ids = self._encoded(asked["messages"])
+            forwarded = {"messages": _messages(body.get("messages"))}
+            token_ids = self._encode(forwarded["messages"])
         else:
-            asked = {"prompt": _prompt(body.get("prompt"))}
-            token_ids = prompt_ids(self.talker.tokenizer, asked["prompt"])
+            forwarded = {"prompt": _prompt(body.get("prompt"))}
+            token_ids = prompt_ids(self.talker.tokenizer, forwarded["prompt"])
         config = self._config(numbers, len(token_ids))
         stop = {} if not body.get("stop") else {"stop": _stop(body["stop"])}
-        asked |= {"model": self.name, "stream": _switch(body), **stop, "generation_config": _said(config)}
-        return asked, AskedPrompt(token_ids)
+        forwarded |= {"model": self.name, "stream": _stream(body), **stop, "generation_config": _as_json(config)}
+        return forwarded, AskedPrompt(token_ids)
 
     def check_model(self, model: Any) -> None:
-        """Raises BadRequest for another one."""
+        """Raise BadRequest if ``model`` is not the name of this model."""
         if not isinstance(model, str) or not model:
             raise BadRequest(f"model is missing; give {self.name}", "model")
         if model != self.name:
-            message = f"there is no model {model!r} here, but {self.name}{nearest(model, [self.name])}"
+            message = f"there is no model {model!r} here, only {self.name}{nearest(model, [self.name])}"
             raise BadRequest(message, "model", "model_not_found", 404)
 
-    def _encoded(self, messages: list[Message]) -> list[int]:
+    def _encode(self, messages: list[Message]) -> list[int]:
         try:
             token_ids = self.talker.encoded(messages)
         except DataError as error:
@@ -113,14 +115,14 @@ class Asker:
         return token_ids
 
     def _check_rendered(self, messages: list[Message]) -> None:
-        """Raises BadRequest for what the model would not see. Reasoning of earlier turns may be left out by a template
-        that knows of reasoning, as the models do."""
+        """Raise BadRequest if the template leaves out a part of the messages, so that the model would not see it. A
+        template that handles reasoning may leave out the reasoning of earlier turns."""
         text = self.talker.rendered(messages)
         missing = [*rendered_away(Chat(messages, prompt_turns=len(messages)), text, learns_prompt=False)]
         template = str(self.talker.tokenizer.chat_template)
         if "reasoning" in missing and any(name in template for name in (*REASONING, "</think>")):
             missing.remove("reasoning")
-        unnamed = [{what: said for what, said in message.items() if what != "name"} for message in messages]
+        unnamed = [{key: value for key, value in message.items() if key != "name"} for message in messages]
         if unnamed != messages and self.talker.rendered(unnamed) == text:
             missing.append("name")
         if missing:
@@ -134,25 +136,26 @@ class Asker:
         if "temperature" not in numbers and not self.settings.config(self.talker).do_sample:
             numbers = {name: value for name, value in numbers.items() if value != DRAWS_FROM_ALL.get(name)}
         try:
-            settings = _settings(self.settings, numbers)
+            settings = _merged_settings(self.settings, numbers)
         except SettingsError as error:
             raise BadRequest(str(error).replace("max_new_tokens", "max_tokens")) from error
-        left = _left(self.talker, prompt_tokens)
+        left = _positions_left(self.talker, prompt_tokens)
         if left is not None:
             settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, left))
         config = settings.config(self.talker)
         if "seed" in numbers:
-            config.seed = numbers["seed"]  # read by Answering
+            config.seed = numbers["seed"]  # Answering.generate reads it
         return config
 
 
-def _said(config: GenerationConfig) -> str:
-    """JSON. Without the mark that it comes from a model's config, of which transformers would not take the seed."""
+def _as_json(config: GenerationConfig) -> str:
+    """Return ``config`` as JSON, without the private mark that it came from a model's config, with which transformers
+    would not accept a seed."""
     return json.dumps({name: value for name, value in config.to_diff_dict().items() if not name.startswith("_")})
 
 
-def _left(talker: Talker, prompt_tokens: int) -> Optional[int]:
-    """Positions for the answer. Raises BadRequest where there is none."""
+def _positions_left(talker: Talker, prompt_tokens: int) -> Optional[int]:
+    """Return the number of positions left for the answer; None if unlimited. Raises BadRequest if none are left."""
     if talker.positions is None:
         return None
     if prompt_tokens >= talker.positions:
@@ -161,8 +164,9 @@ def _left(talker: Talker, prompt_tokens: int) -> Optional[int]:
     return talker.positions - prompt_tokens
 
 
-def _settings(before: AnswerSettings, numbers: Mapping[str, Any]) -> AnswerSettings:
-    """Temperature 0 is no temperature of draws, but OpenAI's word for none. Raises SettingsError, BadRequest."""
+def _merged_settings(before: AnswerSettings, numbers: Mapping[str, Any]) -> AnswerSettings:
+    """Return ``before`` with the settings of a request. In OpenAI's API, temperature 0 means no sampling. Raises
+    SettingsError, BadRequest."""
     own = {name: numbers[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty") if name in numbers}
     lengths = {numbers[name] for name in ("max_tokens", "max_completion_tokens") if name in numbers}
     if len(lengths) > 1:
@@ -193,10 +197,10 @@ def _number(body: Mapping[str, Any], name: str, kind: type) -> Any:
         raise BadRequest("seed has more than 64 bits", name)
     if kind is float and abs(value) > sys.float_info.max:
         raise BadRequest(f"{name} is too large", name)
-    return kind(value)  # transformers takes no whole number for the temperature
+    return kind(value)  # transformers does not accept an integer as temperature
 
 
-def _switch(body: Mapping[str, Any]) -> bool:
+def _stream(body: Mapping[str, Any]) -> bool:
     value = body.get("stream") or False
     if not isinstance(value, bool):
         raise BadRequest(f"stream is {value!r}; it must be true or false", "stream")
@@ -246,7 +250,7 @@ def _text(where: str, content: Any) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(map(_is_text, parts)):
         raise BadRequest(f"{where}.content must be a string or a list of parts of type text", where)
-    return "".join(part["text"] for part in parts)  # as a training joins them
+    return "".join(part["text"] for part in parts)  # joined as in training
 
 
 def _is_text(part: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A server from its first question to its last."""
+"""Run the server until a signal ends it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 GRACE_S = 2
-"""For answers that are being written when it is asked to end."""
+"""Seconds for running answers to finish after a signal."""
 
 
 class _Server(uvicorn.Server):
@@ -25,8 +25,8 @@ class _Server(uvicorn.Server):
 
 
 def run(app: Any, listening: socket.socket, ends: Event) -> None:
-    """Until a signal. ``ends`` is set by it. Raises KeyboardInterrupt for Ctrl-C, also where the event loop has
-    swallowed it in its last moments."""
+    """Serve ``app`` until a signal, which sets ``ends``. Raises KeyboardInterrupt for Ctrl-C, even if the event loop
+    swallowed it while it shut down."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, ws="none",
         timeout_graceful_shutdown=GRACE_S,

@@ -1,4 +1,4 @@
-"""The server of transformers, with a model of ours that is loaded already, and no other one."""
+"""The server of transformers with one model, which is already loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ UNAVAILABLE = 503
 
 
 def application(asker: Asker, ends: Event) -> Any:
-    """ASGI, without a guard: put guard.Guard before it. ``ends``: set where answers are to be broken off."""
+    """Return the ASGI application. It has no access control: wrap it in guard.Guard. ``ends``: an event that stops
+    running answers."""
     torch.manual_seed(asker.settings.seed)
     manager, state = OneModel(asker, ends), GenerationState()
     own = {"model_manager": manager, "generation_state": state}
@@ -39,7 +40,7 @@ def application(asker: Asker, ends: Event) -> Any:
         ChatCompletionHandler(**own),
         completion_handler=CompletionHandler(**own),
         generation_state=state,
-        response_handler=None,  # the guard lets nobody through to these
+        response_handler=None,  # the guard blocks the paths of these handlers
         transcription_handler=None,
         systemone_handler=None,
     )
@@ -56,7 +57,7 @@ def application(asker: Asker, ends: Event) -> Any:
 
 
 class OneModel(ModelManager):
-    """Has one model, whatever name it is asked for, and loads none."""
+    """A model manager with one model, which ignores the requested name and loads nothing."""
 
     def __init__(self, asker: Asker, ends: Event) -> None:
         super().__init__()
@@ -64,25 +65,28 @@ class OneModel(ModelManager):
         self._talker, self._ends = asker.talker, ends
 
     def process_model_name(self, model_id: str) -> str:
-        return self.force_model  # without a revision: it stands in the answers
+        return self.force_model  # without a revision, because this name appears in responses
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """For one question, which is tokenized already: the server behind would render less of a message, and ask a
-        model to go on behind an end where the tokenizer puts one behind every text."""
+        """Return the model, and a tokenizer that always returns the token ids of the current prompt.
+
+        The server of transformers would render less of a message, and would keep the end token that some tokenizers add
+        to every text, so that the model would have to continue after it."""
         question, tokenizer = ASKED.get(), copy.copy(self._talker.tokenizer)
         encoding, kind = BatchEncoding({"input_ids": [question.token_ids]}, tensor_type="pt"), type(tokenizer)
         own = dict.fromkeys(("__call__", "apply_chat_template"), lambda *_, **__: encoding)
-        tokenizer.__class__ = type(kind.__name__, (kind,), own)  # Python looks for __call__ in the class alone
+        tokenizer.__class__ = type(kind.__name__, (kind,), own)  # Python looks up __call__ only in the class
         return Answering(self._talker, self._ends, question.gone), tokenizer
 
     def get_gen_models(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": self._begun, "owned_by": "scu-trainer"}]
 
-    list_models = get_gen_models  # transformers from 5.24 on asks for this one, and its own says "unloaded"
+    list_models = get_gen_models  # transformers 5.24 and later calls this one; the inherited one says "unloaded"
 
 
 class Answering:
-    """The model as the server uses it, in the arithmetic of its run. ``gone``: set where nobody waits any more."""
+    """The model as the server calls it, with the precision of its run. ``gone``: set when the client has
+    disconnected."""
 
     def __init__(self, talker: Talker, ends: Event, gone: Event) -> None:
         self._talker, self._ends, self._gone = talker, ends, gone
@@ -101,9 +105,10 @@ class Answering:
         streamer: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """``input_ids`` (1, time); what a tokenizer gives beside them says nothing of one text alone. Raises
-        Unavailable where the answer does not fit in memory, the server ends, or the client is gone."""
-        self._break_off()
+        """Generate an answer to ``input_ids`` of shape (1, time). Other outputs of a tokenizer are ignored, because
+        they carry no information for a single text. Raises Unavailable if the answer does not fit in memory, the server
+        shuts down, or the client has disconnected."""
+        self._check_canceled()
         if (seed := generation_config.__dict__.pop("seed", None)) is not None:
             torch.manual_seed(seed)
         try:
@@ -111,7 +116,7 @@ class Answering:
                 return self._talker.model.generate(
                     input_ids=input_ids, attention_mask=torch.ones_like(input_ids), tokenizer=self._talker.tokenizer,
                     generation_config=generation_config, streamer=streamer,
-                    stopping_criteria=StoppingCriteriaList([self._break_off]),
+                    stopping_criteria=StoppingCriteriaList([self._check_canceled]),
                 )  # fmt: skip
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -121,11 +126,11 @@ class Answering:
         free_memory(self.device)
         raise Unavailable("the answer does not fit in memory; shorten the prompt, or lower max_tokens")
 
-    def _break_off(self, *_: Any, **__: Any) -> bool:
+    def _check_canceled(self, *_: Any, **__: Any) -> bool:
         if self._ends.is_set():
-            raise Unavailable("the server ends")
+            raise Unavailable("the server is shutting down")
         if self._gone.is_set():
-            raise Unavailable("the client is gone")
+            raise Unavailable("the client has disconnected")
         return False
 
 
@@ -134,4 +139,4 @@ class Unavailable(HTTPException):
         super().__init__(UNAVAILABLE, why)
 
     def __str__(self) -> str:
-        return str(self.detail)  # in a stream the words alone
+        return str(self.detail)  # a stream shows only the message, without the status

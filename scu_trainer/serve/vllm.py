@@ -1,4 +1,4 @@
-"""The command that starts vLLM with a model, by vLLM's names."""
+"""Build the command that serves a model with vLLM."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def command(
     trust_remote_code: bool,
     allow_pickle: bool,
 ) -> list[str]:
-    """``answers``: the fields of AnswerSettings; None where the model's generation config is to say. The key is no
-    argument, for the list of processes shows those: it goes by KEY_VARIABLE."""
+    """Return the command. ``answers``: the fields of AnswerSettings; None: use the model's generation config.
+
+    The key is passed in the environment variable KEY_VARIABLE and not as an argument, because other users can see the
+    arguments of processes."""
     words = ["vllm", "serve", model, "--served-model-name", name, "--host", host, "--port", str(port)]
     words += ["--dtype", dtype, "--seed", str(answers["seed"]), "--allowed-origins", "[]"]
     words += ["--override-generation-config", json.dumps(_override(answers))]
@@ -30,7 +32,8 @@ def command(
 
 
 def _override(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Without max_new_tokens, which vLLM takes for the most that a question may ask for."""
+    """Return changes to the generation config. max_new_tokens is left out, because vLLM would limit every request to
+    it."""
     names = ("temperature", "top_p", "top_k", "repetition_penalty")
-    found = {name: answers[name] for name in names if answers[name] is not None}
-    return {**found, "temperature": 0.0} if answers["do_sample"] is False else found
+    override = {name: answers[name] for name in names if answers[name] is not None}
+    return {**override, "temperature": 0.0} if answers["do_sample"] is False else override

@@ -1,1 +1,1 @@
-"""Answers of a model that is trained: messages -> tokens -> text, one at a time as it is written, or many at once."""
+"""Generate answers of a trained model, one at a time as a stream, or many at once in batches."""

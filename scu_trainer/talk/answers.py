@@ -1,4 +1,4 @@
-"""Answers: piece by piece while one is written, or of many conversations in batches that fit."""
+"""Generate answers: one as a stream of pieces, or many in batches that fit in memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from scu_trainer.train.evaluation.answers import ONE_ANSWER
 from scu_trainer.train.step.recovery.halving import Halving
 
 LOWEST_TEMPERATURE = 1e-30
-"""Logits divided by less can be more than a float32 holds."""
+"""With a lower temperature, scaled logits can overflow a float32."""
 
 DRAWS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
-"""How transformers draws where neither the settings nor the model's generation config say."""
+"""transformers' defaults for sampling, if neither the settings nor the model's generation config set them."""
 
 GOOD_BEFORE_GROWTH = 8
-"""Batches that fit one after the other before a larger one is tried again."""
+"""Number of consecutive batches that must fit before a larger one is tried again."""
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """By transformers' names; None leaves what the model's generation config says. ``seed``: of sampling."""
+    """Settings of generation, with the names of transformers. None: use the value of the model's generation config.
+    ``seed``: seed of sampling."""
 
     max_new_tokens: int = 256
     do_sample: Optional[bool] = None
@@ -54,20 +55,22 @@ class AnswerSettings:
         f"are sampled; drop do_sample: false")  # fmt: skip
 
     def config(self, talker: Talker) -> GenerationConfig:
+        """Return the generation config of ``talker``'s model with these settings and its stop tokens."""
         own = {name: value for name, value in asdict(self).items() if value is not None and name != "seed"}
         if "do_sample" not in own and {"temperature", "top_p", "top_k"} & own.keys():
             own["do_sample"] = True
         stops = talker.stops
-        found = GenerationConfig.from_dict(talker.model.generation_config.to_dict())
-        if not own.get("do_sample", found.do_sample):  # what only acts on draws would be warned of
+        config = GenerationConfig.from_dict(talker.model.generation_config.to_dict())
+        if not own.get("do_sample", config.do_sample):  # transformers would warn about settings of sampling
             own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         else:
-            own = {name: value for name, value in DRAWS.items() if getattr(found, name) is None} | own
+            own = {name: value for name, value in DRAWS.items() if getattr(config, name) is None} | own
         own |= {**ONE_ANSWER, "max_length": None}
-        found.update(**own, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
-        return found
+        config.update(**own, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
+        return config
 
     def in_words(self, talker: Talker) -> str:
+        """Return a phrase that says how tokens are chosen."""
         config = self.config(talker)
         if not config.do_sample:
             return "greedy: each token is the most likely one (--temperature 0.7 draws)"
@@ -78,8 +81,10 @@ class AnswerSettings:
 def fitted(
     talker: Talker, messages: Sequence[Message], settings: AnswerSettings
 ) -> tuple[list[int], int, AnswerSettings]:
-    """Of a conversation that is answered at once: its ids, how many of the oldest messages were dropped, and settings
-    whose answer is as long as the positions of the model allow. A quarter of them is kept for it."""
+    """Fit a conversation and its answer into the positions of the model.
+
+    Returns the token ids, the number of oldest messages that were dropped, and settings with max_new_tokens limited to
+    the positions that are left. Up to a quarter of the positions is reserved for the answer."""
     if talker.positions is None:
         return talker.encoded(messages), 0, settings
     token_ids, dropped = talker.trimmed(messages, min(settings.max_new_tokens, talker.positions // 4))
@@ -89,7 +94,7 @@ def fitted(
 
 @dataclass(frozen=True)
 class Reply:
-    """``finish_reason``: "stop" at a token that ends it, "length" at max_new_tokens."""
+    """An answer. ``finish_reason``: "stop" if a stop token ended it, "length" if it reached max_new_tokens."""
 
     text: str
     tokens: int
@@ -99,26 +104,26 @@ class Reply:
 def stream(
     talker: Talker, token_ids: Sequence[int], settings: AnswerSettings, count: Optional[Callable[[int], None]] = None
 ) -> Iterator[str]:
-    """Pieces of the answer to a prompt, as they are written. ``count`` gets the number of its tokens at the end.
+    """Yield pieces of the answer to a prompt as they are generated. ``count`` is called with its number of tokens.
 
-    Closing the iterator ends the generation. Raises ModelError where the model fails.
+    Closing the iterator stops the generation. Raises ModelError if the generation fails.
     """
     inputs = torch.tensor([list(token_ids)], device=talker.device)
     streamer = TextIteratorStreamer(talker.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    is_left, errors = threading.Event(), []
-    stops = StoppingCriteriaList([lambda *_, **__: is_left.is_set()])
+    is_closed, errors = threading.Event(), []
+    stops = StoppingCriteriaList([lambda *_, **__: is_closed.is_set()])
 
     def generate() -> None:
         try:
             torch.manual_seed(settings.seed)
             with talker.answering():
-                made = talker.model.generate(
+                output = talker.model.generate(
                     input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=settings.config(talker),
                     streamer=streamer, stopping_criteria=stops, tokenizer=talker.tokenizer,
                 )  # fmt: skip
             if count is not None:
-                count(made.shape[1] - inputs.shape[1])
-        except Exception as error:  # in a thread of its own; raised below, where somebody listens
+                count(output.shape[1] - inputs.shape[1])
+        except Exception as error:  # raised below, in the thread of the caller
             errors.append(error)
             streamer.end()
 
@@ -127,15 +132,17 @@ def stream(
     try:
         yield from (piece for piece in streamer if piece)
     finally:
-        is_left.set()
+        is_closed.set()
         thread.join()
     if errors:
         raise ModelError(f"{talker.name} cannot answer: {errors[0]}") from errors[0]
 
 
 class Batches:
-    """Answers of many prompts, padded on the left. ``batch_rows``: at most so many at once; fewer after running out of
-    memory, from where it grows again. No prompt is lost by that."""
+    """Generates answers to many prompts in batches, padded on the left.
+
+    ``batch_rows``: the largest batch. After running out of memory, batches are smaller and then grow again. Every
+    prompt is answered."""
 
     def __init__(self, talker: Talker, settings: AnswerSettings, batch_rows: int) -> None:
         self.talker, self.settings, self.batch_rows = talker, settings, batch_rows
@@ -146,15 +153,15 @@ class Batches:
         return self._halving.out_of_memory
 
     def answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Reply]:
-        """In the order of ``prompts``. Raises OutOfMemory where one alone does not fit."""
+        """Yield the answers in the order of ``prompts``. Raises OutOfMemory if a single prompt does not fit."""
         for begin in range(0, len(prompts), self.batch_rows):
             part = prompts[begin : begin + self.batch_rows]
-            yield from self._of_batch(part)
+            yield from self._answer_batch(part)
 
-    def _of_batch(self, prompts: Sequence[Sequence[int]]) -> list[Reply]:
+    def _answer_batch(self, prompts: Sequence[Sequence[int]]) -> list[Reply]:
         before = self.out_of_memory
         try:
-            done = self._halving.run(len(prompts), lambda rows: self._generated([prompts[row] for row in rows]))
+            done = self._halving.run(len(prompts), lambda rows: self._generate([prompts[row] for row in rows]))
         except OutOfMemory as error:
             longest = max(map(len, prompts))
             raise OutOfMemory(
@@ -167,20 +174,20 @@ class Batches:
             self._halving.largest_rows = larger if larger < self.batch_rows else None
         return [answer for _, answers in done for answer in answers]
 
-    def _generated(self, prompts: Sequence[Sequence[int]]) -> list[Reply]:
+    def _generate(self, prompts: Sequence[Sequence[int]]) -> list[Reply]:
         talker, width = self.talker, max(map(len, prompts))
         pad = talker.stops[0] if talker.stops else 0
         inputs = torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in prompts], device=talker.device)
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=talker.device)
         torch.manual_seed(self.settings.seed)
         with talker.answering():
-            made = talker.model.generate(
+            output = talker.model.generate(
                 input_ids=inputs, attention_mask=mask, generation_config=self.settings.config(talker),
                 tokenizer=talker.tokenizer,
             )  # fmt: skip
-        return [self._answer(row) for row in made[:, width:].tolist()]
+        return [self._reply(row) for row in output[:, width:].tolist()]
 
-    def _answer(self, token_ids: list[int]) -> Reply:
+    def _reply(self, token_ids: list[int]) -> Reply:
         end = next((place for place, token in enumerate(token_ids) if token in self.talker.stops), None)
         text = self.talker.tokenizer.decode(token_ids[:end], skip_special_tokens=True)
         return Reply(text, len(token_ids[:end]), "length" if end is None else "stop")

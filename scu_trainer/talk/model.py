@@ -1,4 +1,4 @@
-"""A model that can be talked to: loaded as its run trained it, with the template and the tokens that end its turns."""
+"""A model to talk to: loaded as its run trained it, with its chat template and the tokens that end its answers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from scu_trainer.settings import ModelSettings
 
 Message = dict[str, str]
 PROBE = "\u2301 an answer \u2301"
-"""Stands for an answer where a template is looked at: nothing that a template would have of its own."""
+"""A placeholder answer to test a chat template with. No template contains this text itself."""
 
 
 @dataclass
 class Talker:
-    """``around``: the context in which it answers, such as that without the adapter. ``precision``: autocast to it.
-    ``stops``: ids of the tokens that end an answer. ``lock``: one answers at a time, for the model is switched between
-    them. ``answers_plain_text``: it has learned answers behind questions without a template."""
+    """A model that answers prompts.
+
+    ``around``: a context for generation, for example without the adapter. ``precision``: dtype of autocast. ``stops``:
+    ids of the tokens that end an answer. ``lock``: allows one answer at a time, because the model is switched between
+    answers. ``answers_plain_text``: it has learned to answer questions that were written without a template."""
 
     name: str
     model: nn.Module
@@ -57,43 +59,46 @@ class Talker:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
+        """Hold the lock, and set up autocast and the context ``around``."""
         autocast = torch.autocast(self.device.type, self.precision, enabled=self.precision is not None)
         with self.lock, self.around(), torch.no_grad(), autocast:
             yield
 
     @property
     def positions(self) -> Optional[int]:
-        """Most tokens of prompt and answer together; None where nothing says."""
+        """The largest number of tokens of prompt and answer together; None if it is unknown."""
         return positions_of(self.model)
 
     def notes(self, name: str) -> list[str]:
-        """What a person is to know of how the model, called ``name``, is asked."""
+        """Return notes for the user about how the model, called ``name``, is prompted."""
         if self.has_template:
             return []
         how = "a blank line follows the question" if self.answers_plain_text else "it continues the text"
         return [f"{name} has no chat template: {how}"]
 
     def encoded(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a prompt. Without a template the texts stand one after the other, to be gone on with or, where a
-        training had it so, to be answered."""
+        """Return the token ids of a prompt.
+
+        Without a template the texts are concatenated: the model continues them or, if it was trained that way, answers
+        them. Raises DataError if the template refuses the conversation."""
         if not self.has_template:
             return prompt_ids(self.tokenizer, self.rendered(messages))
         try:
-            found = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # a template is a program, and says in its own words what it does not take
-            raise DataError(f"the chat template of {self.name} does not take this conversation: {error}") from error
-        return list(found["input_ids"])
+            encoding = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is a program and may raise any exception
+            raise DataError(f"the chat template of {self.name} refuses this conversation: {error}") from error
+        return list(encoding["input_ids"])
 
     def rendered(self, messages: Sequence[Message]) -> str:
-        """The text of a prompt, of a conversation that ``encoded`` takes."""
+        """Return the text of a prompt that ``encoded`` accepts."""
         if not self.has_template:
             texts = [message["content"] for message in messages]
             return plain_prompt(texts) if self.answers_plain_text else "\n".join(texts)
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
 
     def trimmed(self, messages: Sequence[Message], max_new_tokens: int) -> tuple[list[int], int]:
-        """Ids of a prompt that leaves room for the answer, and how many of the oldest messages were dropped for it; a
-        system message stays. Raises DataError where the newest alone is too long."""
+        """Drop the oldest messages until there is room for the answer, but keep a system message. Returns the token ids
+        and the number of dropped messages. Raises DataError if the newest message is too long."""
         kept, dropped = list(messages), 0
         while True:
             token_ids = self.encoded(kept)
@@ -103,7 +108,7 @@ class Talker:
             if len(kept) - first < 2:
                 raise DataError(
                     f"a prompt of {len(token_ids):,} tokens and an answer of {max_new_tokens:,} are more than the "
-                    f"{self.positions:,} positions of {self.name}; shorten it, or lower --max_new_tokens"
+                    f"{self.positions:,} positions of {self.name}; shorten the prompt, or lower --max_new_tokens"
                 )
             following = next((n for n in range(first + 1, len(kept)) if kept[n]["role"] == "user"), len(kept) - 1)
             dropped += following - first
@@ -113,32 +118,33 @@ class Talker:
 def loaded(
     name: str, settings: ModelSettings, precision: Optional[torch.dtype] = None, answers_plain_text: bool = False
 ) -> Talker:
-    """``settings``: of its run, with ``model_name_or_path`` where it lies. Raises ModelError."""
+    """Load a model to talk to. ``settings``: those of its run, with ``model_name_or_path`` set to its folder or Hub id.
+    Raises ModelError."""
     tokenizer, model = load_tokenizer(settings), load_for_evaluation(settings.model_name_or_path, settings)
     return Talker(name, model, tokenizer, precision, answers_plain_text=answers_plain_text)
 
 
 def base_beside(talker: Talker, name: str) -> Talker:
-    """The base of an adapter, in the same memory."""
+    """Return the base model of an adapter. It shares the weights in memory."""
     without = talker.model.disable_adapter
     return replace(talker, name=name, around=without)
 
 
 def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Those of the model's generation config and of the tokenizer, and the special token with which the template ends
-    an answer, found by rendering one."""
+    """Return the ids of all tokens that end an answer: those of the model's generation config and of the tokenizer, and
+    the special token that the chat template puts after an answer."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    stops = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
     if getattr(tokenizer, "chat_template", None):
-        found.add(_end_of_turn(tokenizer))
-    return sorted(token for token in found if token is not None)
+        stops.add(_end_of_turn(tokenizer))
+    return sorted(token for token in stops if token is not None)
 
 
 def _end_of_turn(tokenizer: Any) -> Optional[int]:
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": PROBE}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # one that takes no such conversation: the other tokens are left
+    except Exception:  # the template refuses this conversation, so only the other stop tokens are known
         return None
     after = tokenizer(text.rpartition(PROBE)[2], add_special_tokens=False)["input_ids"]
     return next((token for token in after[:2] if token in special_ids(tokenizer)), None)

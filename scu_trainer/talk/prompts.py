@@ -1,4 +1,4 @@
-"""A file of prompts -> conversations, one per row, in whatever way the rows say them."""
+"""Read a file of prompts, in any of the supported formats, as one conversation per row."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from scu_trainer.settings.base import short
 
 QUESTIONS = ("prompt", "instruction", "question", "problem", "query", "text")
 ALLOWED = (
-    "a column messages or conversations (turns, the last of the user), or one of prompt, instruction, question, "
-    "problem, query (with input or context, system and history beside it), text; a .txt file has a prompt in each line"
+    "a column messages or conversations (turns, the last one by the user), or one of prompt, instruction, question, "
+    "problem, query (optionally with input or context, system and history), text; a .txt file has one prompt per line"
 )
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """``place``: for a person, such as "questions.jsonl row 3"."""
+    """A prompt. ``place``: names the row in messages, for example "questions.jsonl row 3"."""
 
     place: str
     messages: list[dict[str, str]]
 
 
 def read_prompts(path: Path) -> list[PromptRow]:
-    """Raises DataError with the place for a row that says no prompt: none is left out."""
+    """Return all prompts of a file. No row is skipped: raises DataError, with its place, for a row without a prompt."""
     if path.suffix.lower() == ".txt":
-        rows = [PromptRow(f"{path.name} line {number}", _asked(line.strip())) for number, line in _lines(path)]
+        rows = [PromptRow(f"{path.name} line {number}", _as_messages(line.strip())) for number, line in _lines(path)]
     else:
-        rows = [PromptRow(record.place, _messages(record)) for record in read_file(path, "text")]
+        rows = [PromptRow(record.place, _messages_of(record)) for record in read_file(path, "text")]
     if not rows:
         raise DataError(f"{path} has no prompt; give {ALLOWED}")
     return rows
@@ -45,50 +45,50 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     yield from ((number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip())
 
 
-def _asked(text: str, system: str = "") -> list[dict[str, str]]:
+def _as_messages(text: str, system: str = "") -> list[dict[str, str]]:
     begin = [{"role": "system", "content": system}] if system else []
     return [*begin, {"role": "user", "content": text}]
 
 
-def _messages(record: Any) -> list[dict[str, str]]:
+def _messages_of(record: Any) -> list[dict[str, str]]:
     if record.value is None:
         raise DataError(f"{record.place}: {record.problem}")
     row = record.value
     turns = next((name for name in CHAT_COLUMNS if row.get(name)), None)
     turns = turns or ("prompt" if are_messages(row.get("prompt")) else None)
     if turns is not None:
-        return _unanswered(record.place, row, turns)
-    name = next((name for name in QUESTIONS if _said(row.get(name))), None)
+        return _without_answer(record.place, row, turns)
+    name = next((name for name in QUESTIONS if _text_or_none(row.get(name))), None)
     if name is None:
         columns = ", ".join(map(str, row)) or "none"
         empty = next((f", but {name} is {short(row[name])}" for name in QUESTIONS if name in row), "")
-        way = "write a prompt there, or remove the row" if empty else f"give {ALLOWED}"
-        raise DataError(f"{record.place} has the columns {columns}{empty}; {way}")
-    if name == "text" or (name == "prompt" and "completion" in row):  # no context is read beside these
-        return _asked(row[name], next(filter(_said, map(row.get, SYSTEMS)), ""))
+        advice = "write a prompt there, or remove the row" if empty else f"give {ALLOWED}"
+        raise DataError(f"{record.place} has the columns {columns}{empty}; {advice}")
+    if name == "text" or (name == "prompt" and "completion" in row):  # these formats have no context column
+        return _as_messages(row[name], next(filter(_text_or_none, map(row.get, SYSTEMS)), ""))
     try:
         return asked(row, name)
     except BadRow as error:
         raise DataError(f"{record.place}: {error}") from error
 
 
-def _said(value: Any) -> Optional[str]:
+def _text_or_none(value: Any) -> Optional[str]:
     return value if isinstance(value, str) and value.strip() else None
 
 
-def _unanswered(place: str, row: dict, column: str) -> list[dict[str, str]]:
-    """Without the answer that the row ends with, if it does."""
+def _without_answer(place: str, row: dict, column: str) -> list[dict[str, str]]:
+    """Return the messages of the row without the answer at the end, if there is one. Raises DataError."""
     try:
         messages, _ = under_system(row, messages_of(row[column], column), None)
         tools = next((name for name in TOOLS if tools_of(row.get(name))), None)
         if tools is not None:
-            raise BadRow(f"the model would not see what {tools!r} holds; remove the column")
+            raise BadRow(f"the model would not see the tools in {tools!r}; remove the column")
     except BadRow as error:
         raise DataError(f"{place}: {error}") from error
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise DataError(f"{place}: {column} has no turn before the answer")
-    if not any(_said(message["content"]) for message in messages):
+    if not any(_text_or_none(message["content"]) for message in messages):
         raise DataError(f"{place}: {column} has no turn with text; write a prompt, or remove the row")
     return messages

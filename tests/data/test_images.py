@@ -229,7 +229,7 @@ def test_folders_beside_splits_are_named_and_splits_without_classes_refused(bird
         prepared(tmp_path / "flat", tmp_path)
     for name in ("val", "test"):
         picture(tmp_path / "held_out" / name / "owl" / "0.png", seed=len(name))
-    with pytest.raises(DataError, match="has the splits val, test, none of the requested: train"):
+    with pytest.raises(DataError, match="has the splits val, test, but none of the requested: train"):
         prepared(tmp_path / "held_out", tmp_path)
 
 
@@ -310,9 +310,7 @@ def birds(tmp_path) -> Path:
 def test_split_without_classes_is_left_and_noted(birds, tmp_path):
     data = prepared(birds, tmp_path)
     assert (data.statistics.train, data.statistics.eval) == (6, 2)
-    assert any(
-        "birds/test has no folders of classes: not read: 1 image there" in note for note in data.statistics.notes
-    )
+    assert any("birds/test has no class folders and was not read: 1 image" in note for note in data.statistics.notes)
 
 
 def test_split_beside_training_is_not_looked_at_where_eval_dataset_is_given(birds, tmp_path):
@@ -487,9 +485,9 @@ def test_image_that_the_processor_refuses(pets, tmp_path, monkeypatch):
 def test_label_above_the_named_classes(tmp_path):
     import datasets
 
-    from scu_trainer.data.images.tables import _numbers
+    from scu_trainer.data.images.tables import _label_numbers
 
-    found = _numbers([0, 5, None], datasets.ClassLabel(names=["a", "b"]), ("a", "b"), ("a", "b"))
+    found = _label_numbers([0, 5, None], datasets.ClassLabel(names=["a", "b"]), ("a", "b"), ("a", "b"))
     assert found.tolist() == [0, -1, -1]
 
 
@@ -518,7 +516,7 @@ def test_folder_without_classes(tmp_path):
         prepared(tmp_path / "flat", tmp_path)
     (tmp_path / "flat" / "metadata.csv").write_text("file_name,breed\n0.png,cat\n")
     with pytest.raises(
-        DataError, match=r"has the columns file_name, breed, .*by file_name and label .*give label_column_name"
+        DataError, match=r"has the columns file_name, breed, .*needs file_name and label .*give label_column_name"
     ):
         prepared(tmp_path / "flat", tmp_path)
     (tmp_path / "flat" / "metadata.csv").write_text("file_name,label\n0.png,\n")
@@ -558,11 +556,11 @@ def test_metadata_above_the_folders_of_splits_are_read_for_each(tmp_path):
     assert source.labels.tolist() == [0, 1] * 6 and source.held_out.labels.tolist() == [0, 1] * 2
     assert not any("not read" in note for note in (*source.notes, *source.held_out.notes))
     table.write_text("\n".join([*rows, "train/gone.png,cat"]) + "\n")
-    with pytest.raises(DataError, match=r"names .*train/gone\.png, which is not there"):
+    with pytest.raises(DataError, match=r"names .*train/gone\.png, which does not exist"):
         folder_source(folder, ["train"], skip_bad=False)
     table.write_text("\n".join(rows[:13]) + "\n")
     source = folder_source(folder, ["train"], skip_bad=False)
-    assert source.held_out is None and "not read: 4 images there" in source.notes[-1]
+    assert source.held_out is None and "was not read: 4 images" in source.notes[-1]
 
 
 def test_nothing_and_spaces_in_the_metadata_make_no_class_of_their_own(tmp_path):
@@ -690,12 +688,12 @@ def test_splits_with_metadata_and_a_file_that_is_gone(tmp_path):
     data = prepared(tmp_path / "pets", tmp_path)
     assert (data.statistics.train, data.statistics.eval) == (12, 4)
     (tmp_path / "pets" / "train" / "3.png").unlink()
-    with pytest.raises(DataError, match=r"metadata of .*train names .*3\.png, which is not there; .*skip_bad_rows"):
+    with pytest.raises(DataError, match=r"metadata of .*train names .*3\.png, which does not exist; .*skip_bad_rows"):
         prepared(tmp_path / "pets", tmp_path)
     data = prepared(tmp_path / "pets", tmp_path, skip_bad_rows=True)
     assert data.statistics.dropped == {"file of the metadata that is not there": 1} and data.statistics.train == 11
     (tmp_path / "pets" / "train" / "metadata.csv").write_text("file_name,label\n../x.png,cat\n")
-    with pytest.raises(DataError, match=r"row 1: it names no image inside .*train; fix its file_name"):
+    with pytest.raises(DataError, match=r"row 1: it does not name an image inside .*train; fix its file_name"):
         prepared(tmp_path / "pets", tmp_path)
 
 
@@ -873,7 +871,7 @@ def test_a_known_dataset_that_cannot_be_reached_is_not_called_unknown(name, tmp_
 def test_the_name_of_a_column_is_refused_where_there_are_no_columns(pets, tmp_path):
     own = ImageSettings(image_column_name="picture")
     for name in (str(pets), "digits"):
-        with pytest.raises(DataError, match=f"images of {name} are in none; drop image_column_name"):
+        with pytest.raises(DataError, match=f"images of {name} are not in a table; drop image_column_name"):
             find_images(DataSettings(dataset=name), own, tmp_path)
     own = ImageSettings(image_column_name="picture")  # of a model that was trained on a table
     source = find_images(DataSettings(dataset=str(pets)), own, tmp_path, classes=("cat", "dog", "owl"))

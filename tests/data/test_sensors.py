@@ -87,7 +87,7 @@ def test_a_share_of_each_class_is_held_out_and_the_statistics_say_so(tmp_path):
     assert numpy.bincount(data.eval.labels).tolist() == [2, 2, 2, 2]
     assert data.statistics.per_class == {"0": 6, "1": 6, "2": 6, "3": 6}
     assert not {*data.train.numbers} & {*data.eval.numbers}
-    assert any("no branch alone" in line for line in data.statistics.lines())
+    assert any("no single branch" in line for line in data.statistics.lines())
 
 
 def test_the_cache_is_found_again_and_the_seed_moves_the_split(folder, tmp_path):
@@ -150,7 +150,7 @@ def test_minus_one_is_no_class_beside_names_either(folder, tmp_path):
     for number in range(16):
         edit_manifest(folder, number + 1, label=["north", "south"][number % 2])
     edit_manifest(folder, 3, label=-1)
-    with pytest.raises(DataError, match=r"line 3 .*: label -1 is none of the 2 classes: north, south; fix it"):
+    with pytest.raises(DataError, match=r"line 3 .*: label -1 is not one of the 2 classes: north, south; fix it"):
         prepared(folder, tmp_path / "cache", own={"num_classes": None})
     data = prepared(folder, tmp_path / "cache", own={"num_classes": None}, skip_bad_rows=True)
     assert data.label_names == ["north", "south"] and data.statistics.dropped == {"label out of range": 1}
@@ -166,7 +166,7 @@ def test_what_no_row_of_the_manifest_names_is_said(folder, tmp_path):
         (folder / name).write_bytes((folder / "spare.npz").read_bytes())
     (folder / CSV_MANIFEST).write_text("file,label\nmore/1.npz,0\n")
     notes = [
-        f"{folder / CSV_MANIFEST} was not read, because {MANIFEST} is beside it",
+        f"{folder / CSV_MANIFEST} was not read, because there is also a {MANIFEST}",
         f"2 .npz files of {folder} are not in {MANIFEST} and not read: __MACOSX.npz, 1.npz",
     ]
     assert prepared(folder, tmp_path / "cache").statistics.notes == notes
@@ -257,7 +257,7 @@ def test_reports_become_numbers_of_words_that_training_reports_have(folder, tmp_
         "<bos> class 0 , plume dim , <unk> <unk> <eos>".split()
     )
     assert data.train[0]["report_ids"].shape == data.train[1]["report_ids"].shape == (0,)
-    line = "reports: 13 of 15 training recordings have one, 16 words, 2 of the words in reports are none of them"
+    line = "reports: 13 of 15 training recordings have one, 16 words, 2 words in reports are unknown"
     assert line in data.statistics.lines()
     batch = SensorCollator(data.train.store.shapes)([data.train[number] for number in range(4)])
     assert batch["report_ids"].shape == (4, 10) and (batch["report_ids"][0] == -100).all()
@@ -383,7 +383,7 @@ def test_recordings_of_one_class_are_refused(folder, tmp_path):
     for number in range(1, 17):
         edit_manifest(folder, number, label=0)
     for own in ({"num_classes": None}, {"num_classes": 4}):
-        with pytest.raises(DataError, match="are of the class 0; a classifier needs two classes"):
+        with pytest.raises(DataError, match="are of the class 0; a classifier needs two or more classes"):
             prepared(folder, tmp_path / "cache", own=own, skip_bad_rows=True)
 
 
@@ -565,7 +565,7 @@ BAD_FILES = {
     "seconds since 1970": (
         lambda path: change_arrays(path, kinematics=1.7e9 + numpy.arange(240.0).reshape(40, 6) / 100),
         "lost in rounding",
-        r"channel 0 of kinematics has 1700000000 and its like, which float32.*in steps of 128, too coarse",
+        r"channel 0 of kinematics has values such as 1700000000, which float32.*in steps of 128, too coarse",
     ),
     "five channels": (
         lambda path: change_arrays(path, kinematics=numpy.zeros((40, 5), dtype="float32")),
@@ -603,16 +603,16 @@ def test_a_channel_that_does_not_change_loses_nothing_in_rounding(folder, tmp_pa
 
 
 BAD_ROWS = {
-    "negative": ({"label": -1}, "label out of range", "label -1 is none of the 4 classes"),
-    "too high": ({"label": 4}, "label out of range", "label 4 is none of the 4 classes"),
+    "negative": ({"label": -1}, "label out of range", "label -1 is not one of the 4 classes"),
+    "too high": ({"label": 4}, "label out of range", "label 4 is not one of the 4 classes"),
     "fraction": ({"label": 1.5}, "no label", "label is 1.5"),
     "truth": ({"label": True}, "no label", "label is True"),
     "no label": ({"label": None}, "no label", "label is None"),
     "nothing, as a table writes it": ({"label": "nan"}, "no label", "label is 'nan'"),
     "no file": ({"file": None}, "no file", "names no file"),
-    "outside": ({"file": "../000001.npz"}, "file outside", "lies outside of"),
-    "absolute": ({"file": "/etc/passwd"}, "file outside", "lies outside of"),
-    "two signs": ({"label": "--5"}, "no label", "label is '--5'; it must be a whole number from 0 on, or a name"),
+    "outside": ({"file": "../000001.npz"}, "file outside", "is outside of"),
+    "absolute": ({"file": "/etc/passwd"}, "file outside", "is outside of"),
+    "two signs": ({"label": "--5"}, "no label", "label is '--5'; it must be a whole number (0 or more) or a name"),
     "list of splits": ({"split": ["eval"]}, "no split", r"split is \['eval'\]; it must be a word"),
     "no name": ({"file": "a\0b"}, "unreadable file", r"\('a\\x00b'\): not a readable"),
     "unknown branch": ({"missing": ["radar"]}, "unknown branch", "missing is .*'radar'.*allowed: visible"),
@@ -675,7 +675,7 @@ def test_an_empty_class_is_refused_or_told(folder, tmp_path):
 
 def test_names_that_are_not_num_classes_are_refused(folder, tmp_path):
     edit_manifest(folder, 1, label="north")
-    with pytest.raises(DataError, match="num_classes is 4, and the manifest has 5 labels"):
+    with pytest.raises(DataError, match="num_classes is 4, but the manifest has 5 labels"):
         prepared(folder, tmp_path / "cache")
 
 
@@ -824,7 +824,7 @@ def test_a_channel_that_drowns_another_is_named(tmp_path, offset, is_said):
     write_recordings(tmp_path / "folder", map(recording, range(8)))
     own = {"branches": ["kinematics"], "num_classes": 2}
     notes = prepared(tmp_path / "folder", tmp_path, own=own).statistics.notes
-    assert any("channel 1 is about 1.01e+05 large, and channel " in note for note in notes) is is_said
+    assert any("channel 1 has a size of about 1.01e+05, but channel " in note for note in notes) is is_said
     assert any(note.startswith("kinematics:") for note in notes) is is_said
 
 
@@ -838,4 +838,4 @@ def test_a_channel_that_drowns_its_own_changes_is_named(tmp_path):
     write_recordings(tmp_path / "folder", map(recording, range(8)))
     notes = prepared(tmp_path / "folder", tmp_path, own={"branches": ["kinematics"], "num_classes": 2}).statistics.notes
     (note,) = (note for note in notes if note.startswith("kinematics:"))
-    assert "and learns little of changes that small; from each channel subtract its mean" in note
+    assert "and hardly learns such small changes; from each channel subtract its mean" in note

@@ -152,7 +152,7 @@ def test_folder_with_files_named_by_split(source, tmp_path):
     assert texts(result) == ["train-0", "train-1"]
     assert texts(result.held_out) == ["val"]
     assert texts(source(folder, dataset_split="test")) == ["test"]
-    with pytest.raises(DataError, match="has the splits test, train, validation, none of the requested: tain"):
+    with pytest.raises(DataError, match="has the splits test, train, validation, but none of the requested: tain"):
         source(folder, dataset_split="tain")
 
 

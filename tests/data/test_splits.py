@@ -83,7 +83,7 @@ def test_names_above_the_folder_count_for_nothing(folder):
     [
         (["train.jsonl", "test.jsonl", "words.txt"], "1 file in {} names no split and was not read: words.txt"),
         (["train.jsonl", "test.jsonl", "LICENSE.txt"], "1 file of other kinds in {}, not read: LICENSE.txt"),
-        (["data.jsonl", "test.jsonl"], "1 file in {} names no split beside those for test: read as train"),
+        (["data.jsonl", "test.jsonl"], "1 file in {} names no split, next to files for test: read as train"),
         (["train.jsonl", "dev.jsonl", "test.jsonl"], "splits of {} that were not read: test"),
         (["test-1.jsonl", "test-2.jsonl"], "all data files in {} are named 'test'; they are read as training data"),
     ],

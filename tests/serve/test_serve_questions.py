@@ -15,7 +15,7 @@ import torch
 from scu_trainer.data.messages import messages_of
 from scu_trainer.listening import own_names
 from scu_trainer.serve.errors import FAILED
-from scu_trainer.serve.front import MOST_BYTES, _replayed
+from scu_trainer.serve.front import MOST_BYTES, _replay
 from scu_trainer.serve.guard import CHAT, COMPLETIONS, HEALTH, MODELS, Guard
 from scu_trainer.serve.questions import Asker
 from scu_trainer.serve.transformers_server import application
@@ -180,7 +180,7 @@ WRONG = {
     "below zero": ({"temperature": -1}, 400, None, "temperature is -1"),
     "no number": ({"temperature": float("nan")}, 400, None, "temperature is nan"),
     "more than a number holds": ({"temperature": 10**400}, 400, "temperature", "too large"),
-    "half of a character": ({"prompt": "\ud83d"}, 400, None, "holds half of a character"),
+    "half of a character": ({"prompt": "\ud83d"}, 400, None, "contains half of a character"),
     "a share above one": ({"top_p": 2}, 400, None, "top_p is 2"),
     "a seed too large": ({"seed": 2**64}, 400, "seed", "64 bits"),
     "a word for a switch": ({"stream": "yes"}, 400, "stream", "true or false"),
@@ -398,7 +398,7 @@ def test_a_stream_ends_with_the_mark_that_clients_wait_for(site):
 def test_a_server_that_ends_breaks_off_its_answers(site):
     site.ends.set()
     answer = site.post()
-    assert answer.status_code == 503 and answer.json()["error"]["message"] == "the server ends"
+    assert answer.status_code == 503 and answer.json()["error"]["message"] == "the server is shutting down"
 
 
 def test_an_answer_ends_when_its_client_is_gone(site):
@@ -415,7 +415,7 @@ def test_an_answer_ends_when_its_client_is_gone(site):
         sent.append(message)
 
     asyncio.run(site.app(scope, receive, send))
-    assert sent[0]["status"] == 503 and b"the client is gone" in sent[1]["body"]
+    assert sent[0]["status"] == 503 and b"the client has disconnected" in sent[1]["body"]
 
 
 def test_the_server_behind_hears_that_the_client_is_gone():
@@ -423,7 +423,7 @@ def test_the_server_behind_hears_that_the_client_is_gone():
         async def receive():
             return {"type": "http.disconnect"}
 
-        again = _replayed(b"{}", receive)
+        again = _replay(b"{}", receive)
         return [(await again())["type"] for _ in range(3)]
 
     assert asyncio.run(read()) == ["http.request", "http.disconnect", "http.disconnect"]

@@ -513,7 +513,7 @@ def test_an_adapter_is_not_scored_on_other_classes(tmp_path, recordings, base):
     export_synthetic(other, samples=32, classes=4)
     for number in range(1, 33):
         edit_manifest(other, number, label="abcd"[number % 4])
-    with pytest.raises(DataError, match=r"label 'b' is none of the 4 classes: 0, 1, 2, 3"):
+    with pytest.raises(DataError, match=r"label 'b' is not one of the 4 classes: 0, 1, 2, 3"):
         scored(run, other, "lora")
     with pytest.raises(ModelError, match="has a head for the classes 0, 1, 2, 3"):
         load(job_of(tmp_path / "more", other, tuning="lora", model_name_or_path=run))

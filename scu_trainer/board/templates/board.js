@@ -1,5 +1,5 @@
 "use strict";
-// The part "live" of a page reads itself again. Focus, scroll and open folds stay; a pause is kept for this tab.
+// Refresh the element "live" of a page. Focus, scroll position and open details stay; a pause is remembered for this tab.
 (() => {
   for (const button of document.querySelectorAll("button[data-busy]"))
     button.form.addEventListener("submit", () => { button.disabled = true; button.textContent = button.dataset.busy; });
@@ -11,28 +11,29 @@
   pause.addEventListener("click", () => { paused = !paused; sessionStorage.setItem("scu-board-paused", paused ? "yes" : "no"); show(); });
   show();
 
-  const put = (fresh) => {
+  const replaceContent = (fresh) => {
     const focused = live.contains(document.activeElement) ? document.activeElement.id : "";
-    const open = [...live.querySelectorAll("details[open] > summary")].map((one) => one.textContent);
+    const open = [...live.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
     const log = document.getElementById("log"), top = log ? log.scrollTop : 0;
     live.innerHTML = fresh.innerHTML;
     live.dataset.everyS = fresh.dataset.everyS;
-    for (const one of live.querySelectorAll("details > summary")) if (open.includes(one.textContent)) one.parentElement.open = true;
+    for (const summary of live.querySelectorAll("details > summary"))
+      if (open.includes(summary.textContent)) summary.parentElement.open = true;
     const after = document.getElementById("log");
     if (after) after.scrollTop = top;
     if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
   };
   let seen = "";
-  const again = async () => {
+  const refresh = async () => {
     try {
       if (!paused && !document.hidden) {
         const answer = await fetch(live.dataset.url || location.href);
         const text = await answer.text();
         const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("live");
-        if (fresh && !paused && fresh.innerHTML !== seen) { put(fresh); seen = fresh.innerHTML; }
+        if (fresh && !paused && fresh.innerHTML !== seen) { replaceContent(fresh); seen = fresh.innerHTML; }
       }
-    } catch { /* the board has ended, or the run is gone: what was read last stays */ }
-    setTimeout(again, 1000 * Number(live.dataset.everyS));
+    } catch { /* the board has ended, or the run was deleted: keep what was shown last */ }
+    setTimeout(refresh, 1000 * Number(live.dataset.everyS));
   };
-  setTimeout(again, 1000 * Number(live.dataset.everyS));
+  setTimeout(refresh, 1000 * Number(live.dataset.everyS));
 })();

@@ -2,29 +2,29 @@
 (() => {
   const form = document.getElementById("chat"), words = document.getElementById("words"), send = document.getElementById("send");
   const talks = { left: [], right: [] };
-  const line = (side, role, text) => {
-    const one = document.createElement("p");
-    one.className = role;
-    one.textContent = text;
-    document.getElementById("talk-" + side).append(one);
-    return one;
+  const addLine = (side, role, text) => {
+    const paragraph = document.createElement("p");
+    paragraph.className = role;
+    paragraph.textContent = text;
+    document.getElementById("talk-" + side).append(paragraph);
+    return paragraph;
   };
   const ask = async (side, text) => {
     talks[side].push({ role: "user", content: text });
-    line(side, "user", text);
-    const shown = line(side, "assistant", "…"), talk = document.getElementById("talk-" + side);
+    addLine(side, "user", text);
+    const shown = addLine(side, "assistant", "…"), talk = document.getElementById("talk-" + side);
     try {
       const body = new URLSearchParams({ name: document.getElementById(side).value, messages: JSON.stringify(talks[side]) });
       const answer = await fetch("/chat/answer", { method: "POST", body });
       if (!answer.ok) throw new Error(await answer.text());
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-      let said = "";
+      let reply = "";
       for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
-        said += piece.value;
-        shown.textContent = said;
+        reply += piece.value;
+        shown.textContent = reply;
         talk.scrollTop = talk.scrollHeight;
       }
-      talks[side].push({ role: "assistant", content: said });
+      talks[side].push({ role: "assistant", content: reply });
     } catch (error) {
       shown.className = "trouble";
       shown.textContent = error.message;

@@ -1,8 +1,8 @@
-"""Settings -> images to train on and images held out.
+"""Prepare training images and held-out images.
 
     source ─▶ decoded once to one size (cached: source, processor, cap) ─▶ split by class and seed ─▶ rows
 
-The split is made again each time: another seed decodes nothing.
+The split is not cached, so another seed does not decode the images again.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def find_images(
     *,
     order: Sequence[str] = (),
 ) -> ImageSource:
-    """The source of ``data.dataset``; ``held_out`` is that of ``eval_dataset``, or the split that comes with it.
+    """Return the source of ``data.dataset``. Its ``held_out`` is the ``eval_dataset``, or a split of the dataset.
 
-    ``classes``: what a trained model knows; data may lack some of them. ``order``: the classes of a model that is
-    trained further, which keeps their numbers where the data have the same. Raises DataError where it, its split, its
-    columns or its classes cannot be found.
+    ``classes``: the classes of a trained model that is evaluated; the data may lack some of them. ``order``: the
+    classes of a model that is trained further; they keep their numbers if the data have the same classes. Raises
+    DataError if the dataset, its split, its columns or its classes cannot be found.
     """
     if not classes and data.eval_dataset is None:
         _refuse_columns(data.dataset, own)
-    source = _find(data.dataset, (data.dataset_split,), data, own, cache_dir, ())
+    source = _find_source(data.dataset, (data.dataset_split,), data, own, cache_dir, ())
     known = classes or (order if set(order) == set(source.label_names) else ())
     if set(source.label_names) <= set(known):
         held_out = None if source.held_out is None else in_classes(source.held_out, known)
@@ -61,18 +61,18 @@ def find_images(
     if data.eval_dataset is None:
         return source
     wanted = (*HELD_OUT_SPLITS, "train")
-    return replace(source, held_out=_find(data.eval_dataset, wanted, data, own, cache_dir, source.label_names))
+    return replace(source, held_out=_find_source(data.eval_dataset, wanted, data, own, cache_dir, source.label_names))
 
 
 def _require_two_classes(source: ImageSource) -> None:
     found = [source.label_names[number] for number in numpy.unique(source.labels[source.labels != NO_LABEL])]
     if len(found) < 2:
         what = f"one class, {found[0]!r}" if found else "no image with a usable label"
-        said = "".join(f". {note}" for note in source.notes)
-        raise DataError(f"{source.name} has {what}; a classifier needs images of two classes or more{said}")
+        notes = "".join(f". {note}" for note in source.notes)
+        raise DataError(f"{source.name} has {what}; a classifier needs images of two or more classes{notes}")
 
 
-def _find(
+def _find_source(
     name: str, wanted: Sequence[str], data: DataSettings, own: ImageSettings, cache_dir: Path, classes: Sequence[str]
 ) -> ImageSource:
     is_training = len(wanted) == 1
@@ -91,27 +91,33 @@ def _find(
         beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         found = "is a file" if path.is_file() else f"does not exist{nearest(path.name, beside)}"
         how = how_to_save(path) if path.is_file() and path.suffix.lower() == ".parquet" else ""
-        raise DataError(f"{name} {found}; give a folder of images by class, one of save_to_disk, or a Hub id{how}")
+        raise DataError(
+            f"{name} {found}; give a folder with one folder of images per class, a folder of save_to_disk, or a Hub id"
+            f"{how}"
+        )
     return table_source(name, wanted, data, own, cache_dir, classes)
 
 
 def _refuse_columns(name: str, own: ImageSettings) -> None:
-    """Of a source whose images are in no column. An ``eval_dataset`` beside it may have them in one, and the settings
-    of a trained model, which is scored on other images than its own, cannot be changed."""
+    """Raise DataError if the settings name a column, but the source has no table.
+
+    Call this only without an ``eval_dataset``, which may have such a column, and not for a trained model: its settings
+    cannot be changed when it is evaluated on other images."""
     path = Path(name).expanduser()
     fields = ("image_column_name", "label_column_name") if name in EMBEDDED_IMAGES else ("image_column_name",)
     has_columns = name not in EMBEDDED_IMAGES and (not path.is_dir() or is_saved(path))
     given = next((field for field in fields if getattr(own, field) is not None), None)
     if given is not None and not has_columns:
-        raise DataError(f"{given} names a column of a table, and the images of {name} are in none; drop {given}")
+        raise DataError(f"{given} names a column of a table, but the images of {name} are not in a table; drop {given}")
 
 
 def natural_size(source: ImageSource) -> int:
-    """The shorter side in pixels of the first image that can be read."""
+    """Return the shorter side, in pixels, of the first image that can be read. Raises DataError if none of the first
+    images can be read."""
     for record in source.read(range(min(IMAGES_TO_LOOK_AT, len(source.labels)))):
         try:
             return min(open_image(record.content).size)
-        except BadSample:  # counted, or the end of it, when all are decoded
+        except BadSample:  # prepare_images counts it or raises
             continue
     raise DataError(f"none of the first {IMAGES_TO_LOOK_AT} images of {source.name} can be read; give image_size")
 
@@ -119,16 +125,16 @@ def natural_size(source: ImageSource) -> int:
 def prepare_images(
     source: ImageSource, kind: Kind, data: DataSettings, *, seed: int, cache_dir: Path
 ) -> PreparedSamples:
-    """Training and held-out images, of one size, from the cache if nothing changed.
+    """Return training and held-out images of one size, from the cache if nothing changed.
 
-    Raises DataError at the first image that cannot be used, unless ``skip_bad_rows``; StorageError if ``cache_dir``
-    cannot be written.
+    Raises DataError at the first image that cannot be used unless ``skip_bad_rows`` is set, and StorageError if
+    ``cache_dir`` cannot be written.
     """
     chosen = evenly_by_class(source.labels, data.dataset_size, CAP_SEED)
     stored = stored_images(source, chosen, kind, cache_dir, data.skip_bad_rows)
     statistics = SampleStatistics(item="image", notes=[*notes_of(source, source.held_out)])
-    _take_over(statistics, stored, source.name)
-    held_out, train, evaluated = _divide(source, stored, kind, data, seed, cache_dir, statistics)
+    _add_stored(statistics, stored, source.name)
+    held_out, train, evaluated = _split(source, stored, kind, data, seed, cache_dir, statistics)
     _count(statistics, source, stored, held_out, train, evaluated)
     rules = [data.validation_split_percentage, data.max_eval_documents, seed]
     return PreparedSamples(
@@ -140,7 +146,7 @@ def prepare_images(
     )
 
 
-def _divide(
+def _split(
     source: ImageSource,
     stored: StoredImages,
     kind: Kind,
@@ -149,7 +155,7 @@ def _divide(
     cache_dir: Path,
     statistics: SampleStatistics,
 ) -> tuple[StoredImages, numpy.ndarray, numpy.ndarray]:
-    """Where held-out images are stored, and the numbers in their stores of training and of held-out images."""
+    """Return the store of the held-out images, and the numbers of training and held-out images in their stores."""
     labels = stored.labels
     if source.held_out is None:
         share, cap = data.validation_split_percentage / 100, data.max_eval_documents
@@ -158,12 +164,12 @@ def _divide(
         return stored, numpy.setdiff1d(numpy.arange(len(labels)), evaluated), evaluated
     chosen = evenly_by_class(source.held_out.labels, data.max_eval_documents, CAP_SEED)
     held_out = stored_images(source.held_out, chosen, kind, cache_dir, data.skip_bad_rows)
-    _take_over(statistics, held_out, source.held_out.name)
-    evaluated = _of_known_classes(source, held_out, labels, data.skip_bad_rows, statistics)
+    _add_stored(statistics, held_out, source.held_out.name)
+    evaluated = _require_known_classes(source, held_out, labels, data.skip_bad_rows, statistics)
     return held_out, numpy.arange(len(labels)), evaluated
 
 
-def _of_known_classes(
+def _require_known_classes(
     source: ImageSource,
     held_out: StoredImages,
     labels: numpy.ndarray,
@@ -177,7 +183,7 @@ def _of_known_classes(
         if not skip_bad_rows:
             raise DataError(
                 f"{record.place}: {UNKNOWN_CLASS}: no training image is of class {name!r}. Add some, or set "
-                "skip_bad_rows: true to leave such images out, counted"
+                "skip_bad_rows: true to skip and count such images"
             )
         statistics.drop(UNKNOWN_CLASS, f"{record.place} ({name})")
     return numpy.flatnonzero(is_known)
@@ -187,7 +193,7 @@ def _of_known_classes(
 
 
 def evenly_by_class(labels: numpy.ndarray, count: Optional[int], seed: int) -> numpy.ndarray:
-    """Numbers of ``count`` samples, ascending, of each class its share give or take one; all of them for None."""
+    """Return ``count`` sample numbers, ascending, with the share of each class kept to within one; all if None."""
     if count is None or count >= len(labels):
         return numpy.arange(len(labels))
     by_class = _shuffled_by_class(labels, seed)
@@ -201,7 +207,7 @@ def _shuffled_by_class(labels: numpy.ndarray, seed: int) -> numpy.ndarray:
 
 
 def _held_out_numbers(labels: numpy.ndarray, count: int, seed: int) -> numpy.ndarray:
-    """As ``evenly_by_class``, but one sample of every class stays for training."""
+    """Choose held-out samples as ``evenly_by_class`` does, but leave one sample of every class or more for training."""
     by_class = _shuffled_by_class(labels, seed)
     first = numpy.unique(labels[by_class], return_index=True)[1]
     others = numpy.delete(by_class, first)
@@ -211,7 +217,7 @@ def _held_out_numbers(labels: numpy.ndarray, count: int, seed: int) -> numpy.nda
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def _take_over(statistics: SampleStatistics, stored: StoredImages, name: str) -> None:
+def _add_stored(statistics: SampleStatistics, stored: StoredImages, name: str) -> None:
     statistics.read += stored.about.read
     statistics.add_dropped(stored.about.dropped, stored.about.examples)
     statistics.notes += stored.lines(name)

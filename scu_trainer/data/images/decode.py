@@ -1,4 +1,4 @@
-"""Whatever an image file holds -> pixels of one size and number of channels, as the model's processor makes them."""
+"""Decode image files of any kind to pixels of one size and number of channels, with the model's image processor."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ UNFIT = "image that the image processor does not take"
 NO_USABLE_LABEL = "image without a usable label"
 
 MODES = {1: "L", 3: "RGB"}
-"""Pillow's name of gray and of colour, by channels."""
+"""Pillow's mode for gray and for colour, by number of channels."""
 
 CONVERTIBLE = {
     "1": "black and white", "L": "gray", "LA": "gray with transparency", "P": "palette",
     "PA": "palette with transparency", "RGB": "RGB", "RGBA": "RGB with transparency", "RGBX": "RGB with padding",
     "CMYK": "CMYK", "YCbCr": "YCbCr", "HSV": "HSV", "LAB": "LAB",
 }  # fmt: skip
-"""Pillow's names, and what a person calls them.
+"""Pillow's modes with 8 bits per channel or less, and their names in messages.
 
-8 bits per channel or less. Deeper pixels (I, I;16, F) have no agreed range: turned into 8 bits they are clipped."""
+Deeper pixels (I, I;16, F) have no agreed range, and converting them to 8 bits would clip them."""
 
 NORMALISING = ("do_rescale", "do_normalize", "include_top")
-"""Steps of image processors that change values and not places; EfficientNet's calls a second one include_top."""
+"""Steps of image processors that change only pixel values. EfficientNet has a second such step, ``include_top``."""
 
 IMAGES_AT_ONCE = 256
 SEVERAL = "scu_trainer_several"
-"""Key of ``info`` of an image whose file holds more images behind it."""
+"""Key in ``info`` of an image that is followed by more images in its file."""
 
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, RuntimeError)
-"""What Pillow raises for a torn file. RuntimeError: of AVIF."""
+"""Exceptions that Pillow raises for a damaged file. RuntimeError is raised for AVIF."""
 
 
 class Pixels(NamedTuple):
-    """``pixels``: uint8 of shape (channels, height, width), None where ``bad`` says why there are none. ``mode``: what
-    Pillow calls the kind of image that was found. ``size``: its (width, height). ``is_first``: more images follow in
-    its file (frames, pages), which are not read."""
+    """A decoded image. ``pixels``: uint8 of shape (channels, height, width), or None if ``bad`` is set.
+
+    ``mode``: Pillow's mode of the original. ``size``: (width, height) of the original. ``is_first``: its file has more
+    images (frames, pages), which are not read."""
 
     place: str
     label: int
@@ -64,7 +65,7 @@ class Pixels(NamedTuple):
 
 
 def decode_all(records: Iterable[ImageRecord], processor: Any, channels: int) -> Iterator[Pixels]:
-    """In the order of ``records``, some hundred in memory at once; Pillow decodes in threads."""
+    """Decode images in threads and yield them in the order of ``records``. A few hundred are in memory at once."""
     decode_one = functools.partial(_decode, processor=processor, channels=channels)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         records = iter(records)
@@ -84,37 +85,37 @@ def _decode(record: ImageRecord, processor: Any, channels: int) -> Pixels:
 
 
 def open_image(content: Optional[Content]) -> PIL.Image.Image:
-    """Decoded whole, and turned upright where its camera said so. Raises BadSample."""
+    """Decode an image completely and rotate it as its EXIF data say. Raises BadSample."""
     import PIL.Image
     import PIL.ImageOps
 
     if content is None:
         raise BadSample(UNREADABLE, "this row has no image")
     if isinstance(content, numpy.ndarray):
-        return _of_array(content)
+        return _image_from_array(content)
     try:
-        # In memory as a whole: Pillow leaves a file open that it fails on.
+        # Read the whole file first: Pillow would leave it open after an error.
         with PIL.Image.open(io.BytesIO(content.read_bytes() if isinstance(content, Path) else content)) as image:
             image.load()
             upright = PIL.ImageOps.exif_transpose(image)
-            if _has_more(image):
+            if _has_more_images(image):
                 upright.info[SEVERAL] = True
             return upright
     except BROKEN as error:
-        raise BadSample(UNREADABLE, _in_words(error)) from error
+        raise BadSample(UNREADABLE, _describe_error(error)) from error
     except PIL.Image.DecompressionBombError as error:
         raise BadSample(UNREADABLE, str(error)) from error
 
 
-def _has_more(image: PIL.Image.Image) -> bool:
-    """Whether another image, or the torn beginning of one, is behind this one: the first is whole all the same."""
+def _has_more_images(image: PIL.Image.Image) -> bool:
+    """Whether another image, complete or damaged, follows in the file. The first image is complete in either case."""
     try:
         return getattr(image, "is_animated", False)
     except BROKEN:
         return True
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     import PIL
 
     if isinstance(error, PIL.UnidentifiedImageError):
@@ -122,31 +123,34 @@ def _in_words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _of_array(pixels: numpy.ndarray) -> PIL.Image.Image:
+def _image_from_array(pixels: numpy.ndarray) -> PIL.Image.Image:
     import PIL.Image
 
     channels = 1 if pixels.ndim == 2 else pixels.shape[-1]
     if pixels.ndim not in (2, 3) or channels not in (1, 3, 4):
-        raise BadSample(UNUSABLE_CHANNELS, f"its shape is {pixels.shape}; allowed: 1, 3 or 4 channels, last")
+        raise BadSample(
+            UNUSABLE_CHANNELS, f"its shape is {pixels.shape}; allowed: 1, 3 or 4 channels, in the last dimension"
+        )
     return PIL.Image.fromarray(pixels.squeeze(-1) if pixels.ndim == 3 and channels == 1 else pixels)
 
 
 def in_channels(image: PIL.Image.Image, channels: int) -> PIL.Image.Image:
-    """Gray or RGB. Transparency is dropped, which is what image processors do. Raises BadSample for deep pixels."""
+    """Convert an image to gray or RGB. Transparency is dropped, as image processors do. Raises BadSample for pixels
+    with more than 8 bits per channel."""
     if image.mode not in CONVERTIBLE:
         raise BadSample(
-            UNUSABLE_CHANNELS, f"its pixels are of the kind {image.mode!r}, more than 8 bits each; save it with 8 bits"
+            UNUSABLE_CHANNELS, f"its pixels are of type {image.mode!r}, more than 8 bits each; save it with 8 bits"
         )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    elif image.mode == "LAB":  # Pillow knows no way from it to gray
+    elif image.mode == "LAB":  # Pillow cannot convert it to gray directly
         image = image.convert("RGB")
     return image if image.mode == MODES[channels] else image.convert(MODES[channels])
 
 
 def fixed_pixels(image: PIL.Image.Image, processor: Any) -> numpy.ndarray:
-    """What the model's processor makes of the image short of normalising: uint8, (channels, height, width). Raises
-    BadSample where it refuses."""
+    """Apply the model's image processor without rescaling and normalising: uint8 of shape (channels, height, width).
+    Raises BadSample if the processor refuses the image."""
     later = {name: False for name in NORMALISING if hasattr(processor, name)}
     try:
         pixels = numpy.asarray(processor(image, **later)["pixel_values"][0])

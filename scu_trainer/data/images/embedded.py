@@ -1,4 +1,4 @@
-"""Images that need no download: handwritten digits of scikit-learn, and generated ones of any number."""
+"""Images that need no download: the handwritten digits of scikit-learn, and any number of generated images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST_DIGIT_VALUE = 16
 
 
 def digits() -> ImageSource:
-    """1,797 handwritten digits of 8 x 8 pixels and 17 shades. Raises DataError without scikit-learn."""
+    """Return 1,797 handwritten digits of 8 x 8 pixels with 17 shades. Raises DataError if scikit-learn is missing."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -27,10 +27,10 @@ def digits() -> ImageSource:
             "dataset: digits comes with scikit-learn, which is not installed; pip install 'scu-trainer[images]', or "
             "use dataset: generated"
         ) from error
-    found = load_digits()
-    pixels = (found.images * (255 / LARGEST_DIGIT_VALUE)).round().astype(numpy.uint8)
-    labels = found.target.astype(numpy.int64)
-    names = tuple(str(name) for name in found.target_names)
+    dataset = load_digits()
+    pixels = (dataset.images * (255 / LARGEST_DIGIT_VALUE)).round().astype(numpy.uint8)
+    labels = dataset.target.astype(numpy.int64)
+    names = tuple(str(name) for name in dataset.target_names)
     return ImageSource("digits", ["embedded", "digits"], names, labels, partial(_read_digits, pixels, labels))
 
 
@@ -40,9 +40,9 @@ def _read_digits(pixels: numpy.ndarray, labels: numpy.ndarray, numbers: Sequence
 
 
 def generated(count: int) -> ImageSource:
-    """``count`` gratings of 32 x 32 pixels in noise: the class is their colour, all else is random.
+    """Return ``count`` gratings of 32 x 32 pixels in noise. The colour is the class; everything else is random.
 
-    Image k is the same however many there are. No augmentation makes one class of another.
+    Image k does not depend on ``count``. No augmentation turns one class into another.
     """
     labels = numpy.arange(count, dtype=numpy.int64) % GENERATED_CLASSES
     names = tuple(f"hue {360 * number // GENERATED_CLASSES}" for number in range(GENERATED_CLASSES))

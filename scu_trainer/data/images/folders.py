@@ -1,5 +1,5 @@
-"""A folder of images in the style of ImageNet: one folder per class, or one per split with the classes inside. Or as
-imagefolder of the datasets library has it: a file metadata.csv beside the images says which is of which class."""
+"""Read a folder of images in the layout of ImageNet: one folder per class, or one per split with the class folders
+inside. Or in the layout of imagefolder of the datasets library: a file metadata.csv gives the class of each image."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from scu_trainer.settings.base import short
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
 OF_ARCHIVES = "__MACOSX"
-"""What macOS adds to a .zip: no image is in it."""
+"""A folder that macOS adds to .zip files. It contains no images."""
 FILE_COLUMN, METADATA = "file_name", ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-MOST_KINDS = 10  # in a line for a person
+MOST_KINDS = 10  # suffixes that one note lists
 
 
 def folder_source(
@@ -39,36 +39,37 @@ def folder_source(
     takes_held_out: bool = True,
     labels: Sequence[str] = LABEL_COLUMNS,
 ) -> ImageSource:
-    """The images of ``folder``, of its first ``wanted`` split where its folders are splits.
+    """Return the images of ``folder``; if its folders are splits, those of the first ``wanted`` split.
 
-    ``classes``: names that are known from the training data; without them the folders with images are the classes.
-    ``takes_held_out``: whether a split beside it becomes ``held_out``; one without folders of classes is left, noted.
-    ``labels``: columns of a metadata file, of which the first that is there has the classes.
-    Raises DataError for a folder of a class without an image, unless ``skip_bad``, and for a missing split.
+    ``classes``: class names of the training data; without them, each folder with images is a class.
+    ``takes_held_out``: whether another split becomes ``held_out``; a split without class folders is skipped and noted.
+    ``labels``: possible label columns of a metadata file; the first that exists is used.
+    Raises DataError for a class folder without images, unless ``skip_bad`` is set, and for a missing split.
     """
-    folder, descended = _only_folders(folder, classes)
+    folder, descended = _descend(folder, classes)
     splits = _splits(folder)
     if not splits:
         refuse_hub_settings(str(folder), wanted[0] if len(wanted) == 1 else None)
-        return _noted(_of_classes(folder, _search(folder, labels), skip_bad, classes, labels), descended)
+        return _with_notes(_source_of(folder, _find_images(folder, labels), skip_bad, classes, labels), descended)
     by_name = {**{path.name: path for path in splits.values()}, **splits}
     chosen = by_name[require_split(str(folder), by_name, wanted, shown=[path.name for path in splits.values()])]
-    inner, more = _only_folders(chosen, classes)
-    source = _of_classes(inner, _search(inner, labels, folder), skip_bad, classes, labels)
-    source = _noted(source, (*descended, *more, *_not_read(folder, splits)))
+    inner, more = _descend(chosen, classes)
+    source = _source_of(inner, _find_images(inner, labels, folder), skip_bad, classes, labels)
+    source = _with_notes(source, (*descended, *more, *_unread_note(folder, splits)))
     if not takes_held_out:
         return source
     beside = [splits[name] for name in HELD_OUT_SPLITS if name in splits and splits[name] != chosen]
     return _with_held_out(source, beside, skip_bad, labels)
 
 
-def _noted(source: ImageSource, notes: Sequence[str]) -> ImageSource:
+def _with_notes(source: ImageSource, notes: Sequence[str]) -> ImageSource:
     return replace(source, notes=(*notes, *source.notes))
 
 
-def _only_folders(folder: Path, classes: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
-    """``folder``, or the one inside that holds the folders of classes or splits, as archives are unpacked; and a line
-    that says so. ``classes``: folders of these names are classes, one alone as well."""
+def _descend(folder: Path, classes: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder that contains the class or split folders, and a note if it is not ``folder`` itself: unpacked
+    archives often wrap it in other folders. ``classes``: a folder with one of these names is a class folder, even if it
+    is the only one."""
     inner = folder
     while True:
         folders = [path for path in _visible(inner) if path.is_dir()]
@@ -76,27 +77,27 @@ def _only_folders(folder: Path, classes: Sequence[str]) -> tuple[Path, tuple[str
         if len(folders) != 1 or has_images or folders[0].name in classes or not _has_folders(folders[0]):
             break
         inner = folders[0]
-    return inner, () if inner == folder else (f"{inner} is the only folder in {folder}: read in its place",)
+    return inner, () if inner == folder else (f"{inner} is the only folder in {folder} and is read instead of it",)
 
 
 def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool, labels: Sequence[str]) -> ImageSource:
-    """From the first of ``folders`` that has folders of classes."""
+    """Return ``source`` with held-out images from the first of ``folders`` that has class folders."""
     notes = [*source.notes]
     for number, path in enumerate(folders, start=1):
-        folder, _ = _only_folders(path, source.label_names)
-        found = _search(folder, labels, path.parent)
+        folder, _ = _descend(path, source.label_names)
+        found = _find_images(folder, labels, path.parent)
         if any(name is not None for _, name in found.files):
             notes.append(f"held-out images come from {folder}")
             notes += [f"{left} was not read" for left in folders[number:]]
-            held_out = _of_classes(folder, found, skip_bad, source.label_names, labels)
+            held_out = _source_of(folder, found, skip_bad, source.label_names, labels)
             return replace(source, held_out=held_out, notes=tuple(notes))
-        notes.append(f"{folder} has no folders of classes: not read: {counted(len(found.files), 'image')} there")
+        notes.append(f"{folder} has no class folders and was not read: {counted(len(found.files), 'image')}")
     return replace(source, notes=tuple(notes))
 
 
 def _splits(folder: Path) -> dict[str, Path]:
-    """Folders of splits by their split (train, validation, test); {} where the folders are classes, one of which may be
-    called "train"."""
+    """Return split folders by split (train, validation, test); {} if the folders are classes, even if one is named
+    "train"."""
     folders = [path for path in _visible(folder) if path.is_dir()]
     found: dict[str, Path] = {}
     for path in sorted(folders, key=lambda path: len(path.name)):  # train before train_more
@@ -108,7 +109,7 @@ def _splits(folder: Path) -> dict[str, Path]:
 
 
 def _has_rows(folder: Path) -> bool:
-    """Of classes inside, or of a table of them."""
+    """Whether the folder has class folders inside, or a metadata file."""
     return _has_folders(folder) or _metadata(folder) is not None
 
 
@@ -116,15 +117,16 @@ def _has_folders(folder: Path) -> bool:
     return any(path.is_dir() for path in _visible(folder))
 
 
-def _not_read(folder: Path, splits: dict[str, Path]) -> tuple[str, ...]:
+def _unread_note(folder: Path, splits: dict[str, Path]) -> tuple[str, ...]:
     left = [path.name for path in _visible(folder) if path.is_dir() and path not in splits.values()]
-    return (f"beside the splits of {folder} these folders were not read: {', '.join(left)}",) if left else ()
+    return (f"folders in {folder} that are not splits and were not read: {', '.join(left)}",) if left else ()
 
 
 @dataclass
-class _Found:
-    """``files``: (path, name of its class or None; "" for none in a table). ``empty``: folders without an image.
-    ``gone``: files that only a table names. ``table``: the metadata that are there, ``is_table``: these were read."""
+class _FoundImages:
+    """``files``: (path, class name); the name is None outside of class folders, and "" if a table gives no class.
+    ``empty``: folders without images. ``ignored``: files of other kinds. ``gone``: files that a table names but that do
+    not exist. ``table``: the metadata file, if there is one. ``is_table``: classes were read from it."""
 
     files: list[tuple[Path, Optional[str]]] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
@@ -135,36 +137,36 @@ class _Found:
     is_table: bool = False
 
 
-def _of_classes(
-    folder: Path, found: _Found, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]
+def _source_of(
+    folder: Path, found: _FoundImages, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]
 ) -> ImageSource:
     if found.gone and not skip_bad:
         raise DataError(
-            f"the metadata of {folder} names {found.gone[0]}, which is not there; put it there, or set skip_bad_rows: "
-            "true to leave such rows out, counted"
+            f"the metadata of {folder} names {found.gone[0]}, which does not exist; add it, or set skip_bad_rows: "
+            "true to skip and count such rows"
         )
     if not found.files and any(path.suffix.lower() == ".parquet" for path in found.ignored):
         raise DataError(f"{folder} has no image files{how_to_save(folder)}")
     if found.empty and not skip_bad and not classes:
         raise DataError(
             f"the class folder {found.empty[0]} holds no image ({' '.join(sorted(SUFFIXES))}); put images there, "
-            "remove it, or set skip_bad_rows: true to leave such classes out, counted"
+            "remove it, or set skip_bad_rows: true to skip and count such classes"
         )
     if not any(name for _, name in found.files):
         raise DataError(
             f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
             f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(found.table, columns)}"
         )
-    names = tuple(classes) or _sorted({name for _, name in found.files if name}, found.is_table)
+    names = tuple(classes) or _sorted_names({name for _, name in found.files if name}, found.is_table)
     numbers = {name: number for number, name in enumerate(names)}
-    if found.is_table:  # of numbers alone, where those of the training data stand beside words
+    if found.is_table:  # a table of numbers only, while training data with words too were read as "1.0"
         whole = [name for name in names if re.fullmatch(r"[0-9]+\.0", name) and name[:-2] not in numbers]
         numbers |= {name[:-2]: numbers[name] for name in whole}
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
     kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in found.ignored})[:MOST_KINDS])
     ignored = (f"{counted(len(found.ignored), 'file')} of other kinds in {folder}, not read: {kinds}",) if kinds else ()
     if not found.is_table and tuple(columns) != LABEL_COLUMNS:
-        column = f"label_column_name has no effect: the classes of {folder} are its folders, and no table is read"
+        column = f"label_column_name has no effect: the classes of {folder} are its folders, no table is read"
         ignored = (*ignored, column)
     return ImageSource(
         str(folder),
@@ -180,21 +182,22 @@ def _of_classes(
     )
 
 
-def _sorted(names: Collection[str], is_table: bool) -> tuple[str, ...]:
-    """Folders as torchvision and datasets sort them, 10 before 2; a table's numbers are those of classes."""
+def _sorted_names(names: Collection[str], is_table: bool) -> tuple[str, ...]:
+    """Sort class names: folder names as torchvision and datasets sort them (10 before 2), numbers in a table by value,
+    because they are class numbers."""
     by_number = is_table and all(name.isdecimal() for name in names)
     return tuple(sorted(names, key=int) if by_number else sorted(names))
 
 
 def _advice_for_table(table: Optional[Path], labels: Sequence[str]) -> str:
-    """For one that lacks what it would be read by."""
+    """Return advice about a metadata file that could not be used, because it lacks columns or labels."""
     if table is None:
         return ""
     columns = _columns(list(read_file(table, "text")))
     if FILE_COLUMN in columns and not columns.keys().isdisjoint(labels):
-        return f". No row of {table.name} has a label; fill in its column of classes"
+        return f". No row of {table.name} has a label; fill in its label column"
     return (
-        f". {table.name} has the columns {', '.join(columns) or 'none'}, and would be read by {FILE_COLUMN} and "
+        f". {table.name} has the columns {', '.join(columns) or 'none'}, but needs {FILE_COLUMN} and "
         f"{' or '.join(labels)}; if another column has the classes, give label_column_name"
     )
 
@@ -204,32 +207,32 @@ def _columns(rows: Sequence[Record]) -> dict[str, None]:
 
 
 def _metadata(*folders: Path) -> Optional[Path]:
-    """Of the first that has a table of its images: one of all splits may be above their folders."""
+    """Return the metadata file of the first folder that has one. A table of all splits may be above their folders."""
     places = (folder / name for folder in folders for name in METADATA)
     return next((place for place in places if place.is_file()), None)
 
 
-def _in_table(folder: Path, labels: Sequence[str], table: Optional[Path]) -> Optional[_Found]:
-    """What ``table`` says of the images in ``folder``; None where it says nothing, or no classes."""
+def _images_in_table(folder: Path, labels: Sequence[str], table: Optional[Path]) -> Optional[_FoundImages]:
+    """Return the images in ``folder`` with their classes from ``table``; None if it has no such images or classes."""
     rows = [] if table is None else list(read_file(table, "text"))
     columns = _columns(rows)
     label = next((name for name in labels if name in columns), None)
     if label is None or FILE_COLUMN not in columns:
         return None
-    found = _Found(notes=(f"classes are those of {label} in {table}",), table=table, is_table=True)
+    found = _FoundImages(notes=(f"classes are those of {label} in {table}",), table=table, is_table=True)
     classes, minus_ones, repeats = {}, 0, 0
     for record in rows:
         name = None if record.value is None else record.value.get(FILE_COLUMN)
         inside = Path(os.path.normpath(name)) if isinstance(name, str) else Path("..")
         if inside.is_absolute() or inside.parts[:1] == ("..",):
-            problem = record.problem or f"it names no image inside {table.parent}"
+            problem = record.problem or f"it does not name an image inside {table.parent}"
             raise DataError(f"{record.place}: {problem}; fix its {FILE_COLUMN}, or remove the row")
         path, given = table.parent / inside, record.value.get(label)
-        if not path.is_relative_to(folder):  # of another split
+        if not path.is_relative_to(folder):  # it belongs to another split
             continue
         repeats += path in classes
         value = str(given).strip()
-        value = "" if given is None or value == "nan" else value  # tables write NaN for nothing
+        value = "" if given is None or value == "nan" else value  # tables use NaN for a missing value
         if re.fullmatch(r"-1(\.0)?", value):
             value, minus_ones = "", minus_ones + 1
         if isinstance(given, (list, dict)) or classes.setdefault(path, value) != value:
@@ -241,7 +244,7 @@ def _in_table(folder: Path, labels: Sequence[str], table: Optional[Path]) -> Opt
             )
     if not classes:
         return None
-    if all(re.fullmatch(r"[0-9]+(\.0)?", value) for value in classes.values() if value):  # pandas: 1.0 beside a NaN
+    if all(re.fullmatch(r"[0-9]+(\.0)?", value) for value in classes.values() if value):  # pandas: 1.0 if one is NaN
         classes = {path: value.removesuffix(".0") for path, value in classes.items()}
     for path, value in classes.items():
         if path.is_file():
@@ -261,16 +264,17 @@ def _in_table(folder: Path, labels: Sequence[str], table: Optional[Path]) -> Opt
     return found
 
 
-def _search(folder: Path, labels: Sequence[str], *above: Path) -> _Found:
-    """``above``: folders whose metadata count where ``folder`` has none."""
+def _find_images(folder: Path, labels: Sequence[str], *above: Path) -> _FoundImages:
+    """Find the images of ``folder`` and their classes. ``above``: parent folders; a metadata file in one of them is
+    used if ``folder`` has none."""
     table = _metadata(folder, *above)
-    in_table = _in_table(folder, labels, table)
+    in_table = _images_in_table(folder, labels, table)
     if in_table is not None:
         return in_table
-    found, links, deeper = _Found(table=table), [], []
+    found, links, deeper = _FoundImages(table=table), [], []
     for entry in _visible(folder):
         if entry.is_dir():
-            _require_text(entry)
+            _require_utf_8_name(entry)
             files, links_inside = files_and_links(entry)
             links += links_inside
             images = [path for path in files if path.suffix.lower() in SUFFIXES]
@@ -293,8 +297,8 @@ def _search(folder: Path, labels: Sequence[str], *above: Path) -> _Found:
     return found
 
 
-def _require_text(folder: Path) -> None:
-    """Of a class: its name goes into files of a model."""
+def _require_utf_8_name(folder: Path) -> None:
+    """Raise DataError if the name of a class folder is not UTF-8, because it is written to files of the model."""
     if shown_name(folder) != folder.name:
         raise DataError(f"the name of the class folder {shown_name(folder)} in {folder.parent} is not UTF-8; rename it")
 
@@ -304,7 +308,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _digest(files: Sequence[tuple[Path, Optional[str]]]) -> str:
-    """Of names, classes, sizes and times of change: a million files need not be read to know that they are the same."""
+    """Return a digest of names, classes, sizes and modification times, which does not need to read a million files."""
     digest = hashlib.sha256()
     for path, name in files:
         state = path.stat()
@@ -320,10 +324,10 @@ def _read(
         path, name = files[number]
         label = int(labels[number])
         place = os.fsencode(path).decode(errors="replace")
-        yield ImageRecord(place, path, label, None if label != NO_LABEL else _without_class(name))
+        yield ImageRecord(place, path, label, None if label != NO_LABEL else _why_no_label(name))
 
 
-def _without_class(name: Optional[str]) -> str:
+def _why_no_label(name: Optional[str]) -> str:
     if name == "":
         return "it has no label"
     return "it is not in a class folder" if name is None else f"training data have no class {name!r}"

@@ -1,4 +1,4 @@
-"""What a source of images is: its classes, the label of every image, and the images themselves one after the other."""
+"""A source of images: its classes, the label of every image, and the images, which are read one by one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EMPTY_CLASS = "class folder without an image"
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 
 Content = Union[bytes, Path, numpy.ndarray]
-"""A file as bytes or by its path, or pixels: uint8 of shape (height, width) or (height, width, channels)."""
+"""An image file as bytes or as a path, or pixels: uint8 of shape (height, width) or (height, width, channels)."""
 
 
 class ImageRecord(NamedTuple):
-    """One image as it was found. ``place`` names it for a person ("pets/cat/3.png", "digits row 4"; rows count from 1).
+    """One image as it was read. ``place`` names it in messages ("pets/cat/3.png", "digits row 4"; rows count from 1).
 
-    ``content`` is None, or ``label`` NO_LABEL, where ``problem`` says what is wrong.
+    If ``content`` is None or ``label`` is NO_LABEL, ``problem`` says what is wrong.
     """
 
     place: str
@@ -32,9 +32,9 @@ class ImageRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSource:
-    """``labels``: int64 of shape (images,), NO_LABEL for those without a usable one. ``read(numbers)``: these images,
-    in this order. ``identity`` is JSON-like and changes with the content. ``dropped``: (reason, place) of what is no
-    image but had to be left out. ``held_out``: the split that comes with the source."""
+    """``labels``: int64 of shape (images,), NO_LABEL for images without a usable label. ``read(numbers)`` returns these
+    images in this order. ``identity`` is JSON-like and changes with the content. ``dropped``: (reason, place) of
+    entries that were dropped before any image was read. ``held_out``: the held-out split of the source."""
 
     name: str
     identity: list
@@ -47,7 +47,7 @@ class ImageSource:
 
 
 def in_classes(source: ImageSource, classes: Sequence[str]) -> ImageSource:
-    """``source`` with its labels counted by ``classes``, which hold all of its own."""
+    """Return ``source`` with labels that index ``classes``, which must include all classes of the source."""
     if source.label_names == tuple(classes):
         return source
     numbers = numpy.array([classes.index(name) for name in source.label_names], dtype=numpy.int64)

@@ -1,7 +1,7 @@
-"""Images that were decoded once: uint8 of one size in one file, which is mapped into memory and not read into it.
+"""Decoded images of one size in one file of uint8, which is memory-mapped.
 
-A folder of the cache holds ``pixels.u8`` (images, channels, height, width), ``labels.npy``, ``numbers.npy`` (of the
-image in its source), ``digests.npy``, ``places.json`` (what a person calls each) and ``about.json``.
+A folder of the cache contains ``pixels.u8`` (images, channels, height, width), ``labels.npy``, ``numbers.npy`` (number
+of each image in its source), ``digests.npy``, ``places.json`` (names for messages) and ``about.json``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 class Kind(NamedTuple):
-    """What images are turned into. ``size``: (height, width). ``processor`` decides how."""
+    """The format of decoded images. ``size``: (height, width). ``processor``: the image processor that is applied."""
 
     processor: Any
     channels: int
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
     @property
     def identity(self) -> list:
-        """Without what is done to pixels later on: other statistics need no decoding."""
+        """Everything that decoding depends on. Normalising is left out, so that other means need no new decoding."""
         later = (*NORMALISING, "image_mean", "image_std", "rescale_factor", "rescale_offset")
         described = json.loads(self.processor.to_json_string())
         return [self.channels, {name: value for name, value in described.items() if name not in later}]
@@ -51,8 +51,8 @@ class Kind(NamedTuple):
 
 @dataclass
 class About(Dropping):
-    """What became of a source. ``modes``: images by kind. ``smallest``, ``largest``: sides in pixels as found.
-    ``several``: files of several images, of which the first was read."""
+    """Counts of decoding a source. ``modes``: images by Pillow's mode. ``smallest``, ``largest``: smallest and largest
+    sides of the originals in pixels. ``several``: files with several images; only the first was read."""
 
     count: int = 0
     read: int = 0
@@ -90,10 +90,10 @@ class StoredImages:
         return numpy.load(self.folder / "digests.npy")
 
     def lines(self, name: str) -> list[str]:
-        """What the cache did to the images of the source ``name``, for a person."""
+        """Return lines about how the images of the source ``name`` were decoded."""
         several = self.about.several
         holding = counted(several, "file holds", "files hold")
-        first = f"{name}: {holding} several images (frames or pages), of which the first was read"
+        first = f"{name}: {holding} several images (frames or pages); only the first was read"
         return [line for line in (self._sizes(name), self._conversions(name), first if several else None) if line]
 
     def _sizes(self, name: str) -> str:
@@ -128,7 +128,7 @@ class StoredImages:
 class ImageRows(torch.utils.data.Dataset):
     """Rows ``{"pixel_values": uint8 (channels, height, width), "labels": int}``, in the order of ``numbers``.
 
-    ``folder``: of the cache. A worker process that was started again maps the file itself: pixels are not sent to it.
+    ``folder``: the folder in the cache. Each worker process maps the file itself, so that pixels are not pickled.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ImageRows(torch.utils.data.Dataset):
 
 
 def collate_images(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """``pixel_values`` uint8 (rows, channels, height, width), ``labels`` int64 (rows,)."""
+    """Return ``pixel_values``, uint8 (rows, channels, height, width), and ``labels``, int64 (rows,)."""
     pixels = numpy.stack([row["pixel_values"] for row in rows])
     return {
         "pixel_values": torch.from_numpy(pixels),
@@ -169,7 +169,8 @@ def collate_images(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def pixel_statistics(rows: ImageRows) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel, of pixels from 0 to 1, over training images at even distances."""
+    """Return mean and standard deviation of each channel, for pixels from 0 to 1, over an evenly spaced sample of the
+    images."""
     wanted = numpy.linspace(0, len(rows) - 1, num=min(len(rows), IMAGES_FOR_STATISTICS), dtype=int)
     counts = numpy.zeros((rows.shape[0], 256), dtype=numpy.int64)
     for number in wanted:
@@ -187,9 +188,9 @@ def pixel_statistics(rows: ImageRows) -> tuple[list[float], list[float]]:
 def stored_images(
     source: ImageSource, numbers: numpy.ndarray, kind: Kind, cache_dir: Path, skip_bad_rows: bool
 ) -> StoredImages:
-    """These images of ``source``, from the cache if it has them.
+    """Return the images of ``source`` with these numbers, decoded, from the cache if it has them.
 
-    Raises DataError at the first image that cannot be used, unless ``skip_bad_rows``, and where none is left.
+    Raises DataError at the first image that cannot be used, unless ``skip_bad_rows`` is set, and if none is left.
     """
     digest = digest_of(STORE_VERSION, source.identity, numbers.tolist(), kind.identity, skip_bad_rows)
     folder = cache_dir / "images" / digest
@@ -224,7 +225,7 @@ class _Kept(NamedTuple):
 
 
 def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], kind: Kind) -> list[_Kept]:
-    """Every image that there is."""
+    """Write the pixels of all usable images to one file, and return what else is stored about each."""
     kept = []
     with open(path, "wb") as file:
         for number, image in images:
@@ -240,7 +241,8 @@ def _digest(pixels: numpy.ndarray) -> int:
 
 
 def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: About) -> Iterator[Optional[Pixels]]:
-    """Each image, or None for one that is left out and counted. Raises DataError at the first if none may be."""
+    """Yield each image, or None for one that is dropped and counted. Raises DataError for the first such image if
+    ``skip_bad_rows`` is not set."""
     for image in decoded:
         about.read += 1
         if image.bad is None:
@@ -249,8 +251,8 @@ def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: About) -> Ite
             continue
         if not skip_bad_rows:
             raise DataError(
-                f"{image.place}: {image.bad.reason}: {image.bad}. Correct it, or set skip_bad_rows: true to leave such "
-                "images out, counted"
+                f"{image.place}: {image.bad.reason}: {image.bad}. Correct it, or set skip_bad_rows: true to skip and "
+                "count such images"
             )
         about.drop(image.bad.reason, f"{image.place} ({image.bad})")
         yield None
@@ -259,6 +261,6 @@ def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: About) -> Ite
 def _require_shape(image: Pixels, kind: Kind) -> None:
     if image.pixels.shape != kind.shape:
         raise DataError(
-            f"{image.place}: the image processor makes {image.pixels.shape} of it, and {kind.shape} are needed; set "
-            "image_size"
+            f"{image.place}: the image processor turns it into shape {image.pixels.shape}, but {kind.shape} is needed; "
+            "set image_size"
         )

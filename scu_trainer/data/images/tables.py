@@ -1,4 +1,4 @@
-"""Images in tables of the ``datasets`` library: Hub ids and folders of ``save_to_disk``."""
+"""Read images from tables of the ``datasets`` library: Hub ids and folders of ``save_to_disk``."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ def table_source(
     cache_dir: Path,
     classes: Sequence[str] = (),
 ) -> ImageSource:
-    """Images and labels of a Hub id or a folder of ``save_to_disk``. ``classes``: names known from the training data.
+    """Return the images and labels of a Hub id or a folder of ``save_to_disk``. ``classes``: class names of the
+    training data.
 
-    Raises DataError where there is no such data, split or column.
+    Raises DataError if the dataset, the split or a column does not exist.
     """
     loaded = _load(name, wanted[0], data, cache_dir)
     if not isinstance(loaded, Mapping):
         is_slice = "[" in wanted[0] and not Path(name).expanduser().is_dir()
         refuse_hub_settings(name, wanted[0] if len(wanted) == 1 and not is_slice else None)
-        return _of_table(name, loaded, own, classes)
+        return _source_of(name, loaded, own, classes)
     chosen = require_split(name, loaded, wanted, shown=loaded)
-    source = _of_table(f"{name} ({chosen})", loaded[chosen], own, classes)
+    source = _source_of(f"{name} ({chosen})", loaded[chosen], own, classes)
     if len(wanted) > 1:
         return source
-    beside, notes = held_out_beside(name, loaded, chosen, "images", data.eval_dataset is not None)
-    held_out = None if beside is None else _of_table(f"{name} ({beside})", loaded[beside], own, source.label_names)
+    split, notes = held_out_beside(name, loaded, chosen, "images", data.eval_dataset is not None)
+    held_out = None if split is None else _source_of(f"{name} ({split})", loaded[split], own, source.label_names)
     return replace(source, held_out=held_out, notes=notes)
 
 
 def how_to_save(parquet: Path) -> str:
-    """Advice for a parquet file, or a folder of them."""
-    parquet = parquet if parquet.name else parquet.absolute()  # of "."
+    """Return advice for a parquet file or a folder of them, which must be saved as a dataset first."""
+    parquet = parquet if parquet.name else parquet.absolute()  # Path(".") has no name
     given = f"'{parquet}'" if parquet.is_dir() else f"'parquet', data_files='{parquet}'"
     saved = parquet.with_name(f"{parquet.stem}-saved")
     command = f"import datasets; datasets.load_dataset({given}).save_to_disk('{saved}')"
@@ -67,17 +68,17 @@ def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     if path.is_dir():
         return load_saved(path)
     config = data.dataset_config_name if name == data.dataset else None
-    part = split if "[" in split else None  # a slice; without one all splits come, held-out ones too
+    part = split if "[" in split else None  # a slice; None loads all splits, held-out ones too
     try:
         return datasets.load_dataset(HUB_IDS.get(name, name), config, split=part, cache_dir=str(cache_dir / "datasets"))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         known = (*EMBEDDED_IMAGES, *HUB_IDS)
         is_known = name in (*HUB_IDS, *HUB_IDS.values())
-        other = "" if is_known else f" is none of {', '.join(known)}{nearest(name, known)}, not a folder here, and"
+        other = "" if is_known else f" is not one of {', '.join(known)}{nearest(name, known)}, not a folder here, and"
         raise DataError(f"dataset {name!r}{other} could not be loaded from the Hub: {error}") from error
 
 
-def _of_table(name: str, table: datasets.Dataset, own: ImageSettings, classes: Sequence[str]) -> ImageSource:
+def _source_of(name: str, table: datasets.Dataset, own: ImageSettings, classes: Sequence[str]) -> ImageSource:
     import datasets
 
     image = _image_column(name, table, own.image_column_name)
@@ -85,8 +86,8 @@ def _of_table(name: str, table: datasets.Dataset, own: ImageSettings, classes: S
     values = table.with_format(None)[label][:]
     names = _class_names(name, table.features[label], values, label, gaps_allowed=bool(classes))
     wanted = tuple(classes) or names
-    labels = _numbers(values, table.features[label], names, wanted)
-    # Bytes and paths: a broken file must not fail before it can be named.
+    labels = _label_numbers(values, table.features[label], names, wanted)
+    # Keep bytes and paths: an error in decoding must be able to name the broken image.
     undecoded = table.select_columns([image]).cast_column(image, datasets.Image(decode=False))
     read = partial(_read, name, undecoded, image, labels, values)
     return ImageSource(name, ["table", table._fingerprint, image, label, list(wanted)], wanted, labels, read)
@@ -108,8 +109,8 @@ def _image_column(name: str, table: datasets.Dataset, wanted: Optional[str]) -> 
     found = found or (usable[0] if len(usable) == 1 else None)
     if found is None:
         raise DataError(
-            f"{name} has no column of images that is named one of {', '.join(IMAGE_COLUMNS)}; its columns: "
-            f"{', '.join(table.column_names)}; give image_column_name, of the type Image of the datasets library"
+            f"{name} has no column of images with one of the names {', '.join(IMAGE_COLUMNS)}; its columns: "
+            f"{', '.join(table.column_names)}; give image_column_name, a column of type Image of the datasets library"
         )
     return found
 
@@ -131,7 +132,7 @@ def _label_column(name: str, table: datasets.Dataset, wanted: Optional[str], ima
     found = found or (typed[0] if len(typed) == 1 else None)
     if found is None:
         raise DataError(
-            f"{name} has no column of classes that is named one of {', '.join(LABEL_COLUMNS)}; its columns: "
+            f"{name} has no column of classes with one of the names {', '.join(LABEL_COLUMNS)}; its columns: "
             f"{', '.join(table.column_names)}; give label_column_name"
         )
     return found
@@ -140,7 +141,7 @@ def _label_column(name: str, table: datasets.Dataset, wanted: Optional[str], ima
 def _class_names(
     name: str, kind: Any, values: Sequence[Any], column: str, *, gaps_allowed: bool = False
 ) -> tuple[str, ...]:
-    """Of a ClassLabel its names, of text the words that occur, of bare numbers 0 to the largest."""
+    """Return the class names: the names of a ClassLabel, the values of a text column, or 0 to the largest number."""
     import datasets
 
     if isinstance(kind, datasets.ClassLabel):
@@ -156,15 +157,16 @@ def _class_names(
     if missing is not None and not gaps_allowed:
         row = values.index(max(present)) + 1
         raise DataError(
-            f"{name} row {row}: label {max(present)} is out of range, for no image has label {missing}: without names "
-            f"of classes, labels of {column!r} must be 0, 1, 2, ... without a gap; correct it, or make the column a "
+            f"{name} row {row}: label {max(present)} is out of range, because no image has label {missing}: without "
+            f"class names, labels of {column!r} must be 0, 1, 2, ... without a gap; correct it, or make the column a "
             "ClassLabel"
         )
     return tuple(str(number) for number in range(count))
 
 
-def _numbers(values: Sequence[Any], kind: Any, names: Sequence[str], wanted: Sequence[str]) -> numpy.ndarray:
-    """Numbers of ``wanted`` classes, NO_LABEL where a value is missing, out of range, or of none of them."""
+def _label_numbers(values: Sequence[Any], kind: Any, names: Sequence[str], wanted: Sequence[str]) -> numpy.ndarray:
+    """Return the index in ``wanted`` of each label; NO_LABEL if a value is missing, out of range, or not a wanted
+    class."""
     numbers = {name: number for number, name in enumerate(wanted)}
     by_value = {
         name if kind.dtype.endswith("string") else number: numbers.get(name) for number, name in enumerate(names)
@@ -188,7 +190,7 @@ def _read(
         part = numbers[start : start + ROWS_PER_READ]
         for number, cell in zip(part, table[list(part)][column], strict=True):
             label = int(labels[number])
-            problem = None if label != NO_LABEL else _without_class(values[number])
+            problem = None if label != NO_LABEL else _why_no_label(values[number])
             yield ImageRecord(f"{name} row {number + 1}", _content(cell), label, problem)
 
 
@@ -200,5 +202,5 @@ def _content(cell: Optional[dict]) -> Any:
     return Path(cell["path"]) if cell.get("path") else None
 
 
-def _without_class(value: Any) -> str:
+def _why_no_label(value: Any) -> str:
     return "it has no label" if value in (None, "", -1) else f"label {value!r} is not one of the classes"

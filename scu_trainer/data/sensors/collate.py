@@ -1,4 +1,4 @@
-"""Batches of recordings of uneven lengths, some of which lack a branch."""
+"""Collate recordings of different lengths, which may lack branches, into a batch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NOT_LEARNED = -100
 
 @dataclass(frozen=True)
 class SensorCollator:
-    """Rows of ``Recordings`` -> a batch of tensors.
+    """Collates rows of ``Recordings`` into a batch of tensors.
 
     Every array is padded on the right to the longest of the batch, with a bool mask (rows, length): visible (rows,
     frames, 3, height, width) uint8, infrared and plume (rows, frames, height, width) float16 and cooling_curve (rows,
     points) float32 in degrees Celsius, kinematics (rows, time, channels) and geometry (rows, 1, numbers) float32;
-    ``branch_mask`` (rows, branches), columns as in ``BRANCHES``, True where a row has something that the branch reads;
-    ``labels`` (rows,) int64; ``report_ids`` (rows, words) int64, -100 behind each report, where rows hold them. What a
-    row lacks is 0 under a mask that is False.
+    ``branch_mask`` (rows, branches), columns as in ``BRANCHES``, True if a row has an array that the branch reads;
+    ``labels`` (rows,) int64; ``report_ids`` (rows, words) int64, padded with -100, if rows have them. Missing arrays
+    are 0, and their mask is False.
 
-    ``shapes``: per array of the model's branches, the shape behind its time axis.
+    ``shapes``: for each array of the model's branches, the shape after its time axis.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -40,7 +40,7 @@ class SensorCollator:
         if "labels" in rows[0]:
             batch["labels"] = torch.tensor([row["labels"] for row in rows])
         if "report_ids" in rows[0]:
-            batch["report_ids"] = _reports([row["report_ids"] for row in rows])
+            batch["report_ids"] = _padded_reports([row["report_ids"] for row in rows])
         return batch
 
     def _has(self, row: Mapping[str, Any], arrays: Sequence[str]) -> bool:
@@ -51,8 +51,8 @@ def mask_name(name: str) -> str:
     return "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
 
 
-def _reports(numbers: Sequence[numpy.ndarray]) -> torch.Tensor:
-    longest = max(2, *map(len, numbers))  # the begin and one word: the head takes part, so that its gradients are there
+def _padded_reports(numbers: Sequence[numpy.ndarray]) -> torch.Tensor:
+    longest = max(2, *map(len, numbers))  # <bos> and one word at least, so that the head gets gradients
     padded = [numpy.pad(row, (0, longest - len(row)), constant_values=NOT_LEARNED) for row in numbers]
     return torch.from_numpy(numpy.stack(padded))
 
@@ -61,7 +61,7 @@ def _padded(
     arrays: Sequence[Optional[numpy.ndarray]], dtype: str, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = numpy.array([0 if array is None else len(array) for array in arrays])
-    longest = max(1, int(lengths.max()))  # one step of nothing: the branch takes part, so that its gradients are there
+    longest = max(1, int(lengths.max()))  # one masked step at least, so that the branch gets gradients
     values = numpy.zeros((len(arrays), longest, *shape), dtype=dtype)
     for place, array in zip(values, arrays, strict=True):
         if array is not None:

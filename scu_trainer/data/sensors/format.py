@@ -7,19 +7,19 @@ Columns of the manifest:
 
     file      path of the .npz, relative to the folder and inside it
     label     class of the recording: a name, or a whole number from 0 on
-    split     optional, in any case: "train" (or what dataset_split says), and for what is held out "eval",
-              "validation", "valid", "val", "dev" or "test", the first of them that there is; others are not used.
-              Without one of these, a share is held out by chance
-    missing   optional: sensors or arrays that the recording lacks, a list (in CSV: separated by ";"); a sensor stands
-              for all of its arrays. What is declared is not read; what the branches in use read and is neither there
-              nor declared is an error
+    split     optional, in upper or lower case: "train" (or the value of dataset_split) to train on it. To hold it out:
+              "eval", "validation", "valid", "val", "dev" or "test"; only the first of these that occurs is used. If
+              none occurs, a random share is held out
+    missing   optional: list of sensors or arrays that the recording lacks (in CSV: separated by ";"); a sensor means
+              all of its arrays. Declared arrays are not read. It is an error if an array that a branch in use reads is
+              neither in the file nor declared missing
     report    optional: a short text about the recording, which report_head: true learns to write
 
-Other columns are named and not read.
+Other columns are listed in the log and not read.
 
 Arrays of a .npz, by name. Lengths (frames, points, time) may differ between recordings and between the arrays of one;
 height, width, channels and the count of numbers are the same in all recordings. Only arrays that a branch in use reads
-have to be there (``settings.sensors.BRANCHES``).
+are required (``settings.sensors.BRANCHES``).
 
     sensor      array          shape                       dtype          unit                       nominal rate
     visible     visible        (frames, height, width, 3)  uint8          red, green, blue; 0 to 255   30 per second
@@ -31,12 +31,13 @@ have to be there (``settings.sensors.BRANCHES``).
 
 ``plume`` is a crop of the infrared image around the plume, in the camera's full resolution. Numbers of geometry are
 by convention range in m, azimuth and elevation in rad, and speed in m/s. The visible and the infrared camera film the
-same span of time: ``dual_vision`` sets each infrared frame beside the visible one in the same place of the recording.
+same span of time: ``dual_vision`` pairs each infrared frame with the visible frame at the same relative time.
 
 Temperatures: float16, float32 or float64 are degrees Celsius, uint16 are hundredths of a kelvin (29315 is 20 °C).
-Infrared frames and crops are kept in float16: 0.03 °C below 64 °C, 0.06 °C below 128 °C. Channels of kinematics are by
-convention accelerations x, y, z in m/s² and rates of turn x, y, z in rad/s; they are not scaled, so bring channels of
-other units to about the same size. The model has no clock: other rates are fine if all recordings share them.
+Infrared frames and crops are stored in float16, with a resolution of 0.03 °C below 64 °C and 0.06 °C below 128 °C.
+Channels of kinematics are by convention accelerations x, y, z in m/s² and rates of turn x, y, z in rad/s. They are not
+scaled, so scale channels in other units to about the same size. The model does not know time: other rates are fine if
+all recordings have the same.
 
 ``write_recordings`` writes this format; ``synthetic.export_synthetic`` writes generated recordings in it.
 """
@@ -64,13 +65,13 @@ HOW = (
 )
 ABSOLUTE_ZERO_CELSIUS = -273.15
 MOST_LOST = 0.5
-"""Of a channel's standard deviation, by rounding."""
+"""Largest rounding error of a channel, as a share of its standard deviation."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What an array must look like. ``sensor``: what it comes from. ``axes``: names of its dimensions, time first if it
-    has any. ``allowed``: numpy's dtypes. ``kept_as``: dtype in memory and in the cache."""
+    """Requirements on an array. ``sensor``: the sensor that records it. ``axes``: names of its dimensions; time, if
+    there is one, is first. ``allowed``: numpy dtypes in files. ``kept_as``: dtype in memory and in the cache."""
 
     sensor: str
     axes: tuple[str, ...]
@@ -92,8 +93,8 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Recording:
-    """``arrays``: by name, as in the file. ``missing``: sensors or arrays that it lacks. ``split``: None where nobody
-    said. ``report``: a short text about it, None for none."""
+    """``arrays``: arrays by name, as in the file. ``missing``: sensors or arrays that it lacks. ``split``: None if not
+    given. ``report``: a short text about it, or None."""
 
     arrays: dict[str, numpy.ndarray]
     label: Union[int, str]
@@ -103,35 +104,36 @@ class Recording:
 
 
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError)
-"""RuntimeError: of zipfile, for an encrypted file or an unknown compression. MemoryError: a shape that is absurd."""
+"""Exceptions for a damaged file. RuntimeError: raised by zipfile for an encrypted file or an unknown compression.
+MemoryError: for an absurd shape."""
 
 
 def array_names(branches: Sequence[str]) -> list[str]:
-    """What these branches read, in the order of ``FORMS``."""
+    """Return the arrays that these branches read, in the order of ``FORMS``."""
     return [name for name in FORMS if any(name in BRANCHES[branch] for branch in branches)]
 
 
 def present(names: Iterable[str], missing: Sequence[str]) -> list[str]:
-    """Those of the arrays ``names`` that a recording has which lacks ``missing``."""
+    """Return those of the arrays ``names`` that are not in ``missing``, which may name arrays or sensors."""
     return [name for name in names if name not in missing and FORMS[name].sensor not in missing]
 
 
 ZIP, NPY = b"PK", b"\x93NUMPY"
-"""What an .npz and an .npy begin with."""
+"""The first bytes of .npz and .npy files."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
-    """The arrays of a .npz, checked and as they are kept: see ``with_time_first``, temperatures in degrees Celsius.
-    Raises BadSample, which does not name the file."""
+    """Return the arrays of a .npz, checked and converted: axes as by ``with_time_first``, temperatures in degrees
+    Celsius. Raises BadSample, which does not name the file."""
     try:
-        # Opened here: numpy leaves its own file open when the archive is torn.
+        # Opened here, because numpy leaves its own file open if the archive is damaged.
         with open(path, "rb") as file:
             _require_numpy(file)
             archive = numpy.load(file, allow_pickle=False)
-            found = _named(archive, names)
+            found = _select(archive, names)
     except FileNotFoundError:
         raise BadSample("missing file", "the file does not exist") from None
     except UNREADABLE as error:
@@ -146,25 +148,26 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
             "does not declare it; "
             f'write "missing": ["{lacked}"] in its row if the recording lacks {lacked}',
         )
-    return {name: _kept(name, array) for name, array in found.items()}
+    return {name: _convert(name, array) for name, array in found.items()}
 
 
 def _require_numpy(file: BinaryIO) -> None:
-    """Raises BadSample for another kind of file (a table), which numpy takes for a pickle and advises to load."""
+    """Raise BadSample for another kind of file, such as a table. numpy would take it for a pickle and advise to load
+    it."""
     if not file.read(len(NPY)).startswith((ZIP, NPY)):
         raise BadSample("unreadable file", f"not a readable .npz but a file of another kind; give named arrays, {HOW}")
     file.seek(0)
 
 
-def _named(archive: Any, names: Sequence[str]) -> dict[str, numpy.ndarray]:
+def _select(archive: Any, names: Sequence[str]) -> dict[str, numpy.ndarray]:
     if not isinstance(archive, numpy.lib.npyio.NpzFile):
         raise BadSample("no .npz file", "it is a single .npy array; give a .npz with named arrays")
     with archive:
         return {name: archive[name] for name in names if name in archive.files}
 
 
-def _kept(name: str, array: numpy.ndarray) -> numpy.ndarray:
-    """``array`` checked, in the unit, dtype and order of axes that the rest of the project uses."""
+def _convert(name: str, array: numpy.ndarray) -> numpy.ndarray:
+    """Check ``array``, and convert it to the unit, dtype and order of axes that the rest of the package uses."""
     form = FORMS[name]
     wanted = f"({', '.join(form.axes)}{',' if len(form.axes) == 1 else ''})"
     if array.dtype.name not in form.allowed:
@@ -173,28 +176,28 @@ def _kept(name: str, array: numpy.ndarray) -> numpy.ndarray:
     if array.ndim != len(form.axes) or not channels_fit:
         raise BadSample("wrong shape", f"{name} has shape {array.shape}; it must be {wanted}")
     if 0 in array.shape:
-        raise BadSample("no content", f"{name} has shape {array.shape}, nothing in it; declare the branch missing")
+        raise BadSample("no content", f"{name} is empty, its shape is {array.shape}; declare the branch missing")
     if array.dtype.name != "uint8":
-        array = _numbers(name, array, form)
+        array = _convert_numbers(name, array, form)
     return numpy.ascontiguousarray(with_time_first(name, array))
 
 
 def with_time_first(name: str, array: numpy.ndarray) -> numpy.ndarray:
-    """An array of a file in the order of axes in which it is kept: visible (frames, 3, height, width), geometry (1,
-    numbers), others as they are."""
+    """Return an array of a file with its axes in the order of the cache: visible (frames, 3, height, width), geometry
+    (1, numbers), others unchanged."""
     if name == "visible":
         return array.transpose(0, 3, 1, 2)
     return array[None] if name == "geometry" else array
 
 
-def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
+def _convert_numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
     if array.dtype.name == "uint16":
         array = array.astype("float32") / 100 + ABSOLUTE_ZERO_CELSIUS
-    with numpy.errstate(over="ignore"):  # what overflows is refused right below
+    with numpy.errstate(over="ignore"):  # an overflow is refused below
         kept = array.astype(form.kept_as)
     wrong = ~numpy.isfinite(kept)
     if wrong.any():
-        raise _no_number(name, array, tuple(int(index) for index in numpy.argwhere(wrong)[0]), form)
+        raise _not_storable(name, array, tuple(int(index) for index in numpy.argwhere(wrong)[0]), form)
     if form.is_temperature and float(array.min()) < ABSOLUTE_ZERO_CELSIUS:
         raise BadSample(
             "wrong unit", f"{name} has {float(array.min()):g} °C, below absolute zero; floats are degrees Celsius"
@@ -205,34 +208,35 @@ def _numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
 
 
 def _require_resolved(name: str, array: numpy.ndarray, kept: numpy.ndarray) -> None:
-    """Raise BadSample for a channel of which rounding leaves little, such as seconds since 1970."""
+    """Raise BadSample for a channel that loses its variation by rounding, such as seconds since 1970."""
     spread, lost = array.std(axis=0), numpy.abs(array - kept).max(axis=0)
-    is_constant = numpy.ptp(array, axis=0) <= 16 * numpy.spacing(numpy.abs(array).max(axis=0))  # what float64 rounds
+    is_constant = numpy.ptp(array, axis=0) <= 16 * numpy.spacing(numpy.abs(array).max(axis=0))  # but for float64 noise
     blurred = numpy.flatnonzero((lost > MOST_LOST * spread) & ~is_constant)
     if len(blurred):
         channel = int(blurred[0])
         value, step = float(array[0, channel]), float(numpy.spacing(numpy.abs(kept[:, channel]).max()))
         raise BadSample(
             "lost in rounding",
-            f"channel {channel} of {name} has {value:.10g} and its like, which {kept.dtype.name}, in which it is "
-            f"stored, keeps in steps of {step:g}, too coarse for how much it changes; subtract its first value, or "
-            "leave a time stamp out: the model has no clock",
+            f"channel {channel} of {name} has values such as {value:.10g}, which {kept.dtype.name}, the type it is "
+            f"stored in, resolves in steps of {step:g}, too coarse for how much it changes; subtract its first value; "
+            "if it is a time stamp, leave it out, because the model does not use time",
         )
 
 
-def _no_number(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Form) -> BadSample:
+def _not_storable(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Form) -> BadSample:
     value = f"{name}{list(place)} is {array[place]}"
     if not numpy.isfinite(array[place]):
         return BadSample("not finite", f"{value}; all values must be finite numbers")
     most = f"{float(numpy.finfo(form.kept_as).max):g}{' °C' if form.is_temperature else ''}"
-    return BadSample("too large", f"{value}, too large for {form.kept_as}, in which it is stored; at most {most}")
+    return BadSample("too large", f"{value}, too large for {form.kept_as}, the type it is stored in; at most {most}")
 
 
 @dataclass
 class SharedShapes:
-    """What all recordings must share: per array the shape behind its time axis, learned from the first recording.
+    """The shapes that all recordings must share: for each array, the shape after its time axis, taken from the first
+    recording that has it.
 
-    ``agreeing``, ``others``: recordings that were accepted, and that were not.
+    ``agreeing``, ``others``: numbers of accepted and refused recordings.
     """
 
     of: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -242,31 +246,31 @@ class SharedShapes:
     example: str = ""
 
     def check(self, arrays: dict[str, numpy.ndarray], place: str) -> None:
-        """Raise BadSample for an array of another shape than the first of its name."""
+        """Raise BadSample if an array has another shape than the first with its name."""
         for name, array in arrays.items():
             shape = array.shape[1:]
             first = self.of.get(name, shape)
             if shape != first:
                 self.others += 1
                 self.example = (
-                    f"{name} has {_axes(name, shape)}, and {self.learned_from[name]} has {_axes(name, first)}"
+                    f"{name} has {_shape_of(name, shape)}, and {self.learned_from[name]} has {_shape_of(name, first)}"
                 )
                 raise BadSample("another shape", f"{self.example}; all recordings must agree")
         self.agreeing += 1
-        for name, array in arrays.items():  # only of a recording that is used
+        for name, array in arrays.items():  # after all checks: shapes are taken only from a recording that is used
             self.of.setdefault(name, array.shape[1:])
             self.learned_from.setdefault(name, place)
 
     def require_majority(self) -> None:
-        """Raise DataError where those that were left out are the rule: then it was the first that was odd."""
+        """Raise DataError if most recordings were refused, because then the first recordings are the odd ones."""
         if self.others > self.agreeing:
             raise DataError(
-                f"{self.others:,} of {self.others + self.agreeing:,} recordings have another shape than what came "
-                f"before them: {self.example}; remove the odd ones from the manifest"
+                f"{self.others:,} of {self.others + self.agreeing:,} recordings have another shape than earlier "
+                f"ones: {self.example}; remove the odd ones from the manifest"
             )
 
 
-def _axes(name: str, shape: tuple[int, ...]) -> str:
+def _shape_of(name: str, shape: tuple[int, ...]) -> str:
     unit = {"kinematics": "channels", "geometry": "numbers"}.get(name)
     return f"frames of {shape[-2]} x {shape[-1]}" if unit is None else f"{shape[0]} {unit}"
 
@@ -275,9 +279,9 @@ def _axes(name: str, shape: tuple[int, ...]) -> str:
 
 
 def write_recordings(folder: Path, recordings: Iterable[Recording]) -> int:
-    """Write ``recordings`` as they come, in the format of this module; how many there were.
+    """Write ``recordings`` one by one in the format of this module. Returns their number.
 
-    Arrays are written as they are given: uint8 frames have their colours last.
+    Arrays are written unchanged, so uint8 frames must have their colours in the last dimension.
     """
     folder.mkdir(parents=True, exist_ok=True)
     count = 0

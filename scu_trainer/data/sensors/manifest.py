@@ -1,4 +1,4 @@
-"""The manifest of a folder of recordings: which files, which classes, which split. See ``format.py``."""
+"""Read the manifest of a folder of recordings: its files, classes and splits. See ``format.py``."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from scu_trainer.settings.base import short
 CSV_MANIFEST = "manifest.csv"
 COLUMNS = ("file", "label", "split", "missing", "report")
 HELD_OUT = "eval"
-ALMOST_A_NUMBER = r"nan|[-+]*[0-9]*\.?[0-9]*"  # nan: tables write it for nothing
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # no name of a file holds one
+ALMOST_A_NUMBER = r"nan|[-+]*[0-9]*\.?[0-9]*"  # nan: tables use it for a missing value
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # lone surrogates, which no file name can contain
 MOST_LETTERS = 500
-"""Longer texts are no short reports; attention to all of their words would set the memory of a step."""
+"""Longest report. Attention to all words of longer texts would dominate the memory of a step."""
 MOST_UNSAID_CLASSES = 1000
-"""A higher label, and higher than there are rows, is a slip unless ``num_classes`` is set."""
+"""A label above both this and the number of rows is considered a mistake, unless ``num_classes`` is set."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a manifest that can be used. ``place`` names it for a person, ``key`` is its file as it stands there;
-    ``label`` is a number or a name; ``split`` in small letters; ``report`` is "" where there is none."""
+    """A usable row of a manifest. ``place`` names it in messages; ``key`` is its file as written in the manifest;
+    ``label`` is a number or a name; ``split`` is in lower case; ``report`` is "" if there is none."""
 
     place: str
     key: str
@@ -56,7 +56,7 @@ class Entry:
 
 
 class Rejections:
-    """Stops at the first bad row, or counts it in ``statistics`` and goes on."""
+    """Raises DataError at the first bad row or, with ``skip``, counts bad rows in ``statistics``."""
 
     def __init__(self, statistics: SampleStatistics, skip: bool) -> None:
         self.statistics, self.skip = statistics, skip
@@ -68,7 +68,7 @@ class Rejections:
 
 
 def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
-    """Rows in the order of the file. Raises DataError where there is no manifest, or nothing usable in it."""
+    """Return the usable rows in the order of the file. Raises DataError if there is no manifest or no usable row."""
     path = next((folder / name for name in (MANIFEST, CSV_MANIFEST) if (folder / name).is_file()), None)
     if path is None:
         raise DataError(
@@ -87,7 +87,7 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
             entry = _entry(folder, place, row, problem)
             first = by_file.setdefault(entry.file, entry)
             if first.label != entry.label:
-                found = f"its label is {entry.label!r}, and {first.label!r} in {first.place}"
+                found = f"its label is {entry.label!r}, but {first.label!r} in {first.place}"
                 raise BadSample("two labels", f"{found}; a recording has one class")
             entries.append(entry)
             unread.update(str(name) for name, value in row.items() if name not in COLUMNS and value not in (None, ""))
@@ -97,16 +97,16 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
         raise DataError(
             f"{path} has no usable row: {rejections.statistics.read:,} read; it needs file and label in each"
         )
-    rejections.statistics.notes += [*lines_of_unused(unread), *_not_read(folder, path, named)]
+    rejections.statistics.notes += [*lines_of_unused(unread), *_unread_notes(folder, path, named)]
     return entries
 
 
-def _not_read(folder: Path, manifest: Path, named: Collection[str]) -> list[str]:
-    """Lines for a person about recordings that no row names, and about a second manifest."""
+def _unread_notes(folder: Path, manifest: Path, named: Collection[str]) -> list[str]:
+    """Return notes about recordings that no row names, and about a second manifest."""
     inside = {os.path.normpath(path): path for path in folder.rglob("*.npz") if not is_hidden(path, folder)}
     left = [shown_name(inside[name]) for name in sorted(inside.keys() - named)]
     is_second = manifest.name == MANIFEST and (folder / CSV_MANIFEST).is_file()
-    notes = [f"{folder / CSV_MANIFEST} was not read, because {MANIFEST} is beside it"] if is_second else []
+    notes = [f"{folder / CSV_MANIFEST} was not read, because there is also a {MANIFEST}"] if is_second else []
     if left:
         names = ", ".join(left[:MOST_NAMES])
         missing = counted(len(left), f".npz file of {folder} is", f".npz files of {folder} are")
@@ -115,7 +115,7 @@ def _not_read(folder: Path, manifest: Path, named: Collection[str]) -> list[str]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
-    """(line of the file, columns, None), or (line, None, why the row cannot be read)."""
+    """Yield (line of the file, columns, None) or, for a bad row, (line, columns or None, what is wrong)."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             yield from _json_rows(file) if path.suffix == ".jsonl" else _csv_rows(file, path)
@@ -134,7 +134,7 @@ def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, Any, Optional[str]]]
 
 
 def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Optional[str]]]:
-    # Strict: else a quote that is left open takes the rows behind it.
+    # Strict, because otherwise an open quote would swallow the rows that follow.
     reader = csv.DictReader(lines, strict=True, skipinitialspace=True)
     header = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
     require_each_once(f"the header line of {path}", header)
@@ -144,7 +144,7 @@ def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Opti
             f"{', '.join(COLUMNS)}), separated by commas"
         )
     for row in reader:
-        excess = row.pop(None, None)  # where csv puts what has no column
+        excess = row.pop(None, None)  # csv stores values without a column under None
         problem = f"{len(header) + len(excess)} values for {len(header)} columns" if excess else None
         yield reader.line_num, row, problem
 
@@ -154,42 +154,42 @@ def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
         raise BadSample("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
     for name in (name for name in row if name not in COLUMNS):
         says_split = named_split(str(row[name]).strip()) in ("train", *HELD_OUT_SPLITS)
-        if near := _meant("split" if says_split else str(name)):
-            read = f"the columns that are read: {', '.join(COLUMNS)}"
-            raise BadSample("unknown column", f"unknown column {name!r} with {short(row[name])}{near}; {read}")
+        if near := _suggestion("split" if says_split else str(name)):
+            allowed = f"allowed columns: {', '.join(COLUMNS)}"
+            raise BadSample("unknown column", f"unknown column {name!r} with {short(row[name])}{near}; {allowed}")
     file = row.get("file")
     if not isinstance(file, str) or not file or HALF_CHARACTER.search(file):
         raise BadSample("no file", "it names no file")
     inside = Path(os.path.normpath(folder / file))
     if not inside.is_relative_to(os.path.normpath(folder)):
-        raise BadSample("file outside", f"{file} lies outside of {folder}")
+        raise BadSample("file outside", f"{file} is outside of {folder}")
     shown = file if file.isprintable() else repr(file)
     label, split = _label(row.get("label")), _split(row)
     return Entry(f"{place} ({shown})", file, inside, label, split, _missing(row), _report(row))
 
 
 @lru_cache
-def _meant(name: str) -> str:
-    """It takes some time, and each row has the same columns."""
+def _suggestion(name: str) -> str:
+    """Return a suggestion for a misspelled column. Cached, because it takes time and all rows have the same columns."""
     return nearest(name, COLUMNS)
 
 
 def _split(row: dict) -> Optional[str]:
     value = row.get("split")
     if value is not None and not isinstance(value, str):
-        raise BadSample("no split", f"its split is {value!r}; it must be a word, train or {HELD_OUT}")
+        raise BadSample("no split", f"its split is {value!r}; it must be a word, such as train or {HELD_OUT}")
     return (value or "").strip().casefold() or None
 
 
 def _label(value: Any) -> Any:
-    """A whole number or a name. CSV has numbers as text."""
+    """Return the label, a whole number or a name. In CSV, numbers are text."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value.strip()):
         return int(value)
     if isinstance(value, str) and not re.fullmatch(ALMOST_A_NUMBER, value.strip()):
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
         return value
-    raise BadSample("no label", f"its label is {short(value)}; it must be a whole number from 0 on, or a name")
+    raise BadSample("no label", f"its label is {short(value)}; it must be a whole number (0 or more) or a name")
 
 
 def _missing(row: dict) -> tuple[str, ...]:
@@ -203,7 +203,7 @@ def _missing(row: dict) -> tuple[str, ...]:
 def _report(row: dict) -> str:
     value = row.get("report")
     if value is not None and (not isinstance(value, str) or HALF_CHARACTER.search(value)):
-        raise BadSample("no report", f"its report is {short(value)}; it must be a text")
+        raise BadSample("no report", f"its report is {short(value)}; it must be text")
     value = (value or "").strip()
     if len(value) > MOST_LETTERS:
         raise BadSample("long report", f"its report has {len(value):,} letters; at most {MOST_LETTERS}")
@@ -216,7 +216,7 @@ def _report(row: dict) -> str:
 def with_labels_in_range(
     entries: Sequence[Entry], num_classes: Optional[int], rejections: Rejections
 ) -> Sequence[Entry]:
-    """``entries`` without those whose label would make more classes than anybody means."""
+    """Return ``entries`` without those with an implausibly high label, which would create too many classes."""
     if num_classes is not None:
         return entries
     limit = max(MOST_UNSAID_CLASSES, len(entries))
@@ -231,8 +231,10 @@ def with_labels_in_range(
 
 
 def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Optional[Sequence[str]]) -> list[str]:
-    """By label. ``known``: those of a trained model; else numbers up to ``num_classes`` (default: the highest label
-    found), or the names found, sorted. Raises DataError where names and ``num_classes`` disagree."""
+    """Return the class names by label.
+
+    They are ``known`` (classes of a trained model) if given; else the numbers below ``num_classes`` (by default up to
+    the highest label), or the sorted names in the manifest. Raises DataError if their number is not ``num_classes``."""
     if known is not None:
         return list(known)
     labels = {entry.label for entry in entries if isinstance(entry.label, str) or entry.label >= 0}
@@ -241,20 +243,20 @@ def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Opt
     names = sorted(map(str, labels))
     if num_classes not in (None, len(names)):
         raise DataError(
-            f"num_classes is {num_classes}, and the manifest has {len(names)} labels: {', '.join(names[:10])}; drop "
+            f"num_classes is {num_classes}, but the manifest has {len(names)} labels: {', '.join(names[:10])}; drop "
             "num_classes, or fix the labels"
         )
     return names
 
 
 def label_number(label: Any, names: Sequence[str]) -> int:
-    """Raises BadSample for a label that is not one of the classes."""
+    """Return the number of a label. Raises BadSample if it is not one of the classes."""
     if str(label) in names:
         return names.index(str(label))
     if isinstance(label, int) and 0 <= label < len(names):
-        return label  # a model whose classes have names, and a manifest with numbers
+        return label  # the classes of a model have names, but the manifest has numbers
     raise BadSample(
         "label out of range",
-        f"label {label!r} is none of the {len(names)} classes: {', '.join(names[:10])}"
+        f"label {label!r} is not one of the {len(names)} classes: {', '.join(names[:10])}"
         f"{', ...' if len(names) > 10 else ''}{nearest(label, names) if isinstance(label, str) else ''}",
     )

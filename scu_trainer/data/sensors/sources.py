@@ -1,4 +1,4 @@
-"""Where recordings come from: a folder with a manifest, or the generator. Checked once, then kept in the cache."""
+"""Sources of recordings: a folder with a manifest, or the generator. Recordings are checked once and then cached."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ STORE_VERSION = 4
 
 WITHOUT_BRANCH = "without any branch in use"
 DROWNING = 30
-"""How much larger a channel of kinematics is than another one changes, from where that one is learned late or not."""
+"""If the size of one channel of kinematics is more than this many times the variation of another, the other channel is
+learned late or never."""
 
 
 @dataclass(frozen=True)
 class Offered:
-    """All recordings of a source, also those that have none of the branches in use or cannot be read.
+    """All recordings of a source, including those that have none of the branches in use or cannot be read.
 
-    What is held out is drawn of these: models that look at different branches hold out the same recordings. ``keys``:
-    file names, or the like. ``labels``: (recordings,). ``splits``: what the manifest says, "" for nothing.
-    ``places``: what a person calls them. ``reports``: "" for none.
+    Held-out recordings are drawn from these, so that models with different branches hold out the same recordings.
+    ``keys``: names of the recordings, such as file names. ``labels``: shape (recordings,). ``splits``: splits in the
+    manifest, "" if not given. ``places``: names for messages. ``reports``: "" for recordings without a report.
     """
 
     keys: Sequence[str]
@@ -61,8 +62,8 @@ class Offered:
 
 @dataclass(frozen=True)
 class SensorSource:
-    """Checked recordings. ``label_names``: by label. ``numbers``: of each recording in ``store``, where it is in
-    ``offered``; ascending."""
+    """Checked recordings. ``label_names``: names by label. ``numbers``: the index in ``offered`` of each recording in
+    ``store``, ascending."""
 
     name: str
     store: Store
@@ -72,7 +73,7 @@ class SensorSource:
     statistics: SampleStatistics
 
     def recordings(self, offered: numpy.ndarray) -> Recordings:
-        """Those of the numbers ``offered`` that can be used."""
+        """Return the usable recordings among those with the indices ``offered``."""
         rows = numpy.flatnonzero(numpy.isin(self.numbers, offered))
         keys, reports = (
             [texts[number] for number in self.numbers[rows]] for texts in (self.offered.keys, self.offered.reports)
@@ -80,14 +81,15 @@ class SensorSource:
         return Recordings(self.store, rows, keys, reports)
 
 
-Found = tuple[int, Sample]
-"""A recording that can be used, after its number in ``Offered``."""
+NumberedSample = tuple[int, Sample]
+"""The index in ``Offered`` of a usable recording, and the recording."""
 
 
 def generated_source(
     own: SensorSettings, limit: Optional[int], seed: int, cache_dir: Path, known: Optional[Sequence[str]] = None
 ) -> SensorSource:
-    """``known``: classes of a trained model. Raises DataError for a number of classes that cannot be generated."""
+    """Return generated recordings. ``known``: classes of a trained model. Raises DataError if the number of classes
+    cannot be generated, or if the model has other classes."""
     classes = own.num_classes or (len(known) if known else DEFAULT_CLASSES)
     side_of(classes)
     names = [str(label) for label in range(classes)]
@@ -98,12 +100,12 @@ def generated_source(
         )
     recipe = (min(own.sensor_samples, limit or own.sensor_samples), classes, seed, own.sensor_missing_share)
     statistics = SampleStatistics(
-        "recording", notes=[f"no branch alone can tell more than {ceiling_alone(classes):.1%} of them"]
+        "recording", notes=[f"no single branch can classify more than {ceiling_alone(classes):.1%} of them"]
     )
     wanted = array_names(own.branches)
     key = digest_of(STORE_VERSION, "synthetic", recipe, wanted)
-    folder = _built(cache_dir, key, wanted, statistics, lambda: _generate(recipe, wanted, statistics))
-    return _opened(SYNTHETIC, folder, names, _offered_by_generator(samples=recipe[0], classes=classes, seed=seed))
+    folder = _build_cache(cache_dir, key, wanted, statistics, lambda: _generate_samples(recipe, wanted, statistics))
+    return _open_source(SYNTHETIC, folder, names, _offered_by_generator(samples=recipe[0], classes=classes, seed=seed))
 
 
 def _offered_by_generator(samples: int, classes: int, seed: int) -> Offered:
@@ -115,11 +117,11 @@ def _offered_by_generator(samples: int, classes: int, seed: int) -> Offered:
     return Offered(keys, labels, numpy.full(samples, "", dtype="U1"), places, reports)
 
 
-def _generate(recipe: tuple, wanted: Sequence[str], statistics: SampleStatistics) -> Iterator[Found]:
+def _generate_samples(recipe: tuple, wanted: Sequence[str], statistics: SampleStatistics) -> Iterator[NumberedSample]:
     for number, recording in enumerate(synthetic(*recipe)):
         statistics.read += 1
-        found = recording.arrays
-        arrays = {name: with_time_first(name, found[name]) for name in wanted if name in found}
+        recorded = recording.arrays
+        arrays = {name: with_time_first(name, recorded[name]) for name in wanted if name in recorded}
         if arrays:
             yield number, (int(recording.label), arrays)
         else:
@@ -136,10 +138,10 @@ def folder_source(
     known: Optional[Sequence[str]] = None,
     shapes: Optional[Mapping[str, tuple[int, ...]]] = None,
 ) -> SensorSource:
-    """Recordings of the folder ``name``, in the format of ``format.py``.
+    """Return the recordings of the folder ``name``, which must have the format of ``format.py``.
 
-    ``limit``: of them, chosen by chance. ``known``: classes of a trained model. ``shapes``: those that the training
-    data have. Raises DataError at the first bad recording, unless ``skip_bad_rows``.
+    ``limit``: use only so many, chosen at random. ``known``: classes of a trained model. ``shapes``: shapes of the
+    training data. Raises DataError at the first bad recording, unless ``skip_bad_rows`` is set.
     """
     root = Path(name).expanduser()
     if not root.is_dir():
@@ -154,34 +156,37 @@ def folder_source(
     chosen = [listed[number] for number in some(numpy.arange(len(listed)), limit, seed=0)]
     entries = with_labels_in_range(chosen, own.num_classes, rejections)
     names = class_names(entries, own.num_classes, known)
-    labels, entries = _labelled(entries, names, rejections)
+    labels, entries = _label_entries(entries, names, rejections)
     wanted = array_names(own.branches)
     seen = SharedShapes(dict(shapes or {}), dict.fromkeys(shapes or {}, "the training data"))
-    content = [[*map(str, (entry.file, entry.label, entry.split, entry.missing)), *_stamp(entry)] for entry in entries]
+    content = [
+        [*map(str, (entry.file, entry.label, entry.split, entry.missing)), *_stat_of(entry)] for entry in entries
+    ]
     key = digest_of(STORE_VERSION, names, wanted, skip_bad_rows, sorted(seen.of.items()), statistics.as_dict(), content)
-    folder = _built(cache_dir, key, wanted, statistics, lambda: _checked(entries, labels, wanted, seen, rejections))
+    folder = _build_cache(cache_dir, key, wanted, statistics, lambda: _check(entries, labels, wanted, seen, rejections))
     splits = numpy.array([entry.split or "" for entry in entries], dtype=str)
     keys, places, reports = ([getattr(entry, name) for entry in entries] for name in ("key", "place", "report"))
     offered = Offered(keys, labels, splits, places, reports)
-    return _opened(name, folder, names, offered)
+    return _open_source(name, folder, names, offered)
 
 
 def some(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndarray:
-    """By chance: the first rows of a manifest may all be of one class."""
+    """Return ``limit`` of ``numbers``, ascending, drawn at random because the first rows of a manifest may all have the
+    same class."""
     if limit is None or limit >= len(numbers):
         return numbers
     return numpy.sort(numpy.random.default_rng(seed).permutation(numbers)[:limit])
 
 
-def _stamp(entry: Entry) -> list[int]:
-    """What changes when a file does; a missing one is found when it is read."""
+def _stat_of(entry: Entry) -> list[int]:
+    """Return values that change when the file changes. A missing file is reported when it is read."""
     return [entry.file.stat().st_size, entry.file.stat().st_mtime_ns] if entry.file.is_file() else []
 
 
-def _labelled(
+def _label_entries(
     entries: Sequence[Entry], names: Sequence[str], rejections: Rejections
 ) -> tuple[numpy.ndarray, list[Entry]]:
-    """Numbers of the classes, and the entries that are of one."""
+    """Return the class numbers, and the entries that have a valid class."""
     labels, kept = [], []
     for entry in entries:
         try:
@@ -192,8 +197,8 @@ def _labelled(
     return numpy.array(labels, dtype="int64"), kept
 
 
-class _Channels:
-    """How large the channels of kinematics are, and how much each changes, over all recordings."""
+class _ChannelStatistics:
+    """Sizes and variations of the channels of kinematics over all recordings."""
 
     def __init__(self) -> None:
         self.sums = numpy.zeros((3, 1))
@@ -203,29 +208,29 @@ class _Channels:
         self.sums = self.sums + [numpy.full(values.shape[1], len(values)), values.sum(0), (values**2).sum(0)]
 
     def note(self) -> Optional[str]:
-        """For a person, where one channel drowns another."""
+        """Return a note if one channel is so large that another is hardly learned."""
         count, total, squares = self.sums
         mean, mean_square = total / count.clip(min=1), squares / count.clip(min=1)
         size, change = numpy.sqrt(mean_square), numpy.sqrt((mean_square - mean**2).clip(min=0))
-        change = numpy.where(change > 1e-6 * size, change, numpy.inf)  # nothing is learned of one that is constant
+        change = numpy.where(change > 1e-6 * size, change, numpy.inf)  # a constant channel has nothing to learn
         large, small = int(size.argmax()), int(change.argmin())
         if not numpy.isfinite(change[small]) or size[large] <= DROWNING * change[small]:
             return None
         return (
-            f"kinematics: channel {large} is about {size[large]:,.3g} large, and channel {small} changes by "
-            f"{change[small]:,.3g}: the model takes the numbers as they are, and learns little of changes that small; "
-            "from each channel subtract its mean and divide by its standard deviation, both of the training recordings"
+            f"kinematics: channel {large} has a size of about {size[large]:,.3g}, but channel {small} changes only by "
+            f"{change[small]:,.3g}: the model does not scale its inputs and hardly learns such small changes; from "
+            "each channel subtract its mean and divide by its standard deviation, both of the training recordings"
         )
 
 
-def _checked(
+def _check(
     entries: Sequence[Entry],
     labels: numpy.ndarray,
     wanted: Sequence[str],
     shapes: SharedShapes,
     rejections: Rejections,
-) -> Iterator[Found]:
-    channels = _Channels()
+) -> Iterator[NumberedSample]:
+    channels = _ChannelStatistics()
     for number, (entry, label) in enumerate(zip(entries, labels.tolist(), strict=True)):
         try:
             arrays = read_arrays(entry.file, present(wanted, entry.missing))
@@ -246,8 +251,12 @@ def _checked(
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def _built(
-    cache_dir: Path, key: str, wanted: Sequence[str], statistics: SampleStatistics, find: Callable[[], Iterator[Found]]
+def _build_cache(
+    cache_dir: Path,
+    key: str,
+    wanted: Sequence[str],
+    statistics: SampleStatistics,
+    find: Callable[[], Iterator[NumberedSample]],
 ) -> Path:
     def build(folder: Path) -> None:
         numbers: list[int] = []
@@ -263,7 +272,7 @@ def _built(
     return built_once(cache_dir / "sensors" / key, build)
 
 
-def _opened(name: str, folder: Path, label_names: Sequence[str], offered: Offered) -> SensorSource:
+def _open_source(name: str, folder: Path, label_names: Sequence[str], offered: Offered) -> SensorSource:
     written = json.loads((folder / "books.json").read_text())
     statistics, store = SampleStatistics(**written["books"]), Store(folder)
     if not len(store):

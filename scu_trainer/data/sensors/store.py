@@ -1,8 +1,8 @@
-"""Recordings in the cache: one flat file per array, memory-mapped, so that any number of them takes no memory.
+"""Cached recordings: one flat file per array, memory-mapped, so that they take no memory, however many there are.
 
 FOLDER/visible.bin ...   all frames of all recordings, one after the other
-FOLDER/index.npz         per recording its label, its content's digest, and where each array begins and ends
-FOLDER/shapes.json       per array the shape behind its time axis
+FOLDER/index.npz         for each recording its label, a digest of its content, and where each array begins and ends
+FOLDER/shapes.json       for each array the shape after its time axis
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from scu_trainer.data.store import storage_errors
 from scu_trainer.errors import StorageError
 
 Sample = tuple[int, dict[str, numpy.ndarray]]
-"""Label, and arrays by name as ``format.read_arrays`` gives them; those of missing branches are left out."""
+"""A label, and arrays by name as ``format.read_arrays`` returns them, without those of missing branches."""
 
 
 def write_store(folder: Path, names: Sequence[str], samples: Iterable[Sample]) -> None:
-    """Write ``samples`` as they come; one is in memory at a time."""
+    """Write ``samples`` one by one; only one is in memory at a time."""
     labels, digests = [], []
     lengths: dict[str, list[int]] = {name: [] for name in names}
     shapes: dict[str, list[int]] = {}
@@ -59,9 +59,10 @@ def _digest(arrays: dict[str, numpy.ndarray]) -> str:
 
 
 class Store:
-    """A folder of ``write_store``. ``labels``: (recordings,). ``shapes``: per array that some recording has.
+    """Reads a folder written by ``write_store``. ``labels``: shape (recordings,). ``shapes``: shape after the time axis
+    of each array that some recording has.
 
-    Raises StorageError where files of it are torn.
+    Raises StorageError if its files are damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,7 +72,7 @@ class Store:
                 self._ends = {name: index[name] for name in index.files}
             shapes = json.loads((folder / "shapes.json").read_text())
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise _torn(folder, str(error)) from error
+            raise _damaged(folder, str(error)) from error
         self.labels, self.digests = self._ends.pop("labels"), self._ends.pop("digests")
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._maps: dict[str, numpy.ndarray] = {}
@@ -84,16 +85,16 @@ class Store:
         expected_bytes = items * numpy.dtype(FORMS[name].kept_as).itemsize
         found_bytes = path.stat().st_size if path.is_file() else 0
         if found_bytes != expected_bytes:
-            raise _torn(self.folder, f"{path.name} has {found_bytes:,} of {expected_bytes:,} bytes")
+            raise _damaged(self.folder, f"{path.name} has {found_bytes:,} of {expected_bytes:,} bytes")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # a worker opens the files itself: pickled maps would be copies
+        return {**self.__dict__, "_maps": {}}  # a worker maps the files itself: pickling would copy them
 
     def arrays(self, number: int) -> dict[str, numpy.ndarray]:
-        """Views of the arrays that a recording has."""
+        """Return views of the arrays that a recording has."""
         bounds = {name: (int(ends[number]), int(ends[number + 1])) for name, ends in self._ends.items()}
         return {name: self._map(name)[start:end] for name, (start, end) in bounds.items() if end > start}
 
@@ -104,14 +105,15 @@ class Store:
         return self._maps[name]
 
 
-def _torn(folder: Path, reason: str) -> StorageError:
+def _damaged(folder: Path, reason: str) -> StorageError:
     return StorageError(f"cached recordings in {folder} cannot be read ({reason}); delete that folder")
 
 
 class Recordings(torch.utils.data.Dataset):
-    """Some recordings of a store. A row holds ``labels`` (a number) and the arrays that the recording has, read when
-    they are asked for. ``keys``: what each is called wherever it is used. ``reports``: a text of each, "" for none.
-    ``report_ids``: these in numbers of words, which rows hold from then on."""
+    """Some recordings of a store. A row has ``labels`` (a number) and the arrays of the recording, read on access.
+
+    ``keys``: a name of each recording that identifies it everywhere. ``reports``: the report of each, "" for none.
+    ``report_ids``: if set, the word ids of the reports, which rows then have too."""
 
     def __init__(self, store: Store, numbers: numpy.ndarray, keys: Sequence[str], reports: Sequence[str]) -> None:
         self.store, self.numbers, self._keys, self.reports = store, numbers, keys, reports
@@ -126,7 +128,7 @@ class Recordings(torch.utils.data.Dataset):
         return row if self.report_ids is None else {**row, "report_ids": self.report_ids[index]}
 
     def keys(self) -> list[str]:
-        """One per row, in order; the same whichever branches are read."""
+        """Return one key per row, in order. Keys do not depend on the branches that are read."""
         return list(self._keys)
 
     @property
