@@ -198,7 +198,7 @@ def test_only_its_own_name_is_listed_and_answered(server):
     with pytest.raises(openai.NotFoundError) as refused:
         client.chat.completions.create(model="gpt2", messages=message("hello"))
     assert refused.value.body == {
-        "message": f"there is no model 'gpt2' here, but {server.name}", "type": "invalid_request_error",
+        "message": f"there is no model 'gpt2' here, only {server.name}", "type": "invalid_request_error",
         "param": "model", "code": "model_not_found",
     }  # fmt: skip
     assert "Loading" not in server.output, "transformers says so where it loads a model by itself"

@@ -157,7 +157,7 @@ def test_a_web_socket_is_closed(site):
 
 WRONG = {
     "no model": ({"model": None}, 400, "model", "model is missing"),
-    "another model": ({"model": "Tiny"}, 404, "model", "there is no model 'Tiny' here, but tiny"),
+    "another model": ({"model": "Tiny"}, 404, "model", "there is no model 'Tiny' here, only tiny"),
     "a model of the Hub": ({"model": "gpt2@main"}, 404, "model", "there is no model"),
     "no messages": ({"messages": []}, 400, "messages", "one or more messages"),
     "a message without a role": ({"messages": [{"content": "x"}]}, 400, "messages[0]", "role and content"),

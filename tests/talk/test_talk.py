@@ -187,7 +187,7 @@ def test_the_oldest_turns_make_room(talker):
     assert len(token_ids) + 12 <= talker.positions == 128 and dropped > 0 and dropped % 2 == 0
     assert token_ids == talker.encoded([turns[0], *asked[1 + dropped :]])
     assert talker.trimmed(QUESTION, 12) == (talker.encoded(QUESTION), 0)
-    with pytest.raises(DataError, match="more than the 128 positions of tiny; shorten it"):
+    with pytest.raises(DataError, match="more than the 128 positions of tiny; shorten the prompt"):
         talker.trimmed(QUESTION, 125)
 
 
@@ -353,7 +353,7 @@ def test_a_prompt_is_the_one_that_was_trained_on(tmp_path):
         ({"messages": [{"role": "user", "content": " "}]}, "messages has no turn with text; write a prompt"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages has no turn before the answer"),
         ({"messages": [{"role": "user"}]}, "row 1"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}, "what 'tools' holds"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}, "the tools in 'tools'"),
         ({"question": "x", "context": ["y"]}, "'context' holds list, not text, and belongs to 'question'"),
         ({"question": "x", "history": 5}, "column 'history' is not a list"),
     ],
