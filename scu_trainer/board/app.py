@@ -26,7 +26,7 @@ from scu_trainer.runs import words
 from scu_trainer.runs.store import Run
 from scu_trainer.secrets import redact
 
-ALONE = (
+STANDALONE_POLICY = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 )
 """Content-Security-Policy of pages that are complete documents: their script may switch colours but load nothing."""
@@ -223,7 +223,7 @@ def _no_such_page(request: Request, error: Exception) -> Response:
 
 
 def _standalone(page: str) -> Response:
-    return html_response(page, headers={"Content-Security-Policy": ALONE})
+    return html_response(page, headers={"Content-Security-Policy": STANDALONE_POLICY})
 
 
 def _static(request: Request, _: Mapping[str, str]) -> Response:

@@ -21,7 +21,7 @@ CHAT_COLUMNS = ("messages", "conversations", "conversation")
 PROMPTS = ("instruction", "question", "prompt", "query", "problem")
 ANSWERS = ("output", "response", "answer", "completion", "solution", "targets")
 CONTEXTS = ("input", "context")
-ALONE = ("input", "inputs")
+SOLE_PROMPTS = ("input", "inputs")
 """Columns that hold the question if the row has none of ``PROMPTS``."""
 
 SYSTEMS = ("system", "system_prompt")
@@ -67,7 +67,7 @@ class Columns(NamedTuple):
         return self.named != (DEFAULT_TEXT_COLUMN,)
 
 
-class Understood(NamedTuple):
+class RowContent(NamedTuple):
     """The content of a row. ``format``: its name and the columns that were read. ``not_used``: all other columns that
     have a value."""
 
@@ -76,7 +76,7 @@ class Understood(NamedTuple):
     not_used: tuple[str, ...]
 
 
-def understand(row: dict, columns: Columns) -> Understood:
+def understand(row: dict, columns: Columns) -> RowContent:
     """Return the content of one row. Raises BadRow, with the reason, if the row has no usable content."""
     read = _from_named(row, columns) if columns.are_named else None
     usual = (
@@ -94,7 +94,7 @@ def understand(row: dict, columns: Columns) -> Understood:
     left = [name for name, value in row.items() if name not in (*used, *marks) and not _is_empty(value)]
     texts = _texts_in(content) if left else ()
     not_used = tuple(f"{name} (a copy)" if row[name] in texts else str(name) for name in left)
-    return Understood(content, f"{name} ({', '.join(used)})", not_used)
+    return RowContent(content, f"{name} ({', '.join(used)})", not_used)
 
 
 def _texts_in(content: Content) -> list[Any]:
@@ -104,11 +104,11 @@ def _texts_in(content: Content) -> list[Any]:
     return list(content)
 
 
-Read = tuple[str, Content, Sequence[str]]
+ReadRow = tuple[str, Content, Sequence[str]]
 """(name of the format, content, columns it may have been read from)"""
 
 
-def _from_named(row: dict, columns: Columns) -> Optional[Read]:
+def _from_named(row: dict, columns: Columns) -> Optional[ReadRow]:
     """Read the columns that the settings name. Returns None if they do not say where the content is, so that the usual
     names decide."""
     if columns.messages is not None:
@@ -126,12 +126,12 @@ def _from_named(row: dict, columns: Columns) -> Optional[Read]:
     return None
 
 
-def _from_chat(row: dict, system_column: Optional[str]) -> Optional[Read]:
+def _from_chat(row: dict, system_column: Optional[str]) -> Optional[ReadRow]:
     column = next((name for name in CHAT_COLUMNS if row.get(name) is not None), None)
     return None if column is None else _conversation(row, column, system_column)
 
 
-def _conversation(row: dict, column: str, system_column: Optional[str]) -> Read:
+def _conversation(row: dict, column: str, system_column: Optional[str]) -> ReadRow:
     messages, system = under_system(row, messages_of(row[column], column), system_column)
     tools_column = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     is_sharegpt = isinstance(row[column], list) and isinstance(row[column][0], dict) and "from" in row[column][0]
@@ -150,7 +150,7 @@ def under_system(row: dict, messages: list[dict], system_column: Optional[str]) 
     return [{"role": "system", "content": system}, *messages] if system.strip() else messages, (column,)
 
 
-def _from_completion(row: dict, system_column: Optional[str]) -> Optional[Read]:
+def _from_completion(row: dict, system_column: Optional[str]) -> Optional[ReadRow]:
     if "prompt" not in row or "completion" not in row:
         return None
     if are_messages(row["prompt"]) or are_messages(row["completion"]):
@@ -159,7 +159,7 @@ def _from_completion(row: dict, system_column: Optional[str]) -> Optional[Read]:
     return "prompt and completion", content, ("prompt", "completion")
 
 
-def _messages_pair(row: dict, prompt: str, response: str, system_column: Optional[str]) -> Read:
+def _messages_pair(row: dict, prompt: str, response: str, system_column: Optional[str]) -> ReadRow:
     """Join a prompt and a completion that are lists of messages. The completion may repeat the prompt at its start."""
     before = _as_messages(row[prompt], prompt, "user")
     after = _as_messages(row[response], response, "assistant")
@@ -181,12 +181,12 @@ def _as_messages(value: Any, column: str, role: str) -> list[dict]:
     return [{"role": role, "content": value}] if is_text else messages_of(value, column)
 
 
-def _from_pair(row: dict, system_column: Optional[str]) -> Optional[Read]:
+def _from_pair(row: dict, system_column: Optional[str]) -> Optional[ReadRow]:
     """Find a question and its answer by their usual column names.
 
     Raises BadRow if several columns could be the question or the answer."""
     prompts, answers = ([name for name in names if isinstance(row.get(name), str)] for names in (PROMPTS, ANSWERS))
-    prompts = prompts or [name for name in ALONE if isinstance(row.get(name), str)]
+    prompts = prompts or [name for name in SOLE_PROMPTS if isinstance(row.get(name), str)]
     if not prompts or not answers:
         return _require_text_in_pair(row)
     if len(prompts) > 1 or len(answers) > 1:
@@ -199,13 +199,15 @@ def _from_pair(row: dict, system_column: Optional[str]) -> Optional[Read]:
 
 def _require_text_in_pair(row: dict) -> None:
     """Raise BadRow if the row has columns for a question and an answer, but one of them does not hold text."""
-    both = [next((name for name in names if name in row), None) for names in ((*PROMPTS, *ALONE), ANSWERS)]
+    both = [next((name for name in names if name in row), None) for names in ((*PROMPTS, *SOLE_PROMPTS), ANSWERS)]
     if None not in both and DEFAULT_TEXT_COLUMN not in row:
         for name in both:
             _string(row, name)
 
 
-def _build_pair(row: dict, prompt: str, answer: str, system_column: Optional[str], *, is_named: bool = False) -> Read:
+def _build_pair(
+    row: dict, prompt: str, answer: str, system_column: Optional[str], *, is_named: bool = False
+) -> ReadRow:
     """Build a Pair from the two columns, with the context, system prompt and history of the row.
 
     ``is_named``: the settings name the two columns. A context or system prompt that is not text is ignored then."""
@@ -269,7 +271,7 @@ def _is_turn(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
-def _from_text(row: dict, column: str) -> Read:
+def _from_text(row: dict, column: str) -> ReadRow:
     if column not in row:
         raise BadRow(_why_no_text(row, column))
     return "text", Text(_string(row, column)), (column,)
@@ -368,7 +370,7 @@ def _why_incomplete(row: dict) -> Optional[str]:
     capitalized = _why_capitalized(row)
     if capitalized is not None:
         return capitalized
-    question = next((name for name in (*PROMPTS, *ALONE) if not _is_empty(row.get(name))), None)
+    question = next((name for name in (*PROMPTS, *SOLE_PROMPTS) if not _is_empty(row.get(name))), None)
     if question is not None and not any(name in row for name in ANSWERS):
         return (
             f"has a question ({question}) and no answer ({', '.join(ANSWERS[:3])}, ...); {_columns_of(row)}. If the "
@@ -384,7 +386,7 @@ def _why_incomplete(row: dict) -> Optional[str]:
 
 def _why_capitalized(row: dict) -> Optional[str]:
     """Return what is wrong with a row whose columns have usual names, but not in lower case: Question, Answer."""
-    usual, typed = ((*PROMPTS, *ALONE), ANSWERS), {str(name).lower(): str(name) for name in row}
+    usual, typed = ((*PROMPTS, *SOLE_PROMPTS), ANSWERS), {str(name).lower(): str(name) for name in row}
     prompt, answer = (next((typed[name] for name in names if name in typed), None) for names in usual)
     if prompt is None or answer is None:
         return None

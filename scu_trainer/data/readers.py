@@ -210,7 +210,7 @@ _SPLITS = {
 _ABOUT_DATA = re.compile(r"^(licen[cs]e|readme|copying|notice|changelog|citation|authors)(?![^\W\d_])")
 
 
-class FilesOfSplits(NamedTuple):
+class SplitFiles(NamedTuple):
     """``files``: files by split; empty if no name indicates a split. ``notes``: lines for the user about the rest."""
 
     files: dict[str, list[Path]]
@@ -278,7 +278,7 @@ def held_out_beside(
     return held_out, (*origin, *not_read)
 
 
-def files_of_splits(files: Sequence[Path], folder: Path) -> FilesOfSplits:
+def files_of_splits(files: Sequence[Path], folder: Path) -> SplitFiles:
     """Group files by their splits. Raises DataError if there are training files, and other data files name no split:
     training must not silently use files that are meant for testing."""
     by_split: dict[str, list[Path]] = {}
@@ -287,11 +287,11 @@ def files_of_splits(files: Sequence[Path], folder: Path) -> FilesOfSplits:
         split = split_of(path, folder)
         (rest if split is None else by_split.setdefault(split, [])).append(path)
     if not by_split or not rest:
-        return FilesOfSplits(by_split)
+        return SplitFiles(by_split)
     return _with_unnamed(by_split, rest, folder)
 
 
-def _with_unnamed(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> FilesOfSplits:
+def _with_unnamed(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> SplitFiles:
     """Add the files that name no split (``rest``): as training data if no file is named train, else none. Files that
     are not data are noted."""
     kinds = {kind_of(path) for paths in by_split.values() for path in paths} if "train" in by_split else set()
@@ -299,7 +299,7 @@ def _with_unnamed(by_split: dict[str, list[Path]], rest: list[Path], folder: Pat
     data = [path for path in rest if path not in left]
     if data and "train" in by_split:
         raise DataError(_unclear_split_message(by_split, data, folder))
-    return FilesOfSplits({"train": data, **by_split} if data else by_split, _notes(left, data, [*by_split], folder))
+    return SplitFiles({"train": data, **by_split} if data else by_split, _notes(left, data, [*by_split], folder))
 
 
 def _notes(left: list[Path], data: list[Path], splits: list[str], folder: Path) -> tuple[str, ...]:

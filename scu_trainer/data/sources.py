@@ -41,7 +41,7 @@ from scu_trainer.errors import DataError, nearest
 from scu_trainer.figures import counted
 from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
 
-ABOUT_DATA = frozenset(
+NOT_DATA = frozenset(
     "dataset_info.json dataset_infos.json readme.txt license.txt licence.txt notice.txt requirements.txt md5sum.txt "
     "md5sums.txt sha256sum.txt sha256sums.txt checksums.txt".split()
 )
@@ -165,7 +165,7 @@ def _from_folder(
         return _from_saved(folder, wanted, settings, columns)
     visible, links = files_and_links(folder)
     files = [path for path in visible if kind_of(path) is not None]
-    files = [path for path in files if path.name.lower() not in ABOUT_DATA] or files
+    files = [path for path in files if path.name.lower() not in NOT_DATA] or files
     read = {*files}
     names = [Path(shown_name(path)) for path in visible if path not in read]
     others = sorted({(not kind_of(name) and name.suffix) or str(name) for name in names})[:MOST_KINDS]

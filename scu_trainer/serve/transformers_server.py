@@ -33,7 +33,7 @@ def application(asker: Asker, ends: Event) -> Any:
     """Return the ASGI application. It has no access control: wrap it in guard.Guard. ``ends``: an event that stops
     running answers."""
     torch.manual_seed(asker.settings.seed)
-    manager, state = OneModel(asker, ends), GenerationState()
+    manager, state = SingleModelManager(asker, ends), GenerationState()
     own = {"model_manager": manager, "generation_state": state}
     app = build_server(
         manager,
@@ -56,7 +56,7 @@ def application(asker: Asker, ends: Event) -> Any:
     return Front(app, asker)
 
 
-class OneModel(ModelManager):
+class SingleModelManager(ModelManager):
     """A model manager with one model, which ignores the requested name and loads nothing."""
 
     def __init__(self, asker: Asker, ends: Event) -> None:

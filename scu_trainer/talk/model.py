@@ -23,7 +23,7 @@ from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings import ModelSettings
 
 Message = dict[str, str]
-PROBE = "\u2301 an answer \u2301"
+PLACEHOLDER = "\u2301 an answer \u2301"
 """A placeholder answer to test a chat template with. No template contains this text itself."""
 
 
@@ -141,10 +141,10 @@ def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
 
 
 def _end_of_turn(tokenizer: Any) -> Optional[int]:
-    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": PROBE}]
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": PLACEHOLDER}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception:  # the template refuses this conversation, so only the other stop tokens are known
         return None
-    after = tokenizer(text.rpartition(PROBE)[2], add_special_tokens=False)["input_ids"]
+    after = tokenizer(text.rpartition(PLACEHOLDER)[2], add_special_tokens=False)["input_ids"]
     return next((token for token in after[:2] if token in special_ids(tokenizer)), None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 UNREADABLE = "image that cannot be read"
 UNUSABLE_CHANNELS = "image with unusable channels"
-UNFIT = "image that the image processor does not take"
+REFUSED_BY_PROCESSOR = "image that the image processor does not take"
 NO_USABLE_LABEL = "image without a usable label"
 
 MODES = {1: "L", 3: "RGB"}
@@ -42,7 +42,7 @@ NORMALISING = ("do_rescale", "do_normalize", "include_top")
 """Steps of image processors that change only pixel values. EfficientNet has a second such step, ``include_top``."""
 
 IMAGES_AT_ONCE = 256
-SEVERAL = "scu_trainer_several"
+HAS_MORE_IMAGES = "scu_trainer_several"
 """Key in ``info`` of an image that is followed by more images in its file."""
 
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, RuntimeError)
@@ -81,7 +81,7 @@ def _decode(record: ImageRecord, processor: Any, channels: int) -> Pixels:
         fixed = fixed_pixels(in_channels(image, channels), processor)
     except BadSample as bad:
         return Pixels(record.place, record.label, bad=bad)
-    return Pixels(record.place, record.label, fixed, image.mode, image.size, is_first=SEVERAL in image.info)
+    return Pixels(record.place, record.label, fixed, image.mode, image.size, is_first=HAS_MORE_IMAGES in image.info)
 
 
 def open_image(content: Optional[Content]) -> PIL.Image.Image:
@@ -99,7 +99,7 @@ def open_image(content: Optional[Content]) -> PIL.Image.Image:
             image.load()
             upright = PIL.ImageOps.exif_transpose(image)
             if _has_more_images(image):
-                upright.info[SEVERAL] = True
+                upright.info[HAS_MORE_IMAGES] = True
             return upright
     except BROKEN as error:
         raise BadSample(UNREADABLE, _describe_error(error)) from error
@@ -155,5 +155,5 @@ def fixed_pixels(image: PIL.Image.Image, processor: Any) -> numpy.ndarray:
     try:
         pixels = numpy.asarray(processor(image, **later)["pixel_values"][0])
     except ValueError as error:
-        raise BadSample(UNFIT, f"{image.width} x {image.height} pixels: {error}") from error
+        raise BadSample(REFUSED_BY_PROCESSOR, f"{image.width} x {image.height} pixels: {error}") from error
     return pixels.round().clip(0, 255).astype(numpy.uint8)

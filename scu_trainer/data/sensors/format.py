@@ -69,7 +69,7 @@ MOST_LOST = 0.5
 
 
 @dataclass(frozen=True)
-class Form:
+class ArrayFormat:
     """Requirements on an array. ``sensor``: the sensor that records it. ``axes``: names of its dimensions; time, if
     there is one, is first. ``allowed``: numpy dtypes in files. ``kept_as``: dtype in memory and in the cache."""
 
@@ -82,12 +82,12 @@ class Form:
 
 FLOATS = ("float16", "float32", "float64")
 FORMS = {
-    "visible": Form("visible", ("frames", "height", "width", "3"), ("uint8",), "uint8"),
-    "infrared": Form("infrared", ("frames", "height", "width"), (*FLOATS, "uint16"), "float16", True),
-    "cooling_curve": Form("infrared", ("points",), (*FLOATS, "uint16"), "float32", True),
-    "kinematics": Form("kinematics", ("time", "channels"), FLOATS, "float32"),
-    "plume": Form("infrared", ("frames", "height", "width"), (*FLOATS, "uint16"), "float16", True),
-    "geometry": Form("geometry", ("numbers",), FLOATS, "float32"),
+    "visible": ArrayFormat("visible", ("frames", "height", "width", "3"), ("uint8",), "uint8"),
+    "infrared": ArrayFormat("infrared", ("frames", "height", "width"), (*FLOATS, "uint16"), "float16", True),
+    "cooling_curve": ArrayFormat("infrared", ("points",), (*FLOATS, "uint16"), "float32", True),
+    "kinematics": ArrayFormat("kinematics", ("time", "channels"), FLOATS, "float32"),
+    "plume": ArrayFormat("infrared", ("frames", "height", "width"), (*FLOATS, "uint16"), "float16", True),
+    "geometry": ArrayFormat("geometry", ("numbers",), FLOATS, "float32"),
 }
 
 
@@ -190,7 +190,7 @@ def with_time_first(name: str, array: numpy.ndarray) -> numpy.ndarray:
     return array[None] if name == "geometry" else array
 
 
-def _convert_numbers(name: str, array: numpy.ndarray, form: Form) -> numpy.ndarray:
+def _convert_numbers(name: str, array: numpy.ndarray, form: ArrayFormat) -> numpy.ndarray:
     if array.dtype.name == "uint16":
         array = array.astype("float32") / 100 + ABSOLUTE_ZERO_CELSIUS
     with numpy.errstate(over="ignore"):  # an overflow is refused below
@@ -223,7 +223,7 @@ def _require_resolved(name: str, array: numpy.ndarray, kept: numpy.ndarray) -> N
         )
 
 
-def _not_storable(name: str, array: numpy.ndarray, place: tuple[int, ...], form: Form) -> BadSample:
+def _not_storable(name: str, array: numpy.ndarray, place: tuple[int, ...], form: ArrayFormat) -> BadSample:
     value = f"{name}{list(place)} is {array[place]}"
     if not numpy.isfinite(array[place]):
         return BadSample("not finite", f"{value}; all values must be finite numbers")

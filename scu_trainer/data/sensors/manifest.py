@@ -37,7 +37,7 @@ ALMOST_A_NUMBER = r"nan|[-+]*[0-9]*\.?[0-9]*"  # nan: tables use it for a missin
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # lone surrogates, which no file name can contain
 MOST_LETTERS = 500
 """Longest report. Attention to all words of longer texts would dominate the memory of a step."""
-MOST_UNSAID_CLASSES = 1000
+MOST_IMPLIED_CLASSES = 1000
 """A label above both this and the number of rows is considered a mistake, unless ``num_classes`` is set."""
 
 
@@ -219,7 +219,7 @@ def with_labels_in_range(
     """Return ``entries`` without those with an implausibly high label, which would create too many classes."""
     if num_classes is not None:
         return entries
-    limit = max(MOST_UNSAID_CLASSES, len(entries))
+    limit = max(MOST_IMPLIED_CLASSES, len(entries))
     kept = []
     for entry in entries:
         if isinstance(entry.label, int) and entry.label >= limit:

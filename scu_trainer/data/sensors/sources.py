@@ -39,7 +39,7 @@ from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
 STORE_VERSION = 4
 
 WITHOUT_BRANCH = "without any branch in use"
-DROWNING = 30
+MOST_SIZE_RATIO = 30
 """If the size of one channel of kinematics is more than this many times the variation of another, the other channel is
 learned late or never."""
 
@@ -214,7 +214,7 @@ class _ChannelStatistics:
         size, change = numpy.sqrt(mean_square), numpy.sqrt((mean_square - mean**2).clip(min=0))
         change = numpy.where(change > 1e-6 * size, change, numpy.inf)  # a constant channel has nothing to learn
         large, small = int(size.argmax()), int(change.argmin())
-        if not numpy.isfinite(change[small]) or size[large] <= DROWNING * change[small]:
+        if not numpy.isfinite(change[small]) or size[large] <= MOST_SIZE_RATIO * change[small]:
             return None
         return (
             f"kinematics: channel {large} has a size of about {size[large]:,.3g}, but channel {small} changes only by "
