@@ -120,8 +120,8 @@ class Board:
 
     def learned(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])
-        made = self._learned.get(run.path)
-        return show("learned.html", run=run, error="") if made is None else _standalone(made)
+        page = self._learned.get(run.path)
+        return show("learned.html", run=run, error="") if page is None else _standalone(page)
 
     def learn(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])

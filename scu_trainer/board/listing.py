@@ -80,9 +80,9 @@ def look_at(run: Run, machine: Machine) -> Report:
     try:
         if (link := link_out(run)) is not None:
             return _unreadable(run, f"{link} is a link that leads out of {run.path.parent}")
-        found = report(run, machine)
-        list(words.facts(found))
-        return found
+        row = report(run, machine)
+        list(words.facts(row))
+        return row
     except Exception as error:
         return _unreadable(run, f"its files have content that no run writes: {type(error).__name__}: {error}")
 
@@ -92,22 +92,24 @@ def _unreadable(run: Run, why: str) -> Report:
 
 
 def mood(status: str) -> str:
+    """Return the CSS class that colours a status."""
     return MOODS.get(status, "bad")
 
 
-def started(found: Report) -> str:
-    started_s = _started_s(found)
+def started(row: Report) -> str:
+    """Return the start of a run as local time for the table."""
+    started_s = _started_s(row)
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(started_s)) if started_s else words.NONE
 
 
-def _started_s(found: Report) -> float:
+def _started_s(row: Report) -> float:
     """Return the start time of a run; if it is waiting, the time it was requested; if its files do not say, the time
     its folder changed."""
-    if found.progress.started_s is not None:
-        return found.progress.started_s
-    if found.record is not None:
-        return found.record.asked_s
+    if row.progress.started_s is not None:
+        return row.progress.started_s
+    if row.record is not None:
+        return row.record.asked_s
     try:
-        return found.run.path.stat().st_mtime
+        return row.run.path.stat().st_mtime
     except OSError:
         return 0.0

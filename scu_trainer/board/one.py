@@ -41,23 +41,23 @@ class Pages:
         self._kept: dict[Path, tuple[tuple, Page]] = {}
         self._one_at_a_time = threading.Lock()  # matplotlib's settings are global to the process
 
-    def page(self, found: Report) -> Page:
+    def page(self, row: Report) -> Page:
         """Return the page of ``scu-trainer report``, with curves first, and with predicted and measured memory."""
-        signs = (found.state, *signs_of(found.run, FILES))
+        signs = (row.state, *signs_of(row.run, FILES))
         with self._one_at_a_time:
-            kept = self._kept.pop(found.run.path, None)
+            kept = self._kept.pop(row.run.path, None)
             if kept is None or kept[0] != signs:
-                kept = signs, _page(found)
-            self._kept[found.run.path] = kept
+                kept = signs, _page(row)
+            self._kept[row.run.path] = kept
             while len(self._kept) > KEPT_PAGES:
                 del self._kept[next(iter(self._kept))]
         return kept[1]
 
 
-def _page(found: Report) -> Page:
-    run = found.run
+def _page(row: Report) -> Page:
+    run = row.run
     try:
-        files = read_run(run.path, run.name, found.state.status, found.state.detail, found.state.is_alive)
+        files = read_run(run.path, run.name, row.state.status, row.state.detail, row.state.is_alive)
         drawings: Sequence[Drawing] = [drawing(plot) for plot in plots_of([files])]
         page = page_of([files], drawings, _written(), [run.path / CONFIG_FILE])
         plots = [section for section in page.sections if isinstance(section.blocks[0], Drawing)]
@@ -76,6 +76,8 @@ def _written() -> str:
 
 
 def _memory(run: Run, files: RunFiles) -> list[Table | Text]:
+    """Return predicted and measured peak memory; before the end of a run, its prediction and the highest peak so
+    far."""
     estimate = files.metrics.get("memory_estimate") or {}
     predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
     if predicted and measured:

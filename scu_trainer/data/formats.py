@@ -112,17 +112,17 @@ def _from_named(row: dict, columns: Columns) -> Optional[ReadRow]:
     """Read the columns that the settings name. Returns None if they do not say where the content is, so that the usual
     names decide."""
     if columns.messages is not None:
-        return _conversation(row, _present(row, columns.messages, "messages_column"), columns.system)
+        return _conversation(row, _require_column(row, columns.messages, "messages_column"), columns.system)
     if columns.prompt is not None or columns.response is not None:
         prompt = columns.prompt or _only_column(row, PROMPTS, "prompt_column")
         response = columns.response or _only_column(row, ANSWERS, "response_column")
         for name, setting in ((prompt, "prompt_column"), (response, "response_column")):
-            _present(row, name, setting)
+            _require_column(row, name, setting)
         if are_messages(row[prompt]) or are_messages(row[response]):
             return _messages_pair(row, prompt, response, columns.system)
         return _build_pair(row, prompt, response, columns.system, is_named=True)
     if columns.text != DEFAULT_TEXT_COLUMN:
-        return _from_text(row, _present(row, columns.text, "text_column"))
+        return _from_text(row, _require_column(row, columns.text, "text_column"))
     return None
 
 
@@ -132,6 +132,7 @@ def _from_chat(row: dict, system_column: Optional[str]) -> Optional[ReadRow]:
 
 
 def _conversation(row: dict, column: str, system_column: Optional[str]) -> ReadRow:
+    """Read a column of messages, with the row's system prompt and tools."""
     messages, system = under_system(row, messages_of(row[column], column), system_column)
     tools_column = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     is_sharegpt = isinstance(row[column], list) and isinstance(row[column][0], dict) and "from" in row[column][0]
@@ -234,8 +235,8 @@ def asked(row: dict, prompt: str) -> list[dict]:
     around = [_first_filled(row, names) for names in (CONTEXTS, SYSTEMS)]
     odd = next((name for name in around if not (_is_empty(row.get(name)) or isinstance(row[name], str))), None)
     if odd is not None:
-        found = f"column {odd!r} holds {type(row[odd]).__name__}, not text, and belongs to {prompt!r}"
-        raise BadRow(f"{found}; write it as text, or remove it")
+        problem = f"column {odd!r} holds {type(row[odd]).__name__}, not text, and belongs to {prompt!r}"
+        raise BadRow(f"{problem}; write it as text, or remove it")
     _, pair, _ = _build_pair({**row, ANSWERS[0]: ""}, prompt, ANSWERS[0], None)
     return pair.as_chat().messages[:-1]
 
@@ -319,7 +320,8 @@ _PREFERENCE = (
 )
 
 
-def _present(row: dict, column: str, setting: str) -> str:
+def _require_column(row: dict, column: str, setting: str) -> str:
+    """Return ``column``. Raises BadRow if the row does not have it."""
     if column not in row:
         raise BadRow(
             f"has no column {column!r}, which {setting} names{nearest(column, map(str, row))}; {_columns_of(row)}"
@@ -328,13 +330,14 @@ def _present(row: dict, column: str, setting: str) -> str:
 
 
 def _only_column(row: dict, names: Sequence[str], setting: str) -> str:
-    found = [name for name in names if name in row]
-    if len(found) != 1:
+    """Return the only column of the row among ``names``. Raises BadRow if there is none or more than one."""
+    candidates = [name for name in names if name in row]
+    if len(candidates) != 1:
         raise BadRow(
-            f"has {len(found)} columns that could be the {setting}; name the right one with --{setting}; "
+            f"has {len(candidates)} columns that could be the {setting}; name the right one with --{setting}; "
             f"{_columns_of(row)}"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _columns_of(row: dict) -> str:

@@ -58,6 +58,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _hint(error: ValueError, line: bytes) -> str:
+    """Return advice for a line that is not valid JSON, or ""."""
     if isinstance(error, UnicodeDecodeError):
         return f"; {to_utf_8(error.object)}"
     if line.strip() == b"[":

@@ -42,10 +42,10 @@ def messages_of(value: Any, column: str) -> list[dict]:
     """Return the normalized messages of a column. Raises BadRow if it holds something else."""
     value = (_json_or_none(value) or value) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
+        actual = "an empty list" if value == [] else type(value).__name__
         if isinstance(value, str) and value.lstrip().startswith("["):
-            found = "text that is not JSON (a table writes such a list with json.dumps, not str)"
-        raise BadRow(f"column {column!r} holds {found}, not a list of messages")
+            actual = "text that is not JSON (a table writes such a list with json.dumps, not str)"
+        raise BadRow(f"column {column!r} holds {actual}, not a list of messages")
     turns = [turn for item in value for turn in _split_turns(item)]
     return [_normalized(item, f"message {number} of {column!r}") for number, item in enumerate(turns, start=1)]
 
@@ -63,6 +63,7 @@ def is_answer(message: dict) -> bool:
 
 
 def says_something(message: dict) -> bool:
+    """Whether the message has text, tool calls or reasoning."""
     return bool(message["content"].strip() or {"tool_calls", "reasoning_content"} & {*message})
 
 
@@ -86,6 +87,7 @@ def _as_tool(tool: Any) -> dict:
 
 
 def _normalized(item: Any, where: str) -> dict:
+    """Return one message in normalized form. ``where`` names it in errors. Raises BadRow."""
     if not isinstance(item, dict):
         raise BadRow(f"{where} is {type(item).__name__}, not an object with role and content")
     if isinstance(item.get("from"), str) and "value" in item:
@@ -145,13 +147,13 @@ def _normalized_call(call: Any, where: str) -> dict:
 
 def _normalize_reasoning(message: dict) -> dict:
     """Store the reasoning, which may also be a part of the content, under each name that templates read."""
-    found = [message.pop(name) for name in REASONING if isinstance(message.get(name), str)]
+    texts = [message.pop(name) for name in REASONING if isinstance(message.get(name), str)]
     content = message.get("content")
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") in REASONING_PARTS]
-        found += [str(part.get(part["type"]) or part.get("text") or "") for part in parts]
+        texts += [str(part.get(part["type"]) or part.get("text") or "") for part in parts]
         message["content"] = [part for part in content if part not in parts]
-    reasoning = next((text for text in found if text.strip()), None)
+    reasoning = next((text for text in texts if text.strip()), None)
     return message if reasoning is None else {**message, "reasoning_content": reasoning, "thinking": reasoning}
 
 
@@ -171,6 +173,7 @@ def _normalize_content(message: dict, where: str) -> dict:
 
 
 def _text_of(part: Any, where: str) -> str:
+    """Return the text of one part of a content list. Raises BadRow for parts of other types."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else type(part).__name__

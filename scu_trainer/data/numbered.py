@@ -92,9 +92,9 @@ class NumberedCollator:
             raise DataError(f"{name} returns a {type(batch).__name__}; a curriculum needs a mapping of tensors")
         first = next((value for value in batch.values() if torch.is_tensor(value) and value.dim() > 0), None)
         if first is None or first.size(0) != len(rows):
-            found = "no tensor with rows" if first is None else f"{first.size(0)} rows"
+            shape = "no tensor with rows" if first is None else f"{first.size(0)} rows"
             raise DataError(
-                f"{name} makes {found} of {len(rows)} samples, but a curriculum needs one row per sample: use a "
+                f"{name} makes {shape} of {len(rows)} samples, but a curriculum needs one row per sample: use a "
                 "collator that pads (in TRL padding_free=False, and packing_strategy='wrapped' if it packs), or pack "
                 "the data beforehand (packing: true). If samples are pairs of rows (DPO, reward models), they cannot "
                 "be told apart: leave the curriculum out"
@@ -131,10 +131,10 @@ def content_crc32(rows: Any) -> Optional[int]:
 
 def draws(rows: Any, collate: Callable[[list[Any]], Any]) -> bool:
     """Whether rows give a different batch when they are read again. RNG states are restored, and so is ``collate``."""
-    own = [of_generator(value) for value in vars(rows).values() if isinstance(value, GENERATORS)]
+    restorers = [of_generator(value) for value in vars(rows).values() if isinstance(value, GENERATORS)]
     with states_kept():
         batches = [copy.deepcopy(collate)([rows[i] for i in range(min(len(rows), ROWS_TO_CHECK))]) for _ in range(2)]
-    for put_back in filter(None, own):
+    for put_back in filter(None, restorers):
         put_back()
     return _crc32_of(batches[:1]) != _crc32_of(batches[1:])
 

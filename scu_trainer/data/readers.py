@@ -38,9 +38,9 @@ def require_kind(path: Path) -> str:
     """Return ``kind_of``. Raises DataError if it is None, and for a file that cannot be opened, a pipe or a device."""
     kind = kind_of(path)
     if kind is None:
-        found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        problem = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise DataError(
-            f"the name of {path} {found}, so its format is unknown; allowed: {ALLOWED_SUFFIXES}. Rename it, or "
+            f"the name of {path} {problem}, so its format is unknown; allowed: {ALLOWED_SUFFIXES}. Rename it, or "
             "convert it"
         )
     with opened(path):
@@ -132,9 +132,9 @@ def require_each_once(where: str, names: list[str]) -> None:
         raise DataError(f"{where} names the column {twice!r} twice; the values of one of the two would be lost")
 
 
-def _separator_advice(found: str) -> str:
+def _separator_advice(separator: str) -> str:
     kinds = {",": "name the file .csv", "\t": "name the file .tsv"}
-    return kinds.get(found, "save it with commas, or with tabs under a name that ends in .tsv")
+    return kinds.get(separator, "save it with commas, or with tabs under a name that ends in .tsv")
 
 
 def _csv_record(place: str, row: dict) -> Record:

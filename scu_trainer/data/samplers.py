@@ -202,6 +202,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         return _change_messages(changes, state["epoch"], left if recut else 0)
 
     def _require_same_data(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if the checkpoint was written with other training rows."""
         same = (len(self.lengths), _crc32_of(self.lengths)) == (state["samples"], state["lengths_crc32"])
         same_content = None in (self.content, state["content"]) or self.content == state["content"]
         if not (same and same_content):

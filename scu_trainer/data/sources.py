@@ -97,6 +97,9 @@ def _resolve(
     will_split: bool,
     columns: tuple[str, ...],
 ) -> Source:
+    """Return the source that ``name`` refers to: an embedded dataset, a folder, a file or a Hub id.
+
+    ``wanted``: splits in order of preference. ``will_split``: documents are held out of this source."""
     path = Path(name).expanduser()
     if len(wanted) == 1 and (name in EMBEDDED_DATASETS or path.exists()):  # only training data want a single split
         refuse_hub_settings(name, None, settings.dataset_config_name or None)
@@ -170,8 +173,8 @@ def _from_folder(
     names = [Path(shown_name(path)) for path in visible if path not in read]
     others = sorted({(not kind_of(name) and name.suffix) or str(name) for name in names})[:MOST_KINDS]
     if not files:
-        found = ", ".join([*others, *map(_shown_link, links[:MOST_NAMES])]) or "nothing"
-        raise DataError(f"folder {folder} holds {found}; it needs files of the kinds {' '.join(SUFFIXES)}")
+        contents = ", ".join([*others, *map(_shown_link, links[:MOST_NAMES])]) or "nothing"
+        raise DataError(f"folder {folder} holds {contents}; it needs files of the kinds {' '.join(SUFFIXES)}")
     notes = (
         (f"{counted(len(names), 'file')} of other kinds in {folder}, not read: {', '.join(others)}",) if names else ()
     )
@@ -216,15 +219,15 @@ def files_and_links(folder: Path) -> tuple[list[Path], list[Path]]:
         raise DataError(f"{folder} is a folder of the operating system; give the folder that holds the data")
     try:
         paths = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
-        found = list(islice(paths, MOST_FILES + 1))
+        entries = list(islice(paths, MOST_FILES + 1))
     except OSError as error:
         raise DataError(
             f"{folder} cannot be read: {error.strerror} ({error.filename}); check its permissions"
         ) from error
-    if len(found) > MOST_FILES:
+    if len(entries) > MOST_FILES:
         raise DataError(f"{folder} holds more than {MOST_FILES:,} files; give the folder that holds only the data")
-    found = sorted(path for path in found if not is_hidden(path, folder))
-    return [path for path in found if path.is_file()], [path for path in found if not path.is_file()]
+    entries = sorted(path for path in entries if not is_hidden(path, folder))
+    return [path for path in entries if path.is_file()], [path for path in entries if not path.is_file()]
 
 
 def notes_of_links(links: Sequence[Path], folder: Path) -> tuple[str, ...]:
@@ -259,6 +262,8 @@ def _read_files(files: list[Path], columns: tuple[str, ...]) -> Iterator[Record]
 
 
 def _from_text_file(name: str, path: Path, identity: list, text_column: str, will_split: bool) -> Source:
+    """Return a source of the documents of a .txt file, or of its paragraphs if it is one document and some must be held
+    out."""
     blank_lines, notes = BLANK_TWICE, ()
     if will_split and not has_several_sections(path, BLANK_TWICE) and has_several_sections(path, BLANK_ONCE):
         blank_lines = BLANK_ONCE
@@ -268,6 +273,7 @@ def _from_text_file(name: str, path: Path, identity: list, text_column: str, wil
 
 
 def _file_identity(path: Path) -> list:
+    """Return the path with the hash of a small file, or with size and modification time of a large one."""
     state = path.stat()
     if state.st_size <= WHOLE_HASH_BYTES:
         try:

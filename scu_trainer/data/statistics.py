@@ -35,6 +35,7 @@ class Dropping:
 
     @property
     def is_anything_dropped(self) -> bool:
+        """Whether anything was dropped."""
         return bool(self.dropped)
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,6 +103,7 @@ class DataStatistics(Dropping):
 
     @property
     def dropped(self) -> dict[str, int]:
+        """Dropped rows by reason, under the name that ``Dropping`` uses."""
         return self.rows_dropped
 
     def unknown_role(self, role: str, place: str) -> None:
@@ -201,10 +203,10 @@ class SourceStatistics:
         return (
             f"source {self.name}: {counted(self.rows_read, 'row')} read, {counted(self.documents, 'document')} for "
             f"training, {self.eval_documents:,} held out; {asked}{self.row_share:.2%} of the rows ({self.rows:,}) and "
-            f"{self.token_share:.2%} of the tokens learned ({self.supervised_tokens:,}){so_far}{self._repeated()}"
+            f"{self.token_share:.2%} of the tokens learned ({self.supervised_tokens:,}){so_far}{self._repetition()}"
         )
 
-    def _repeated(self) -> str:
+    def _repetition(self) -> str:
         if self.available_rows is None:
             return f"; begun {self.passes:g} times" if self.passes > 1 else ""
         if self.rows_left_out:

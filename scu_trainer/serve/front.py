@@ -23,6 +23,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Front:
+    """Checks and translates requests (POST) and responses of ``app``. ``asker`` reads the requests."""
+
     def __init__(self, app: Any, asker: Asker) -> None:
         self.app, self.asker = app, asker
 
@@ -70,8 +72,8 @@ async def _watch(receive: Any, gone: Event) -> None:
 
 def _with_length(scope: Any, length: int) -> Any:
     headers = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")]
-    own = [(b"content-length", str(length).encode()), (b"content-type", b"application/json")]
-    return {**scope, "headers": [*headers, *own]}
+    new_headers = [(b"content-length", str(length).encode()), (b"content-type", b"application/json")]
+    return {**scope, "headers": [*headers, *new_headers]}
 
 
 def _replay(body: bytes, receive: Any) -> Any:
@@ -116,8 +118,8 @@ class _ResponseSender:
             return
         status = self._failed["status"]
         body = json.dumps(error_body(_error_message(self._content), status)).encode()
-        own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self._send({**self._failed, "headers": own})
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({**self._failed, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
     def _translate_stream(self, message: Any) -> Any:

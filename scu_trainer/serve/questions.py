@@ -131,6 +131,7 @@ class Asker:
             raise BadRequest(message, "messages")
 
     def _config(self, numbers: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
+        """Return the generation config of a request. ``numbers``: its numeric fields. Raises BadRequest."""
         if prompt_tokens == 0:
             raise BadRequest("the prompt is empty", "prompt")
         if "temperature" not in numbers and not self.settings.config(self.talker).do_sample:
@@ -181,6 +182,7 @@ def _merged_settings(before: AnswerSettings, numbers: Mapping[str, Any]) -> Answ
 
 
 def _check_fields(body: Mapping[str, Any]) -> None:
+    """Raise BadRequest for a field that is not supported, unless its value asks for nothing."""
     known = {*NUMBERS, *OTHERS, *WITHOUT_EFFECT}
     for name, value in body.items():
         asks = value or (name in ZERO_ASKS and value is not None and value is not False)
@@ -238,12 +240,12 @@ def _message(place: int, message: Any) -> Message:
     more = [name for name, value in message.items() if value and name not in known]
     if more:
         raise BadRequest(f"{where} has {', '.join(more)}; this server takes role and content", where)
-    own = {"reasoning_content": reasoning} if reasoning else {}
+    optional = {"reasoning_content": reasoning} if reasoning else {}
     if name := message.get("name"):
         if not isinstance(name, str):
             raise BadRequest(f"{where}.name must be a string", where)
-        own["name"] = name
-    return {"role": message["role"], "content": _text(where, message.get("content")), **own}
+        optional["name"] = name
+    return {"role": message["role"], "content": _text(where, message.get("content")), **optional}
 
 
 def _text(where: str, content: Any) -> str:

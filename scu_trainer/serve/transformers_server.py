@@ -34,11 +34,11 @@ def application(asker: Asker, ends: Event) -> Any:
     running answers."""
     torch.manual_seed(asker.settings.seed)
     manager, state = SingleModelManager(asker, ends), GenerationState()
-    own = {"model_manager": manager, "generation_state": state}
+    shared = {"model_manager": manager, "generation_state": state}
     app = build_server(
         manager,
-        ChatCompletionHandler(**own),
-        completion_handler=CompletionHandler(**own),
+        ChatCompletionHandler(**shared),
+        completion_handler=CompletionHandler(**shared),
         generation_state=state,
         response_handler=None,  # the guard blocks the paths of these handlers
         transcription_handler=None,
@@ -74,8 +74,8 @@ class SingleModelManager(ModelManager):
         to every text, so that the model would have to continue after it."""
         question, tokenizer = ASKED.get(), copy.copy(self._talker.tokenizer)
         encoding, kind = BatchEncoding({"input_ids": [question.token_ids]}, tensor_type="pt"), type(tokenizer)
-        own = dict.fromkeys(("__call__", "apply_chat_template"), lambda *_, **__: encoding)
-        tokenizer.__class__ = type(kind.__name__, (kind,), own)  # Python looks up __call__ only in the class
+        overrides = dict.fromkeys(("__call__", "apply_chat_template"), lambda *_, **__: encoding)
+        tokenizer.__class__ = type(kind.__name__, (kind,), overrides)  # Python looks up __call__ only in the class
         return Answering(self._talker, self._ends, question.gone), tokenizer
 
     def get_gen_models(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
@@ -127,6 +127,8 @@ class Answering:
         raise Unavailable("the answer does not fit in memory; shorten the prompt, or lower max_tokens")
 
     def _check_canceled(self, *_: Any, **__: Any) -> bool:
+        """Raise Unavailable if the server shuts down or the client has disconnected. Also used as a stopping criterion
+        of ``generate``."""
         if self._ends.is_set():
             raise Unavailable("the server is shutting down")
         if self._gone.is_set():
@@ -135,6 +137,8 @@ class Answering:
 
 
 class Unavailable(HTTPException):
+    """An answer that could not be generated. ``why`` is shown to the client."""
+
     def __init__(self, why: str) -> None:
         super().__init__(UNAVAILABLE, why)
 

@@ -56,17 +56,17 @@ class AnswerSettings:
 
     def config(self, talker: Talker) -> GenerationConfig:
         """Return the generation config of ``talker``'s model with these settings and its stop tokens."""
-        own = {name: value for name, value in asdict(self).items() if value is not None and name != "seed"}
-        if "do_sample" not in own and {"temperature", "top_p", "top_k"} & own.keys():
-            own["do_sample"] = True
+        changes = {name: value for name, value in asdict(self).items() if value is not None and name != "seed"}
+        if "do_sample" not in changes and {"temperature", "top_p", "top_k"} & changes.keys():
+            changes["do_sample"] = True
         stops = talker.stops
         config = GenerationConfig.from_dict(talker.model.generation_config.to_dict())
-        if not own.get("do_sample", config.do_sample):  # transformers would warn about settings of sampling
-            own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if not changes.get("do_sample", config.do_sample):  # transformers would warn about settings of sampling
+            changes |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         else:
-            own = {name: value for name, value in DRAWS.items() if getattr(config, name) is None} | own
-        own |= {**ONE_ANSWER, "max_length": None}
-        config.update(**own, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
+            changes = {name: value for name, value in DRAWS.items() if getattr(config, name) is None} | changes
+        changes |= {**ONE_ANSWER, "max_length": None}
+        config.update(**changes, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0)
         return config
 
     def in_words(self, talker: Talker) -> str:
@@ -150,6 +150,7 @@ class Batches:
 
     @property
     def out_of_memory(self) -> int:
+        """How often memory ran out."""
         return self._halving.out_of_memory
 
     def answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Reply]:
@@ -159,6 +160,7 @@ class Batches:
             yield from self._answer_batch(part)
 
     def _answer_batch(self, prompts: Sequence[Sequence[int]]) -> list[Reply]:
+        """Answer up to ``batch_rows`` prompts, in smaller parts if they do not fit in memory."""
         before = self.out_of_memory
         try:
             done = self._halving.run(len(prompts), lambda rows: self._generate([prompts[row] for row in rows]))

@@ -65,9 +65,9 @@ def find_images(
 
 
 def _require_two_classes(source: ImageSource) -> None:
-    found = [source.label_names[number] for number in numpy.unique(source.labels[source.labels != NO_LABEL])]
-    if len(found) < 2:
-        what = f"one class, {found[0]!r}" if found else "no image with a usable label"
+    present = [source.label_names[number] for number in numpy.unique(source.labels[source.labels != NO_LABEL])]
+    if len(present) < 2:
+        what = f"one class, {present[0]!r}" if present else "no image with a usable label"
         notes = "".join(f". {note}" for note in source.notes)
         raise DataError(f"{source.name} has {what}; a classifier needs images of two or more classes{notes}")
 
@@ -88,12 +88,12 @@ def _find_source(
         labels = LABEL_COLUMNS if own.label_column_name is None else (own.label_column_name,)
         return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out, labels=labels)
     if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
-        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        found = "is a file" if path.is_file() else f"does not exist{nearest(path.name, beside)}"
+        siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        problem = "is a file" if path.is_file() else f"does not exist{nearest(path.name, siblings)}"
         how = how_to_save(path) if path.is_file() and path.suffix.lower() == ".parquet" else ""
         raise DataError(
-            f"{name} {found}; give a folder with one folder of images per class, a folder of save_to_disk, or a Hub id"
-            f"{how}"
+            f"{name} {problem}; give a folder with one folder of images per class, a folder of save_to_disk, or a Hub "
+            f"id{how}"
         )
     return table_source(name, wanted, data, own, cache_dir, classes)
 
@@ -165,17 +165,19 @@ def _split(
     chosen = evenly_by_class(source.held_out.labels, data.max_eval_documents, CAP_SEED)
     held_out = stored_images(source.held_out, chosen, kind, cache_dir, data.skip_bad_rows)
     _add_stored(statistics, held_out, source.held_out.name)
-    evaluated = _require_known_classes(source, held_out, labels, data.skip_bad_rows, statistics)
+    evaluated = _numbers_of_known_classes(source, held_out, labels, data.skip_bad_rows, statistics)
     return held_out, numpy.arange(len(labels)), evaluated
 
 
-def _require_known_classes(
+def _numbers_of_known_classes(
     source: ImageSource,
     held_out: StoredImages,
     labels: numpy.ndarray,
     skip_bad_rows: bool,
     statistics: SampleStatistics,
 ) -> numpy.ndarray:
+    """Return the numbers of the held-out images with a class that training images have. Others are counted as dropped
+    or, without ``skip_bad_rows``, raise DataError."""
     is_known = numpy.isin(held_out.labels, labels)
     for number in numpy.flatnonzero(~is_known):
         record = next(iter(source.held_out.read([int(held_out.numbers[number])])))

@@ -85,13 +85,13 @@ def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool,
     notes = [*source.notes]
     for number, path in enumerate(folders, start=1):
         folder, _ = _descend(path, source.label_names)
-        found = _find_images(folder, labels, path.parent)
-        if any(name is not None for _, name in found.files):
+        images = _find_images(folder, labels, path.parent)
+        if any(name is not None for _, name in images.files):
             notes.append(f"held-out images come from {folder}")
             notes += [f"{left} was not read" for left in folders[number:]]
-            held_out = _source_of(folder, found, skip_bad, source.label_names, labels)
+            held_out = _source_of(folder, images, skip_bad, source.label_names, labels)
             return replace(source, held_out=held_out, notes=tuple(notes))
-        notes.append(f"{folder} has no class folders and was not read: {counted(len(found.files), 'image')}")
+        notes.append(f"{folder} has no class folders and was not read: {counted(len(images.files), 'image')}")
     return replace(source, notes=tuple(notes))
 
 
@@ -99,13 +99,13 @@ def _splits(folder: Path) -> dict[str, Path]:
     """Return split folders by split (train, validation, test); {} if the folders are classes, even if one is named
     "train"."""
     folders = [path for path in _visible(folder) if path.is_dir()]
-    found: dict[str, Path] = {}
+    splits: dict[str, Path] = {}
     for path in sorted(folders, key=lambda path: len(path.name)):  # train before train_more
         split = split_of(path, folder)
         if split is not None:
-            found.setdefault(split, path)
-    is_split = _has_rows(found["train"]) if "train" in found else bool(found) and all(map(_has_rows, folders))
-    return found if is_split or (len(found) > 1 and len(found) == len(folders)) else {}
+            splits.setdefault(split, path)
+    is_split = _has_rows(splits["train"]) if "train" in splits else bool(splits) and all(map(_has_rows, folders))
+    return splits if is_split or (len(splits) > 1 and len(splits) == len(folders)) else {}
 
 
 def _has_rows(folder: Path) -> bool:
@@ -138,46 +138,48 @@ class _FoundImages:
 
 
 def _source_of(
-    folder: Path, found: _FoundImages, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]
+    folder: Path, images: _FoundImages, skip_bad: bool, classes: Sequence[str], columns: Sequence[str]
 ) -> ImageSource:
-    if found.gone and not skip_bad:
+    if images.gone and not skip_bad:
         raise DataError(
-            f"the metadata of {folder} names {found.gone[0]}, which does not exist; add it, or set skip_bad_rows: "
+            f"the metadata of {folder} names {images.gone[0]}, which does not exist; add it, or set skip_bad_rows: "
             "true to skip and count such rows"
         )
-    if not found.files and any(path.suffix.lower() == ".parquet" for path in found.ignored):
+    if not images.files and any(path.suffix.lower() == ".parquet" for path in images.ignored):
         raise DataError(f"{folder} has no image files{how_to_save(folder)}")
-    if found.empty and not skip_bad and not classes:
+    if images.empty and not skip_bad and not classes:
         raise DataError(
-            f"the class folder {found.empty[0]} holds no image ({' '.join(sorted(SUFFIXES))}); put images there, "
+            f"the class folder {images.empty[0]} holds no image ({' '.join(sorted(SUFFIXES))}); put images there, "
             "remove it, or set skip_bad_rows: true to skip and count such classes"
         )
-    if not any(name for _, name in found.files):
+    if not any(name for _, name in images.files):
         raise DataError(
             f"{folder} has no class folder with images; needed: {folder}/CLASS/IMAGE or {folder}/train/CLASS/IMAGE, "
-            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(found.table, columns)}"
+            f"with images of the kinds {' '.join(sorted(SUFFIXES))}{_advice_for_table(images.table, columns)}"
         )
-    names = tuple(classes) or _sorted_names({name for _, name in found.files if name}, found.is_table)
+    names = tuple(classes) or _sorted_names({name for _, name in images.files if name}, images.is_table)
     numbers = {name: number for number, name in enumerate(names)}
-    if found.is_table:  # a table of numbers only, while training data with words too were read as "1.0"
+    if images.is_table:  # a held-out table of only numbers has "1" if the training table, with words too, has "1.0"
         whole = [name for name in names if re.fullmatch(r"[0-9]+\.0", name) and name[:-2] not in numbers]
         numbers |= {name[:-2]: numbers[name] for name in whole}
-    labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in found.files], dtype=numpy.int64)
-    kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in found.ignored})[:MOST_KINDS])
-    ignored = (f"{counted(len(found.ignored), 'file')} of other kinds in {folder}, not read: {kinds}",) if kinds else ()
-    if not found.is_table and tuple(columns) != LABEL_COLUMNS:
+    labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in images.files], dtype=numpy.int64)
+    kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in images.ignored})[:MOST_KINDS])
+    ignored = (
+        (f"{counted(len(images.ignored), 'file')} of other kinds in {folder}, not read: {kinds}",) if kinds else ()
+    )
+    if not images.is_table and tuple(columns) != LABEL_COLUMNS:
         column = f"label_column_name has no effect: the classes of {folder} are its folders, no table is read"
         ignored = (*ignored, column)
     return ImageSource(
         str(folder),
-        ["folder", _digest(found.files), list(names)],
+        ["folder", _digest(images.files), list(names)],
         names,
         labels,
-        partial(_read, found.files, labels),
-        notes=(*found.notes, *ignored),
+        partial(_read, images.files, labels),
+        notes=(*images.notes, *ignored),
         dropped=(
-            *((EMPTY_CLASS, str(path)) for path in found.empty),
-            *(("file of the metadata that is not there", str(path)) for path in found.gone),
+            *((EMPTY_CLASS, str(path)) for path in images.empty),
+            *(("file of the metadata that is not there", str(path)) for path in images.gone),
         ),
     )
 
@@ -219,7 +221,7 @@ def _images_in_table(folder: Path, labels: Sequence[str], table: Optional[Path])
     label = next((name for name in labels if name in columns), None)
     if label is None or FILE_COLUMN not in columns:
         return None
-    found = _FoundImages(notes=(f"classes are those of {label} in {table}",), table=table, is_table=True)
+    images = _FoundImages(notes=(f"classes are those of {label} in {table}",), table=table, is_table=True)
     classes, minus_ones, repeats = {}, 0, 0
     for record in rows:
         name = None if record.value is None else record.value.get(FILE_COLUMN)
@@ -248,9 +250,9 @@ def _images_in_table(folder: Path, labels: Sequence[str], table: Optional[Path])
         classes = {path: value.removesuffix(".0") for path, value in classes.items()}
     for path, value in classes.items():
         if path.is_file():
-            found.files.append((path, value))
+            images.files.append((path, value))
         else:
-            found.gone.append(path)
+            images.gone.append(path)
     left = sum(
         path.suffix.lower() in SUFFIXES and path not in classes and not is_hidden(path, folder)
         for path in folder.rglob("*")
@@ -258,10 +260,10 @@ def _images_in_table(folder: Path, labels: Sequence[str], table: Optional[Path])
     having = counted(minus_ones, f"row of {table.name} has", f"rows of {table.name} have")
     repeating = counted(repeats, f"row of {table.name} repeats", f"rows of {table.name} repeat")
     missing = counted(left, f"image of {folder} is", f"images of {folder} are")
-    found.notes += (f"{having} -1, which stands for no {label}",) if minus_ones else ()
-    found.notes += (f"{repeating} an image, which is read once",) if repeats else ()
-    found.notes += (f"{missing} not in {table.name} and not read",) if left else ()
-    return found
+    images.notes += (f"{having} -1, which stands for no {label}",) if minus_ones else ()
+    images.notes += (f"{repeating} an image, which is read once",) if repeats else ()
+    images.notes += (f"{missing} not in {table.name} and not read",) if left else ()
+    return images
 
 
 def _find_images(folder: Path, labels: Sequence[str], *above: Path) -> _FoundImages:
@@ -271,30 +273,30 @@ def _find_images(folder: Path, labels: Sequence[str], *above: Path) -> _FoundIma
     in_table = _images_in_table(folder, labels, table)
     if in_table is not None:
         return in_table
-    found, links, deeper = _FoundImages(table=table), [], []
+    result, links, deeper = _FoundImages(table=table), [], []
     for entry in _visible(folder):
         if entry.is_dir():
             _require_utf_8_name(entry)
             files, links_inside = files_and_links(entry)
             links += links_inside
             images = [path for path in files if path.suffix.lower() in SUFFIXES]
-            found.ignored += [path for path in files if path.suffix.lower() not in SUFFIXES]
-            found.files += [(path, entry.name) for path in images]
+            result.ignored += [path for path in files if path.suffix.lower() not in SUFFIXES]
+            result.files += [(path, entry.name) for path in images]
             deeper += [path for path in images if path.parent != entry]
-            found.empty += [] if images else [entry]
+            result.empty += [] if images else [entry]
         elif not entry.exists():
             links.append(entry)
         elif entry.suffix.lower() in SUFFIXES:
-            found.files.append((entry, None))
+            result.files.append((entry, None))
         else:
-            found.ignored.append(entry)
+            result.ignored.append(entry)
     advice = _advice_for_table(table, labels)
-    found.notes = (*notes_of_links(links, folder), *([advice.removeprefix(". ")] if advice else []))
+    result.notes = (*notes_of_links(links, folder), *([advice.removeprefix(". ")] if advice else []))
     if deeper:
         inside = deeper[0].parent.relative_to(folder)
         classes = f"taken for that class ({inside}: {inside.parts[0]})"
-        found.notes += (f"{counted(len(deeper), 'image')} in folders within the folder of a class: {classes}",)
-    return found
+        result.notes += (f"{counted(len(deeper), 'image')} in folders within the folder of a class: {classes}",)
+    return result
 
 
 def _require_utf_8_name(folder: Path) -> None:

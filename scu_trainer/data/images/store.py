@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class About(Dropping):
+class DecodingStatistics(Dropping):
     """Counts of decoding a source. ``modes``: images by Pillow's mode. ``smallest``, ``largest``: smallest and largest
     sides of the originals in pixels. ``several``: files with several images; only the first was read."""
 
@@ -63,7 +63,8 @@ class About(Dropping):
     dropped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def saw(self, size: tuple[int, int], mode: str, is_first: bool) -> None:
+    def count_image(self, size: tuple[int, int], mode: str, is_first: bool) -> None:
+        """Count one decoded image. Arguments are those of ``Pixels``."""
         self.count += 1
         self.several += is_first
         self.modes[mode] += 1
@@ -73,9 +74,11 @@ class About(Dropping):
 
 @dataclass(frozen=True)
 class StoredImages:
+    """A cache folder of decoded images, and statistics of the decoding."""
+
     folder: Path
     shape: tuple[int, int, int]
-    about: About
+    about: DecodingStatistics
 
     @property
     def labels(self) -> numpy.ndarray:
@@ -98,26 +101,26 @@ class StoredImages:
 
     def _sizes(self, name: str) -> str:
         about, (channels, height, width) = self.about, self.shape
-        found = " x ".join(map(str, about.smallest))
+        sizes = " x ".join(map(str, about.smallest))
         if about.smallest != about.largest:
-            found += " to " + " x ".join(map(str, about.largest))
+            sizes += " to " + " x ".join(map(str, about.largest))
         mib = about.count * channels * height * width / MIB
         return (
-            f"{name}: {found} pixels became {width} x {height} x {channels}, decoded once; {mib:,.1f} MiB mapped from "
+            f"{name}: {sizes} pixels became {width} x {height} x {channels}, decoded once; {mib:,.1f} MiB mapped from "
             f"{self.folder}"
         )
 
     def _conversions(self, name: str) -> Optional[str]:
         wanted = MODES[self.shape[0]]
-        found = [
+        converted = [
             f"{count:,} × {CONVERTIBLE.get(mode, mode)}"
             for mode, count in sorted(self.about.modes.items())
             if mode != wanted
         ]
         dropped = ", transparency dropped" if any(mode[-1:] == "A" for mode in self.about.modes) else ""
         return (
-            f"{name}, turned into {'RGB' if wanted == 'RGB' else 'gray'}: {', '.join(found)}{dropped}"
-            if found
+            f"{name}, turned into {'RGB' if wanted == 'RGB' else 'gray'}: {', '.join(converted)}{dropped}"
+            if converted
             else None
         )
 
@@ -196,12 +199,12 @@ def stored_images(
     folder = cache_dir / "images" / digest
     built_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
     described = json.loads((folder / "about.json").read_text())
-    return StoredImages(folder, kind.shape, About(**{**described, "modes": Counter(described["modes"])}))
+    return StoredImages(folder, kind.shape, DecodingStatistics(**{**described, "modes": Counter(described["modes"])}))
 
 
 def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind, skip_bad_rows: bool) -> None:
     require_room(folder, len(numbers) * int(numpy.prod(kind.shape)), setting="cache_dir")
-    about = About()
+    about = DecodingStatistics()
     for reason, place in source.dropped:
         about.drop(reason, place)
     decoded = decode_all(source.read(numbers.tolist()), kind.processor, kind.channels)
@@ -217,14 +220,14 @@ def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind
         (folder / "about.json").write_text(json.dumps(vars(about)))
 
 
-class _Kept(NamedTuple):
+class _StoredImage(NamedTuple):
     number: int
     label: int
     digest: int
     place: str
 
 
-def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], kind: Kind) -> list[_Kept]:
+def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], kind: Kind) -> list[_StoredImage]:
     """Write the pixels of all usable images to one file, and return what else is stored about each."""
     kept = []
     with open(path, "wb") as file:
@@ -232,7 +235,7 @@ def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], ki
             if image is not None:
                 _require_shape(image, kind)
                 file.write(image.pixels.tobytes())
-                kept.append(_Kept(number, image.label, _digest(image.pixels), image.place))
+                kept.append(_StoredImage(number, image.label, _digest(image.pixels), image.place))
     return kept
 
 
@@ -240,13 +243,13 @@ def _digest(pixels: numpy.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(pixels.tobytes(), digest_size=8).digest(), "little")
 
 
-def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: About) -> Iterator[Optional[Pixels]]:
+def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: DecodingStatistics) -> Iterator[Optional[Pixels]]:
     """Yield each image, or None for one that is dropped and counted. Raises DataError for the first such image if
     ``skip_bad_rows`` is not set."""
     for image in decoded:
         about.read += 1
         if image.bad is None:
-            about.saw(image.size, image.mode, image.is_first)
+            about.count_image(image.size, image.mode, image.is_first)
             yield image
             continue
         if not skip_bad_rows:

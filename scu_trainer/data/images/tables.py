@@ -97,6 +97,7 @@ def _source_of(name: str, table: datasets.Dataset, own: ImageSettings, classes: 
 
 
 def _image_column(name: str, table: datasets.Dataset, wanted: Optional[str]) -> str:
+    """Return the column of images: ``wanted``, or one with a usual name, or the only one. Raises DataError."""
     import datasets
 
     usable = [column for column, kind in table.features.items() if _holds_images(kind, datasets.Image)]
@@ -105,14 +106,14 @@ def _image_column(name: str, table: datasets.Dataset, wanted: Optional[str]) -> 
             f"image_column_name is {wanted!r}; {name} has images in: {', '.join(usable) or 'no column'} (all columns: "
             f"{', '.join(table.column_names)}){nearest(wanted, usable)}"
         )
-    found = wanted or next((column for column in IMAGE_COLUMNS if column in usable), None)
-    found = found or (usable[0] if len(usable) == 1 else None)
-    if found is None:
+    chosen = wanted or next((column for column in IMAGE_COLUMNS if column in usable), None)
+    chosen = chosen or (usable[0] if len(usable) == 1 else None)
+    if chosen is None:
         raise DataError(
             f"{name} has no column of images with one of the names {', '.join(IMAGE_COLUMNS)}; its columns: "
             f"{', '.join(table.column_names)}; give image_column_name, a column of type Image of the datasets library"
         )
-    return found
+    return chosen
 
 
 def _holds_images(kind: Any, image_type: type) -> bool:
@@ -120,6 +121,7 @@ def _holds_images(kind: Any, image_type: type) -> bool:
 
 
 def _label_column(name: str, table: datasets.Dataset, wanted: Optional[str], image: str) -> str:
+    """Return the label column: ``wanted``, or one with a usual name, or the only ClassLabel. Raises DataError."""
     import datasets
 
     others = [column for column in table.column_names if column != image]
@@ -127,15 +129,15 @@ def _label_column(name: str, table: datasets.Dataset, wanted: Optional[str], ima
         raise DataError(
             f"label_column_name is {wanted!r}; {name} has the columns {', '.join(others)}{nearest(wanted, others)}"
         )
-    found = wanted or next((column for column in LABEL_COLUMNS if column in others), None)
+    chosen = wanted or next((column for column in LABEL_COLUMNS if column in others), None)
     typed = [column for column in others if isinstance(table.features[column], datasets.ClassLabel)]
-    found = found or (typed[0] if len(typed) == 1 else None)
-    if found is None:
+    chosen = chosen or (typed[0] if len(typed) == 1 else None)
+    if chosen is None:
         raise DataError(
             f"{name} has no column of classes with one of the names {', '.join(LABEL_COLUMNS)}; its columns: "
             f"{', '.join(table.column_names)}; give label_column_name"
         )
-    return found
+    return chosen
 
 
 def _class_names(
@@ -171,8 +173,8 @@ def _label_numbers(values: Sequence[Any], kind: Any, names: Sequence[str], wante
     by_value = {
         name if kind.dtype.endswith("string") else number: numbers.get(name) for number, name in enumerate(names)
     }
-    found = (by_value.get(value) for value in values)
-    return numpy.array([NO_LABEL if number is None else number for number in found], dtype=numpy.int64)
+    numbers_of_values = (by_value.get(value) for value in values)
+    return numpy.array([NO_LABEL if number is None else number for number in numbers_of_values], dtype=numpy.int64)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

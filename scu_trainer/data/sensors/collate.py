@@ -48,6 +48,7 @@ class SensorCollator:
 
 
 def mask_name(name: str) -> str:
+    """Return the name of an array's mask in a batch."""
     return "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
 
 

@@ -169,8 +169,8 @@ def _count_unused(source: SensorSource, is_unused: numpy.ndarray, own_name: str,
         )
 
 
-def _split_counts(found: numpy.ndarray) -> str:
-    names, counts = numpy.unique(found, return_counts=True)
+def _split_counts(splits: numpy.ndarray) -> str:
+    names, counts = numpy.unique(splits, return_counts=True)
     return ", ".join(f"{name or 'none'} ({count:,})" for name, count in zip(names, counts, strict=True)) or "none"
 
 
@@ -206,8 +206,8 @@ def _share_of_each_class(labels: numpy.ndarray, numbers: numpy.ndarray, share: f
 def _require_several_classes(source: SensorSource, train: Recordings) -> None:
     labels = numpy.unique(train.labels)
     if len(labels) < 2:
-        found = f"are of the class {source.label_names[labels[0]]}" if len(labels) else "cannot be used"
-        raise DataError(f"all training recordings of {source.name} {found}; a classifier needs two or more classes")
+        problem = f"are of the class {source.label_names[labels[0]]}" if len(labels) else "cannot be used"
+        raise DataError(f"all training recordings of {source.name} {problem}; a classifier needs two or more classes")
 
 
 def _require_classes(source: SensorSource, train: Recordings, may_lack: bool) -> None:
@@ -215,12 +215,12 @@ def _require_classes(source: SensorSource, train: Recordings, may_lack: bool) ->
     empty = [name for name, count in zip(source.label_names, counts, strict=True) if not count]
     if not empty:
         return
-    found = f"{len(empty)} of {len(counts)} classes have no training recording: {', '.join(empty[:10])}"
+    problem = f"{len(empty)} of {len(counts)} classes have no training recording: {', '.join(empty[:10])}"
     if not may_lack:
         from_one = "count labels from 0 (subtract 1 from each), or write names instead of numbers"
         fix = from_one if empty == ["0"] else "add recordings of them, lower num_classes"
-        raise DataError(f"{source.name}: {found}; {fix}, or set skip_bad_rows: true to train without them")
-    source.statistics.notes.append(found)
+        raise DataError(f"{source.name}: {problem}; {fix}, or set skip_bad_rows: true to train without them")
+    source.statistics.notes.append(problem)
 
 
 def _count(source: SensorSource, train: Recordings, held_out: Recordings) -> None:

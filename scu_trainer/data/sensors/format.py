@@ -133,22 +133,22 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
         with open(path, "rb") as file:
             _require_numpy(file)
             archive = numpy.load(file, allow_pickle=False)
-            found = _select(archive, names)
+            arrays = _select(archive, names)
     except FileNotFoundError:
         raise BadSample("missing file", "the file does not exist") from None
     except UNREADABLE as error:
         raise BadSample("unreadable file", f"not a readable .npz: {error}") from error
-    absent = [name for name in names if name not in found]
+    absent = [name for name in names if name not in arrays]
     if absent:
         sensor = FORMS[absent[0]].sensor
-        lacked = absent[0] if any(FORMS[name].sensor == sensor for name in found) else sensor
+        lacked = absent[0] if any(FORMS[name].sensor == sensor for name in arrays) else sensor
         raise BadSample(
             "missing branch",
             f"it has no array {absent[0]!r} (its arrays: {', '.join(archive.files[:10]) or 'none'}), and the manifest "
             "does not declare it; "
             f'write "missing": ["{lacked}"] in its row if the recording lacks {lacked}',
         )
-    return {name: _convert(name, array) for name, array in found.items()}
+    return {name: _convert(name, array) for name, array in arrays.items()}
 
 
 def _require_numpy(file: BinaryIO) -> None:

@@ -62,6 +62,7 @@ class Rejections:
         self.statistics, self.skip = statistics, skip
 
     def add(self, place: str, error: BadSample) -> None:
+        """Raise DataError for a bad row, or count it. ``place`` names the row."""
         if not self.skip:
             raise DataError(f"{place}: {error}; fix it, or set skip_bad_rows: true to leave such rows out") from error
         self.statistics.drop(error.reason, place)
@@ -84,11 +85,11 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
         named.add(os.path.normpath(folder / str(row.get("file") if isinstance(row, dict) else "")))
         place = f"{path.name} line {line}"
         try:
-            entry = _entry(folder, place, row, problem)
+            entry = _parse_entry(folder, place, row, problem)
             first = by_file.setdefault(entry.file, entry)
             if first.label != entry.label:
-                found = f"its label is {entry.label!r}, but {first.label!r} in {first.place}"
-                raise BadSample("two labels", f"{found}; a recording has one class")
+                conflict = f"its label is {entry.label!r}, but {first.label!r} in {first.place}"
+                raise BadSample("two labels", f"{conflict}; a recording has one class")
             entries.append(entry)
             unread.update(str(name) for name, value in row.items() if name not in COLUMNS and value not in (None, ""))
         except BadSample as error:
@@ -149,7 +150,8 @@ def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Opti
         yield reader.line_num, row, problem
 
 
-def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
+def _parse_entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
+    """Return one row of a manifest as an Entry. Raises BadSample."""
     if problem is not None or not isinstance(row, dict):
         raise BadSample("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
     for name in (name for name in row if name not in COLUMNS):
@@ -164,8 +166,8 @@ def _entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
     if not inside.is_relative_to(os.path.normpath(folder)):
         raise BadSample("file outside", f"{file} is outside of {folder}")
     shown = file if file.isprintable() else repr(file)
-    label, split = _label(row.get("label")), _split(row)
-    return Entry(f"{place} ({shown})", file, inside, label, split, _missing(row), _report(row))
+    label, split = _label_of(row.get("label")), _split_of(row)
+    return Entry(f"{place} ({shown})", file, inside, label, split, _missing_of(row), _report_of(row))
 
 
 @lru_cache
@@ -174,14 +176,14 @@ def _suggestion(name: str) -> str:
     return nearest(name, COLUMNS)
 
 
-def _split(row: dict) -> Optional[str]:
+def _split_of(row: dict) -> Optional[str]:
     value = row.get("split")
     if value is not None and not isinstance(value, str):
         raise BadSample("no split", f"its split is {value!r}; it must be a word, such as train or {HELD_OUT}")
     return (value or "").strip().casefold() or None
 
 
-def _label(value: Any) -> Any:
+def _label_of(value: Any) -> Any:
     """Return the label, a whole number or a name. In CSV, numbers are text."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value.strip()):
         return int(value)
@@ -192,7 +194,7 @@ def _label(value: Any) -> Any:
     raise BadSample("no label", f"its label is {short(value)}; it must be a whole number (0 or more) or a name")
 
 
-def _missing(row: dict) -> tuple[str, ...]:
+def _missing_of(row: dict) -> tuple[str, ...]:
     value = row.get("missing") or []
     names = [name.strip() for name in value.split(";")] if isinstance(value, str) else value
     if not isinstance(names, list) or not set(map(str, names)) <= set(FORMS):
@@ -200,7 +202,7 @@ def _missing(row: dict) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _report(row: dict) -> str:
+def _report_of(row: dict) -> str:
     value = row.get("report")
     if value is not None and (not isinstance(value, str) or HALF_CHARACTER.search(value)):
         raise BadSample("no report", f"its report is {short(value)}; it must be text")
@@ -223,8 +225,8 @@ def with_labels_in_range(
     kept = []
     for entry in entries:
         if isinstance(entry.label, int) and entry.label >= limit:
-            found = f"label {entry.label} makes {entry.label + 1:,} classes of {len(entries):,} rows"
-            rejections.add(entry.place, BadSample("label out of range", f"{found}; if it is right, set num_classes"))
+            problem = f"label {entry.label} makes {entry.label + 1:,} classes of {len(entries):,} rows"
+            rejections.add(entry.place, BadSample("label out of range", f"{problem}; if it is right, set num_classes"))
         else:
             kept.append(entry)
     return kept

@@ -145,9 +145,9 @@ def folder_source(
     """
     root = Path(name).expanduser()
     if not root.is_dir():
-        found = "is a file" if root.is_file() else "is not a folder here"
+        problem = "is a file" if root.is_file() else "is not a folder here"
         raise DataError(
-            f"dataset {name!r} {found}; give {SYNTHETIC}, or a folder with a {MANIFEST} or {CSV_MANIFEST} (columns "
+            f"dataset {name!r} {problem}; give {SYNTHETIC}, or a folder with a {MANIFEST} or {CSV_MANIFEST} (columns "
             f"file and label) and one .npz per recording, {HOW}"
         )
     statistics = SampleStatistics("recording")
@@ -230,6 +230,7 @@ def _check(
     shapes: SharedShapes,
     rejections: Rejections,
 ) -> Iterator[NumberedSample]:
+    """Yield the usable recordings. Others are rejected, and channels of very different size are noted."""
     channels = _ChannelStatistics()
     for number, (entry, label) in enumerate(zip(entries, labels.tolist(), strict=True)):
         try:
@@ -258,6 +259,8 @@ def _build_cache(
     statistics: SampleStatistics,
     find: Callable[[], Iterator[NumberedSample]],
 ) -> Path:
+    """Return the cache folder of these recordings; if it does not exist, fill it with the samples of ``find()``."""
+
     def build(folder: Path) -> None:
         numbers: list[int] = []
 

@@ -172,6 +172,7 @@ def _apply_to_calls(apply, messages: list[dict], **options):
 
 
 def _with_json_calls(message: dict) -> dict:
+    """Return the message with the arguments of its calls as JSON text."""
     if "tool_calls" not in message:
         return message
     calls = copy.deepcopy(message["tool_calls"])
@@ -266,6 +267,7 @@ def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -
 
 
 def _not_found() -> BadRow:
+    """Return the error for a template that does not show where the learned tokens are."""
     return BadRow(
         "the chat template renders the start of the conversation differently when more follows, so the learned "
         "tokens cannot be found; mark the assistant's words with {% generation %} in the template, or learn all "

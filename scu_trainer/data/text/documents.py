@@ -98,6 +98,8 @@ def usable_documents(
 def _usable(
     results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics: DataStatistics
 ) -> Iterator[Document]:
+    """Yield the documents, and count them and the dropped rows. Raises DataError at an unreadable row that must not be
+    skipped."""
     for result in results:
         statistics.rows_read += 1
         if isinstance(result, Document):

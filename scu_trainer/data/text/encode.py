@@ -103,6 +103,8 @@ class Encoder:
         ]
 
     def _understand(self, record: Record) -> tuple[Content, Reading] | Dropped:
+        """Find the content of a record. A question with its answer becomes a conversation, or text without a
+        template."""
         try:
             if record.problem:
                 raise BadRow(record.problem)
@@ -162,6 +164,7 @@ class Encoder:
         return document
 
     def _learned_part(self, content: Chat) -> str:
+        """Return the argument ``learn`` of ``encode_chat`` for a conversation."""
         if content.is_pair:
             return "assistant" if self.completion_only_loss else "all"
         if content.prompt_turns is not None:
@@ -195,6 +198,7 @@ class Encoder:
 
 
 def _has_something_to_learn(content: Content) -> bool:
+    """Whether the text, the completion or at least one answer is not empty."""
     if not isinstance(content, Chat):
         return bool((content.text if isinstance(content, Text) else content.completion).strip())
     if content.is_pair:
@@ -204,6 +208,7 @@ def _has_something_to_learn(content: Content) -> bool:
 
 
 def _answers(chat: Chat) -> list[dict]:
+    """Return the answers to learn, without those in the prompt."""
     return [message for message in chat.messages[chat.prompt_turns or 0 :] if is_answer(message)]
 
 

@@ -149,12 +149,12 @@ def _open(
     held_out_statistics = None if held_out is None else held_out.statistics
     # Notes are not cached: they also describe files next to the data, as of now.
     statistics.notes = statistics_of(mixture, [part.statistics for part in parts], held_out_statistics).notes
-    own = [
+    held_out_rows = [
         renumbered(part.eval, "document", open_arrow(folder / f"eval-{source}.arrow"))
         for source, part in enumerate(parts)
         if part.eval is not None
     ]
-    return prepared(mixture, train, statistics, parts, own, held_out)
+    return prepared(mixture, train, statistics, parts, held_out_rows, held_out)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class MixturePlan(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
+        """A digest that changes whenever the rows would change."""
         plans = [plan.fingerprint for plan in self.all_plans]
         sources = [(source.name, source.weight) for source in self.sources]
         return digest_of(MIXTURE_VERSION, plans, sources, self.settings.stopping_strategy, self.plans[0].seed)
@@ -137,7 +138,7 @@ def prepared(
     train: Union[datasets.Dataset, datasets.IterableDataset],
     statistics: DataStatistics,
     parts: Sequence[PreparedData],
-    own: Sequence[datasets.Dataset],
+    held_out_rows: Sequence[datasets.Dataset],
     held_out: Optional[PreparedData],
 ) -> PreparedData:
     """Return the prepared data of a mixture. ``own``: held-out rows of the sources, renumbered for the mixture.
@@ -151,7 +152,7 @@ def prepared(
         for source, part in enumerate(parts)
         for item in part.eval_documents
     )
-    rows = datasets.concatenate_datasets(list(own)) if own else None
+    rows = datasets.concatenate_datasets(list(held_out_rows)) if held_out_rows else None
     return PreparedData(train, rows, statistics, mixture.fingerprint, described, sources=mixture.names)
 
 

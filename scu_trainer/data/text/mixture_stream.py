@@ -94,9 +94,9 @@ def prepare_mixture_stream(
     features = datasets.Features.from_arrow_schema(training_schema(mixture.settings.isolate_documents))
     stream = MixtureStream(mixture, streams, statistics, held_out_statistics)
     train = datasets.IterableDataset.from_generator(stream, features=features)
-    own = [
+    held_out_rows = [
         renumbered_in_memory(part.eval, source, len(parts))
         for source, part in enumerate(parts)
         if part.eval is not None
     ]
-    return prepared(mixture, train, statistics, parts, own, held_out)
+    return prepared(mixture, train, statistics, parts, held_out_rows, held_out)

@@ -77,6 +77,7 @@ def _segment(document: NumberedDocument, start: int, end: int) -> NumberedDocume
 
 
 def _join(segments: list[NumberedDocument], isolate: bool) -> Row:
+    """Concatenate segments to one row, and mask the first label of the row or, if isolated, of every segment."""
     labels = numpy.concatenate([segment.labels for segment in segments])
     lengths = [len(segment.input_ids) for segment in segments]
     starts = numpy.cumsum([0, *lengths[:-1]])
@@ -109,14 +110,16 @@ class _CutCounter:
         self._statistics = statistics
         self._waiting: set[int] = set()
 
-    def watched(self, documents: Iterable[NumberedDocument], block_size: int) -> Iterator[NumberedDocument]:
+    def watch_documents(self, documents: Iterable[NumberedDocument], block_size: int) -> Iterator[NumberedDocument]:
+        """Yield ``documents``, count those longer than a row, and remember those with tokens that are not learned."""
         for document in documents:
             self._statistics.documents_cut += len(document.input_ids) > block_size
             if (document.labels[1:] == NOT_LEARNED).any():
                 self._waiting.add(document.number)
             yield document
 
-    def counted(self, rows: Iterable[Row]) -> Iterator[Row]:
+    def count_rows(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Yield ``rows``, and count documents that continue in a row without their question."""
         last = None
         for row in rows:
             first = row.documents[0]
@@ -133,12 +136,12 @@ def training_rows(
 ) -> Iterator[dict]:
     """Yield the columns of each training row, and count the rows in ``statistics``."""
     cut = _CutCounter(statistics)
-    documents = cut.watched(documents, settings.block_size)
+    documents = cut.watch_documents(documents, settings.block_size)
     if settings.packing:
         rows = packed(documents, settings.block_size, settings.isolate_documents)
     else:
         rows = windows(documents, settings.block_size)
-    for row in _learnable(cut.counted(rows), statistics):
+    for row in _learnable(cut.count_rows(rows), statistics):
         statistics.blocks += 1
         statistics.train_tokens += len(row.input_ids)
         statistics.supervised_tokens += row.learned_tokens
@@ -189,6 +192,7 @@ def record_batches(rows: Iterable[dict], schema: pyarrow.Schema) -> Iterator[pya
 
 
 def in_memory(rows: Iterable[dict], schema: pyarrow.Schema) -> datasets.Dataset:
+    """Return a dataset of ``rows`` in memory."""
     import datasets
     import pyarrow
 

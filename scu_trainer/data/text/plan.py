@@ -59,10 +59,12 @@ class EncodingPlan(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Lines for the user about both sources."""
         return notes_of(self.source, self.held_out)
 
     @property
     def fingerprint(self) -> str:
+        """A digest that changes whenever the rows would change."""
         settings = self.settings
         names = ("block_size", "packing", "isolate_documents", "validation_split_percentage", "max_eval_documents")
         rules = {name: getattr(settings, name) for name in (*names, "dataset_size", "streaming")}

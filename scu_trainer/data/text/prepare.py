@@ -79,6 +79,7 @@ def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model
 
 
 def _template_notes(tokenizer, template: str) -> Iterator[str]:
+    """Yield notes about a chat template that does not fit the tokenizer well."""
     if spelled := spelled_markers(tokenizer, template) if template in CHAT_TEMPLATES else []:
         yield (
             f"chat_template {template}: this tokenizer has no token for {', '.join(spelled)} and splits "

@@ -74,6 +74,7 @@ class EvenChoice:
         self._slack = Fraction(1, max(2, 2 * len(self._shares) - 2))
 
     def next(self) -> int:
+        """Return the source of the next row."""
         row = sum(self._taken) + 1
         deficits = [share * row - taken for share, taken in zip(self._shares, self._taken, strict=True)]
         ready = [index for index, deficit in enumerate(deficits) if deficit >= self._slack]

@@ -46,14 +46,14 @@ class TrainingStream:
         self.start_over()
         plan = self.plan
         documents = usable_documents(plan.source, plan.encoder, plan.settings.dataset_size, 1, self.statistics)
-        yield from training_rows(self._counted(islice(documents, self.skip, None)), plan.settings, self.statistics)
+        yield from training_rows(self._numbered(islice(documents, self.skip, None)), plan.settings, self.statistics)
         if not self.statistics.supervised_tokens:
             raise DataError(
                 f"{plan.source.name} has nothing to learn after the {self.skip} held-out documents; dropped: "
                 f"{self.statistics.dropped_in_words()}"
             )
 
-    def _counted(self, documents: Iterator[Document]) -> Iterator[NumberedDocument]:
+    def _numbered(self, documents: Iterator[Document]) -> Iterator[NumberedDocument]:
         for number, document in enumerate(documents, start=self.skip):
             self.statistics.documents += 1
             yield NumberedDocument(number, document.input_ids, document.labels)
