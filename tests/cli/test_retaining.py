@@ -155,12 +155,12 @@ def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tm
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "general holds out 4 different documents of 4, and 16 are needed: 8 to measure on and 8 for the verdict; "
+        ({}, "general holds out 4 different documents of 4, but 16 are needed: 8 to measure on and 8 for the verdict; "
              "hold out more (validation_split_percentage, max_eval_documents"),
         ({"eval_dataset": "few"}, "general is a source of the data, but with an eval_dataset no source has held-out"),
         ({"streaming": "true"}, "general is trained on, but the held-out documents of streamed data are not known"),
         ({"retain": "elsewhere.jsonl"}, "elsewhere.jsonl does not exist"),
-        ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
+        ({"retain": "few"}, "has 11 different documents of 11, but 16 are needed"),
         ({"retain": "few"}, "in a .txt file). To retain a source of the data, give its name: new, general"),
         (
             {"retain": "sampled", "dataset": "sampled"},
@@ -223,7 +223,7 @@ def read_lines(path: Path) -> list[dict]:
     [
         ({"retain": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"retain": "dataset"}, "has 0 different documents of 24 (24 more are also in the training data), but 16"),
-        ({"retain": "few"}, "has 11 different documents of 11, and 16 are needed"),
+        ({"retain": "few"}, "has 11 different documents of 11, but 16 are needed"),
         ({"retain_budget_bits": 0}, "retain_budget_bits is 0.0; it must be above 0, such as 0.02"),
         ({"retain_max_share": 0.95}, "retain_max_share is 0.95; it must be 0.9 or less, such as 0.5"),
         ({"retain_documents": 15}, "retain_documents is 15; it must be 16 or more"),

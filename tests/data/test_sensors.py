@@ -408,7 +408,7 @@ def test_a_key_that_stands_twice_in_the_manifest_is_refused(folder, tmp_path):
 
 def test_a_recording_with_two_labels_is_refused(folder, tmp_path):
     edit_manifest(folder, 3, file="000000.npz")
-    with pytest.raises(DataError, match=r"line 3: its label is 2, and 0 in manifest.jsonl line 1 \(000000.npz\)"):
+    with pytest.raises(DataError, match=r"line 3: its label is 2, but 0 in manifest.jsonl line 1 \(000000.npz\)"):
         prepared(folder, tmp_path / "cache")
     statistics = prepared(folder, tmp_path / "cache", skip_bad_rows=True).statistics
     assert statistics.dropped == {"two labels": 1} and statistics.read == 16
@@ -612,7 +612,7 @@ BAD_ROWS = {
     "no file": ({"file": None}, "no file", "names no file"),
     "outside": ({"file": "../000001.npz"}, "file outside", "is outside of"),
     "absolute": ({"file": "/etc/passwd"}, "file outside", "is outside of"),
-    "two signs": ({"label": "--5"}, "no label", "label is '--5'; it must be a whole number (0 or more) or a name"),
+    "two signs": ({"label": "--5"}, "no label", "label is '--5'; it must be a whole number .0 or more. or a name"),
     "list of splits": ({"split": ["eval"]}, "no split", r"split is \['eval'\]; it must be a word"),
     "no name": ({"file": "a\0b"}, "unreadable file", r"\('a\\x00b'\): not a readable"),
     "unknown branch": ({"missing": ["radar"]}, "unknown branch", "missing is .*'radar'.*allowed: visible"),

@@ -466,7 +466,7 @@ def test_documents_of_the_training_data_are_in_no_part():
 
 
 def test_too_few_documents_are_refused_with_numbers():
-    with pytest.raises(DataError, match=r"a\.txt has 9 different documents of 12, and 16 are needed"):
+    with pytest.raises(DataError, match=r"a\.txt has 9 different documents of 12, but 16 are needed"):
         parted(numpy.array([number % 9 for number in range(12)]), 0, "a.txt has", NOTHING)
 
 

@@ -176,7 +176,7 @@ def _convert(name: str, array: numpy.ndarray) -> numpy.ndarray:
     if array.ndim != len(form.axes) or not channels_fit:
         raise BadSample("wrong shape", f"{name} has shape {array.shape}; it must be {wanted}")
     if 0 in array.shape:
-        raise BadSample("no content", f"{name} is empty, its shape is {array.shape}; declare the branch missing")
+        raise BadSample("no content", f"{name} has shape {array.shape}, so it is empty; declare the branch missing")
     if array.dtype.name != "uint8":
         array = _convert_numbers(name, array, form)
     return numpy.ascontiguousarray(with_time_first(name, array))
