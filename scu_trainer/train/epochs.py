@@ -1,4 +1,4 @@
-"""A training that hands over after every epoch: the body of a ``for`` loop stands where a callback would."""
+"""Training as a generator of epochs, so that the body of a ``for`` loop can do what otherwise needs a callback."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from scu_trainer.errors import ControlError
 
 
 def epochs(trainer: Any, **arguments: Any) -> Iterator[dict[str, float]]:
-    """See ``SCUTrainer.epochs``. ``train`` runs on a stack of its own in the same thread: it keeps the thread's device,
-    and nothing of it goes on while the caller's code runs."""
+    """See ``SCUTrainer.epochs``. ``train`` runs on its own stack in the same thread: it keeps the device of the thread,
+    and does not run while the caller's code does."""
     if trainer.after_epoch is not None:
-        raise ControlError("epochs() of this trainer is already going on; take its next epoch, or close it first")
+        raise ControlError("epochs() of this trainer is already running; take its next epoch, or close it first")
     training = greenlet(lambda: trainer.train(**arguments))
     training.gr_context = contextvars.copy_context()
     trainer.after_epoch = lambda metrics: training.parent.switch(metrics)
@@ -24,19 +24,19 @@ def epochs(trainer: Any, **arguments: Any) -> Iterator[dict[str, float]]:
         metrics = training.switch()
         while not training.dead:
             yield metrics
-            training.parent = getcurrent()  # whoever asks for this epoch
+            training.parent = getcurrent()  # the caller may change from epoch to epoch
             metrics = training.switch()
         return metrics
     finally:
         trainer.after_epoch = None
-        if not training.dead:  # the caller has left its loop: end as after a callback that stops the training
+        if not training.dead:  # the caller has left its loop: stop the training as a callback would
             trainer.control.should_training_stop = True
             training.parent = getcurrent()
             training.switch()
 
 
 def handed_over(trainer: Any, run_epoch: Callable[[], None]) -> None:
-    """An epoch, and its metrics to whoever takes this training epoch by epoch."""
+    """Run an epoch, and pass its metrics to the code that takes this training epoch by epoch."""
     if trainer.after_epoch is None:
         return run_epoch()
     state, before = trainer.state, _total_loss(trainer)
@@ -49,6 +49,6 @@ def handed_over(trainer: Any, run_epoch: Callable[[], None]) -> None:
 
 
 def _total_loss(trainer: Any) -> float:
-    """Sum of the losses of the optimizer steps of this training so far, over all ranks as the logs have it."""
-    pending = nested_gather(trainer._tr_loss, trainer.args.parallel_mode)  # not logged yet
+    """Return the sum of the losses of all optimizer steps of this training, over all ranks, as the logs compute it."""
+    pending = nested_gather(trainer._tr_loss, trainer.args.parallel_mode)  # not in the logs yet
     return trainer._total_loss_scalar + pending.mean().item()

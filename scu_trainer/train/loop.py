@@ -1,25 +1,26 @@
-"""What a feedback loop is: a ``TrainerCallback`` with hooks where the stock Trainer has no event.
+"""The base class of feedback loops: a ``TrainerCallback`` with extra hooks where the stock Trainer has no event.
 
-A training runs like this; names in brackets are methods of every loop, in the order of ``trainer.loops``:
+A training calls them in this order. Names in brackets are methods of every loop, called in the order of
+``trainer.loops``; the other names are events of ``transformers.TrainerCallback``:
 
-    [begin]                                       what an earlier training has left is forgotten
-    [loader]                                      the first loop that has a data loader gives it
-    [load_state]                                  of a run that goes on from a checkpoint
+    [begin]                                       forget what an earlier training left behind
+    [loader]                                      the first loop with a data loader provides it
+    [load_state]                                  if the run resumes from a checkpoint
     on_train_begin                                ``history_file`` is open from here on
     for each epoch:
         [begin_epoch]
         for each optimizer step:
-            [batches]                             where its accumulation batches come from
-            [on_window]                           they are known
+            [batches]                             may replace the iterator of accumulation batches
+            [on_window]                           the accumulation batches of the step are known
             on_step_begin
-            ``rate_factor``                       the learning rate is the scheduled one times those of all loops
+            ``rate_factor``                       multiplies the scheduled learning rate, for each loop
             for each accumulation batch:
                 [on_batch]
                 forward and backward              by the engine, in micro-batches: [on_forward], [task_loss];
-                                                  [on_nonfinite] where it ends without a finite loss
+                                                  [on_nonfinite] if the loss is not finite
                 [on_loss]
-            [on_gradients]                        they are complete, and not clipped yet
-            [on_grad_norm]                        they are clipped; a loop may veto the step, [on_step_taken_back]
+            [on_gradients]                        gradients are complete, but not clipped yet
+            [on_grad_norm]                        gradients are clipped; a loop may veto the step: [on_step_taken_back]
             optimizer.step
             on_optimizer_step
             on_step_end
@@ -30,8 +31,7 @@ A training runs like this; names in brackets are methods of every loop, in the o
     on_train_end
     [end]                                         also after an error
 
-Names without brackets are events of ``transformers.TrainerCallback``. All methods do nothing unless a loop has its own.
-Every rank calls them at the same places.
+No method does anything unless a loop overrides it. Every rank calls each of them at the same place.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ logger = logging.getLogger("scu_trainer")
 
 
 class Loop(TrainerCallback):
-    """Base of all loops. Give yours to the trainer as any callback: ``callbacks=[MyLoop()]`` or ``add_callback``.
+    """Base class of all loops. Pass a loop to the trainer like any callback: ``callbacks=[MyLoop()]``.
 
-    name: its section of scu_metrics.json.
-    state_file: name in a checkpoint of what ``state_dict`` gives; None: nothing is saved.
-    history_file: name in the run directory of the rows that ``record`` gets, one JSON array; None: there is none.
-    rate_factor: what the scheduled learning rate of the next step is multiplied by.
-    is_first: its events come before those of every other callback but ``LoopEvents``.
-    notices: what a person should know at the end of the run; also in run.json.
+    name: key of its section in scu_metrics.json.
+    state_file: file name in a checkpoint for what ``state_dict`` returns; None: nothing is saved.
+    history_file: file name in the run directory for the rows of ``record``, one JSON array; None: no such file.
+    rate_factor: multiplies the scheduled learning rate of the next step.
+    is_first: call its events before those of every other callback except ``LoopEvents``.
+    notices: what the user should know at the end of the run; also written to run.json.
     """
 
     name = ""
@@ -76,11 +76,11 @@ class Loop(TrainerCallback):
     rate_factor: float = 1.0
     notices: Sequence[str] = ()
     is_first = False
-    trainer: Any = None  # an SCUTrainer; its file imports this one
+    trainer: Any = None  # an SCUTrainer, which cannot be imported here: its module imports this one
     history: Optional[History] = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Called once, when the loop is given to a trainer."""
+        """Called once, when the loop is added to a trainer."""
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -90,110 +90,129 @@ class Loop(TrainerCallback):
                 "SCUTrainer, or wrap your Trainer class: with_loops(Trainer)"
             )
 
-    on_epoch_begin = on_train_begin  # for a loop whose own on_train_begin does not call this one
+    on_epoch_begin = on_train_begin  # also checked for a loop that overrides on_train_begin without calling super()
 
     # -- a training ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before a training is set up, and before it reads a checkpoint; the model may be another one by now."""
+        """Called before a training is set up and reads its checkpoint. The model may differ from the previous one."""
 
     def end(self) -> None:
-        """After a training, also one that raised."""
+        """Called after a training, also after one that raised."""
 
     def on_model(self, model: torch.nn.Module) -> None:
-        """``model_init`` has made a new model."""
+        """Called when ``model_init`` has made a new model."""
 
     def loader(self) -> Optional[DataLoader]:
-        """The training data, where this loop chooses them; None leaves that to the others."""
+        """Return the training data loader if this loop chooses the data; None leaves that to the other loops."""
 
     def training_values(self, values: tuple) -> tuple:
-        """``values``: what ``Trainer.set_initial_training_values`` returns."""
+        """Return ``values``, changed if needed: what ``Trainer.set_initial_training_values`` returns."""
         return values
 
     def scheduler(self, optimizer: Optimizer, total_steps: int, steps_per_epoch: Optional[int]) -> Any:
-        """A schedule in the place of the stock one; None leaves that."""
+        """Return a learning rate schedule that replaces the stock one; None keeps the stock one."""
 
     @property
     def rows_trained(self) -> Optional[int]:
-        """In this training, where epochs are not as long as the stock Trainer takes them for."""
+        """Rows trained in this training, if epochs are not as long as the stock Trainer assumes; else None."""
 
     @property
     def is_over(self) -> bool:
-        """Whether this loop has ended the training. Resumed from that checkpoint, it takes no step."""
+        """Whether this loop has ended the training. A run that resumes from such a checkpoint takes no step."""
         return False
 
     # -- an epoch, a step ----------------------------------------------------------------------------------------------
 
     def resume_position(self, checkpoint: str, position: tuple[int, int]) -> tuple[int, int]:
-        """(epoch to resume in, batches of it that are done). ``position``: as the loops before this one have it."""
+        """Return (epoch to resume in, batches of it already done).
+
+        position: the same pair as the loops before this one left it.
+        """
         return position
 
     def begin_epoch(self, epoch: int, skipped_batches: int) -> Mapping[str, int]:
-        """Arguments of ``Trainer._run_epoch`` that are other than the stock ones."""
+        """Return the arguments of ``Trainer._run_epoch`` that should differ from the stock ones."""
         return {}
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
-        """Where the ``count`` accumulation batches of the next step come from: an iterator, of which
-        no more are taken. The last loop is next to the loader."""
+        """Return an iterator over the ``count`` accumulation batches of the next step.
+
+        Take no more than ``count`` from ``batches``. The last loop is closest to the loader.
+        """
         return batches
 
     def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
-        """``batches``: all accumulation batches of the next step; with the memory loop on the host."""
+        """Called with all accumulation batches of the next step; with the memory loop they are still on the host."""
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
-        """An accumulation batch is about to be trained on. With the memory loop all of a step are, before its first."""
+        """Called before an accumulation batch is trained on. With the memory loop, called for all batches of a step
+        before the first of them runs."""
 
     def on_forward(self, inputs: Any) -> Any:
-        """``inputs``: of a micro-batch, on the device, with their labels, also where rows are only asked or evaluated,
-        and again where a micro-batch ran out of memory. Returns what the loss is taken of."""
+        """Return the inputs on which the loss is computed.
+
+        inputs: of a micro-batch, on the device, with labels. Also called when rows are only analyzed or evaluated, and
+        again after a micro-batch ran out of memory.
+        """
         return inputs
 
     def task_loss(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
-        """Of the micro-batch that was just trained on, whose ``loss`` has other parts as well: what of it is the task's
-        own, scaled alike. None: all of it."""
+        """Return the task's own part of ``loss``, on the same scale; None if the loop added nothing to it.
+
+        loss: of the micro-batch that was just trained on.
+        """
 
     def on_nonfinite(self, error: NonFiniteLoss) -> Optional[NoReturn]:
-        """A step has no finite loss. May raise a better error, after a checkpoint."""
+        """Called when a step has no finite loss. May raise a better error, after a checkpoint."""
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
-        """``loss``: of an accumulation batch, detached, on the device, as the stock ``training_step`` returns it.
-        ``trainer.task_loss``: what of it is the task's own. With the memory loop only the sum of a step is that of its
-        batches: a micro-batch with rows of several counts for the first of them."""
+        """Called with the detached loss of an accumulation batch, on the device, as the stock ``training_step`` has it.
+
+        ``trainer.task_loss`` is the task's own part of it. With the memory loop only the sum over a step is exact: the
+        loss of a micro-batch with rows of several batches is counted for the first of them.
+        """
 
     def on_gradients(self, loss_scale: float) -> None:
-        """The gradients of the step are complete. ``loss_scale``: what a GradScaler has multiplied them by."""
+        """Called when the gradients of the step are complete. ``loss_scale``: the factor that a GradScaler multiplied
+        them by."""
 
     def on_grad_norm(self, norm: Any) -> Any:
-        """``norm``: over all ranks, before clipping; None where a loop before has vetoed the step. Returns what is
-        logged for it; None: as it is."""
+        """Return the gradient norm to log; None: ``norm`` unchanged.
+
+        norm: over all ranks, before clipping; None if an earlier loop has vetoed the step.
+        """
         return norm
 
     def on_step_taken_back(self) -> None:
-        """A loop has vetoed the step that is going on, and everything is as it was before."""
+        """Called when a loop has vetoed the current step and everything is as it was before the step."""
 
     def evaluation(self) -> AbstractContextManager:
-        """Around every evaluation."""
+        """Return a context manager that is entered around every evaluation."""
         return contextlib.nullcontext()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """Before weights are saved. May raise, on all ranks, where that would be wrong."""
+        """Called before weights are saved. May raise, on all ranks, if they should not be saved now."""
 
     def state_dict(self) -> Optional[dict[str, Any]]:
-        """What ``state_file`` holds, as JSON has it: a tuple comes back as a list. None: no file. Also asked for once
-        after the first step."""
+        """Return the content of ``state_file`` as JSON values (tuples come back as lists); None: no file.
+
+        Also called once after the first step, to check that it can be saved.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """``state``: as ``state_dict`` gave it."""
+        """Restore ``state``, as ``state_dict`` returned it."""
 
     def save_state(self, folder: str) -> None:
-        """Into the folder of a checkpoint. Every rank calls it; the one with ``args.should_save`` writes."""
+        """Write the state into the folder of a checkpoint. Every rank calls this; the one with ``args.should_save``
+        writes."""
         if self.state_file is not None and self.trainer.args.should_save:
             self._write_state(functools.partial(write_state, Path(folder) / self.state_file))
 
     def require_savable(self) -> None:
-        """Raises ControlError where ``state_dict`` gives what ``save_state`` could not write."""
+        """Raise ControlError if ``state_dict`` returns something that ``save_state`` could not write."""
         if self.state_file is not None and type(self).save_state is Loop.save_state:
             self._write_state(state_text)
 
@@ -210,7 +229,7 @@ class Loop(TrainerCallback):
             ) from error
 
     def load_state(self, checkpoint: str) -> None:
-        """A checkpoint without the file is of a run without this loop: it starts fresh."""
+        """Read the state from a checkpoint. Without the file, the run had no such loop, and this one starts fresh."""
         if self.state_file is None:
             return
         path = Path(checkpoint) / self.state_file
@@ -225,29 +244,35 @@ class Loop(TrainerCallback):
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """For a row of the logs about training steps: TensorBoard, log_history.json and every other reporter get it.
-        By convention under "name/"."""
+        """Return values for each log row about training steps, which every reporter gets (TensorBoard,
+        log_history.json, ...).
+
+        By convention their names begin with "name/".
+        """
         return {}
 
     def final_scalars(self) -> dict[str, float]:
-        """For the last row of the logs, which is about the whole training."""
+        """Return values for the last log row, which is about the whole training."""
         return {}
 
     def opening_lines(self) -> list[str]:
-        """What a person should know before training."""
+        """Return lines that the user should see before training."""
         return []
 
     def figures(self) -> dict[str, Any]:
-        """Sections of scu_metrics.json, by name."""
+        """Return sections of scu_metrics.json by their names."""
         return {}
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """(name, value) of the table at the end. ``figures``: all of scu_metrics.json."""
+        """Return (name, value) pairs for the table at the end. ``figures``: all of scu_metrics.json."""
         return []
 
     def record(self, row: dict[str, Any]) -> None:
-        """A row for ``history_file``, with the ``step`` that it is about; outside of a training, and on all ranks but
-        the one that writes, nothing. Raises ControlError where there is no such file, or no such row can be kept."""
+        """Append ``row``, a dict with its ``step``, to ``history_file``.
+
+        Does nothing outside of a training and on ranks that do not write. Raises ControlError if there is no such file
+        or the row cannot be saved.
+        """
         if self.history_file is None:
             raise ControlError(
                 f"{called(self)} records rows but has no history_file to keep them in; set "
@@ -268,13 +293,13 @@ class Loop(TrainerCallback):
                 ) from error
 
     def rows_stand_until(self, step: int) -> int:
-        """Step up to which rows of an earlier start are kept by a run that resumes from ``step``."""
+        """Return the last step for which rows of an earlier start are kept when a run resumes from ``step``."""
         return step
 
 
 def returned(loop: Loop, hook: str, value: Any) -> Any:
-    """``value``, which ``hook`` of ``loop`` gave. Raises ControlError for None, and for ``batches`` without an
-    iterator."""
+    """Return ``value``, which ``hook`` of ``loop`` returned. Raises ControlError if it is None, or if ``batches``
+    returned something that is not an iterator."""
     if value is None:
         raise ControlError(
             f"{called(loop)} returns None from {hook}(), as where a return was forgotten; the docstring of Loop.{hook} "
@@ -289,12 +314,12 @@ def returned(loop: Loop, hook: str, value: Any) -> Any:
 
 
 def called(loop: Loop) -> str:
-    """As messages name a loop."""
+    """Return the name of a loop for messages."""
     return f"the loop {type(loop).__name__}"
 
 
 class LoopEvents(TrainerCallback):
-    """The first of all callbacks where there are loops: opens and closes their histories, once for all of them."""
+    """The first of all callbacks if there are loops: opens and closes their histories and scales the learning rate."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -317,28 +342,31 @@ class LoopEvents(TrainerCallback):
         self._steps_begun += 1
         if self._steps_begun == 2 and args.should_save and args.save_strategy != "no":
             for loop in self.trainer.loops:
-                if loop not in self.trainer._own_loops:  # of the user: at the first save all steps before it were lost
+                # a user's loop; an error at the first save would lose all steps before it
+                if loop not in self.trainer._own_loops:
                     loop.require_savable()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """What builds on the last rate (``ReduceLROnPlateau``) must not find our factors in it."""
+        """Restore the scheduled rates, because ``ReduceLROnPlateau`` builds on the last rate, which must not contain
+        our factors."""
         if self._is_scaled:
             self._set_rates(1.0)
 
     def close(self) -> None:
-        for loop in self._recording:  # also one that was removed since
+        for loop in self._recording:  # including loops that were removed since
             if loop.history is not None:
                 loop.history.close()
                 loop.history = None
         self._recording.clear()
 
     def scale_rates(self) -> None:
-        """Once per step, when every loop has decided on its factor."""
+        """Apply ``rate_factor`` once per step, after every loop has decided on its factor."""
         if self._is_due:
             self._is_due, factor = False, self.trainer.rate_factor
             if factor != 1.0:
                 self._set_rates(factor)
-            # DeepSpeed's engine moves a schedule that it has been given within its step: later it is at the next rate.
+            # DeepSpeed's engine advances the schedule that it was given inside its step, so afterwards it holds the
+            # next rate.
             if factor != 1.0 or isinstance(self.trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
                 self.trainer.rate_of_step = float(self.trainer.optimizer.param_groups[0]["lr"])
 
@@ -350,20 +378,22 @@ class LoopEvents(TrainerCallback):
 
 
 def run_folder(trainer: Any) -> Path:
-    """Where a training writes: ``output_dir``, or the folder in it that a hyperparameter search has for each trial."""
-    return Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))  # which no trainer has before train()
+    """Return the folder that a training writes to: ``output_dir``, or that of a hyperparameter search trial in it."""
+    return Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))  # _trial does not exist before train()
 
 
 def opened(output_dir: Union[str, Path], name: str, step: int, begins: bool) -> History:
-    """The history file of a run that goes on after ``step``, an epoch where rows are of epochs, or ``begins``."""
+    """Open the history file of a run that ``begins``, or continues after ``step`` (an epoch, if rows are per epoch)."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     history = History(Path(output_dir) / name)
-    dropped = history.truncate_after(-1 if begins else step)  # what is measured before step 1 is measured again
+    dropped = history.truncate_after(-1 if begins else step)  # rows from before step 1 are measured again
     if dropped and begins:
         logger.warning(
-            "removed %s of %s in %s, from an earlier training: this one writes its own. To keep both, give each an "
-            "output_dir of its own", counted(dropped, "row"), name, output_dir,
+            "removed %s of %s in %s, from an earlier training, because this run writes its own; to keep both, use "
+            "a different output_dir for each", counted(dropped, "row"), name, output_dir,
         )  # fmt: skip
     elif dropped:
-        logger.info("removed %s of %s after step %d: this run writes its own", counted(dropped, "row"), name, step)
+        logger.info(
+            "removed %s of %s after step %d, because this run writes its own", counted(dropped, "row"), name, step
+        )
     return history

@@ -1,7 +1,7 @@
-"""What a loop or a trainer that somebody brings cannot mean, said when it is given, or by name where it shows later.
+"""Checks of the loops and trainer classes that a user passes in, made when they are passed in.
 
-Two loops with one file, a state without a file, a rate that is not finite, a method under a name that is taken: the
-training would go on, and what is lost would be missed later.
+Two loops with the same file, a state without a file, a learning rate that is not finite, a method that has the name of
+one of ours: training would run, and what it loses would only be noticed later.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scu_trainer")
 
-OTHERS_FILES = frozenset(
+_FILES_OF_RUNS = frozenset(
     {"config.json", "generation_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"}
     | {"trainer_state.json", "manifest.json", "run.json", "training_config.json", "scu_config.json", "scu_metrics.json"}
     | {"log_history.json"}
 )
-"""Of checkpoints and run directories, written by transformers and by the session."""
+"""Files in checkpoints and run directories that transformers and the session write."""
 
-FILES = ("state_file", "history_file")
+_FILE_ATTRIBUTES = ("state_file", "history_file")
 
 
 def require_apart(loop: Loop, others: Collection[Loop]) -> None:
-    """Raises ControlError where ``loop`` and one of ``others`` share a name or a file, or its own files cannot be."""
+    """Raise ControlError if ``loop`` shares a name or file with one of ``others``, or has an invalid hook or file."""
     if any(other is loop for other in others):
         raise ControlError(
             f"{called(loop)} was passed twice and would act twice in every step; pass it once, or create a second "
             "instance"
         )
     _require_known_hooks(loop)
-    _tell_of_near_hooks(loop)
-    for file in FILES:
+    _warn_about_similar_names(loop)
+    for file in _FILE_ATTRIBUTES:
         _require_file_name(loop, file)
     kind = type(loop)
     has_state = kind.state_dict is not Loop.state_dict
@@ -60,25 +60,27 @@ def require_apart(loop: Loop, others: Collection[Loop]) -> None:
             "checkpoints hold; add load_state_dict(self, state)"
         )
     for other in others:
-        for what in ("name", *FILES):
-            shared = getattr(loop, what)
-            if shared and shared == getattr(other, what):
+        for attribute in ("name", *_FILE_ATTRIBUTES):
+            shared = getattr(loop, attribute)
+            if shared and shared == getattr(other, attribute):
                 raise ControlError(
-                    f"{called(loop)} and {called(other)} both have {what} {shared!r}, so one would overwrite the "
-                    f"other; give one of them a different {what}"
+                    f"{called(loop)} and {called(other)} both have {attribute} {shared!r}, so one would overwrite the "
+                    f"other; give one of them a different {attribute}"
                 )
 
 
 def _require_known_hooks(loop: Loop) -> None:
     hooks = [name for name in dir(Loop) if name.startswith("on_")]
     own = [name for name in dir(loop) if name.startswith("on_") and name not in hooks]
-    found = next((name + guess for name in own if (guess := nearest(name, hooks))), None)
-    if found is not None:
-        raise ControlError(f"{called(loop)} has {found}, which nothing calls; use the name of a hook, or no on_")
+    unknown = next((name + guess for name in own if (guess := nearest(name, hooks))), None)
+    if unknown is not None:
+        raise ControlError(
+            f"{called(loop)} has {unknown}, which nothing calls; use the name of a hook, or a name without on_"
+        )
 
 
-def _tell_of_near_hooks(loop: Loop) -> None:
-    """Of a method without on_, which may be the loop's own for all that: ``before_saves``, ``scalar``."""
+def _warn_about_similar_names(loop: Loop) -> None:
+    """Warn about a method such as ``before_saves`` or ``scalar``; only warn, because the name may be intended."""
     hooks = [name for name in dir(Loop) if not name.startswith("_")]
     own = [name for name in dir(type(loop)) if name[0] != "_" and callable(getattr(type(loop), name))]
     for name in sorted(set(own) - set(hooks)):
@@ -87,12 +89,13 @@ def _tell_of_near_hooks(loop: Loop) -> None:
 
 
 def late(loop: Loop) -> ControlError:
-    """Of a loop that is given while a training goes on: its ``begin`` was not called, and its history is not open."""
+    """Return the error for a loop added during training: its ``begin`` was not called and its history is not open."""
     return ControlError(f"{called(loop)} was added during training, too late for its begin hook; add it before train()")
 
 
 def tell_of_unsaved(model: nn.Module) -> None:
-    """Of an adapter, peft saves what it has added and what modules_to_save names, whatever else is trained."""
+    """Warn about trained weights that peft does not save: it saves the adapter's own weights and those in
+    modules_to_save."""
     if not hasattr(model, "peft_config"):
         return
     from peft import PeftModel
@@ -102,30 +105,30 @@ def tell_of_unsaved(model: nn.Module) -> None:
     config = model.active_peft_config
     if config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False):
         logger.warning(
-            "peft saves the prompts that the encoder of %s gives, and not the encoder: the final model is whole, but a "
-            "run that is resumed starts with a new encoder",
+            "peft saves the prompts that the encoder of %s produces, but not the encoder itself: the final model "
+            "is complete, but a resumed run starts with a new encoder",
             config.peft_type.value,
         )
-    elif not config.is_prompt_learning and (unsaved := _unsaved(model)):
+    elif not config.is_prompt_learning and (names := _unsaved_weights(model)):
         logger.warning(
             "%d trained weights are not part of the adapter (%s, ...): peft saves them neither in checkpoints nor with "
             "the final model. Name their modules in modules_to_save of the adapter's configuration, or freeze them",
-            len(unsaved),
-            unsaved[0],
+            len(names),
+            names[0],
         )
 
 
-def _unsaved(model: PeftModel) -> list[str]:
+def _unsaved_weights(model: PeftModel) -> list[str]:
     from peft import get_peft_model_state_dict
 
     added = getattr(model.base_model, "prefix", None)
     unsaved = {
         name: p for name, p in model.named_parameters() if p.requires_grad and (added is None or added not in name)
     }
-    for embedding in (False, "auto"):  # of a vocabulary that has grown: peft asks the Hub for the one that it was
+    for embedding in (False, "auto"):  # "auto": if the vocabulary was resized; peft asks the Hub for the original size
         if not unsaved:
             break
-        with warnings.catch_warnings(action="ignore"):  # peft says them at each save
+        with warnings.catch_warnings(action="ignore"):  # peft repeats them at each save
             states = [
                 get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=embedding)
                 for adapter in model.peft_config
@@ -135,23 +138,23 @@ def _unsaved(model: PeftModel) -> list[str]:
     return list(unsaved)
 
 
-def _require_file_name(loop: Loop, kind: str) -> None:
-    name = getattr(loop, kind)
+def _require_file_name(loop: Loop, attribute: str) -> None:
+    name = getattr(loop, attribute)
     if name is None:
         return
     if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(".json"):
         raise ControlError(
-            f"{called(loop)} has {kind} {name!r}, which is not a file name ending in .json; it is written into "
-            f'the checkpoint or the run directory, so use a name without folders, such as "own_{kind[:-5]}.json"'
+            f"{called(loop)} has {attribute} {name!r}, which is not a file name ending in .json; it is written into "
+            f'the checkpoint or the run directory, so use a name without folders, such as "own_{attribute[:-5]}.json"'
         )
-    if name in OTHERS_FILES:
+    if name in _FILES_OF_RUNS:
         raise ControlError(
-            f"{called(loop)} has {kind} {name!r}, a file that a run already writes; use a different name"
+            f"{called(loop)} has {attribute} {name!r}, a file that a run already writes; use a different name"
         )
 
 
 def require_settings(*given: tuple[str, Any, type]) -> None:
-    """Raises SettingsError where an argument, of its name, value and kind, is neither None nor of that kind."""
+    """Raise SettingsError if the value of a (name, value, type) triple is neither None nor of that type."""
     for name, value, kind in given:
         if value is not None and not isinstance(value, kind):
             raise SettingsError(
@@ -159,19 +162,21 @@ def require_settings(*given: tuple[str, Any, type]) -> None:
             )
 
 
-def tell_of_unused(name: str, value: Any, user: str, used: Any, kind: type) -> None:
-    """Of the argument ``name``, where ``user``, the one that reads it, was not given. No error: None for ``user`` is
-    how a loop is switched off."""
-    if value is not None and used is None:
+def tell_of_unused(name: str, value: Any, loop_argument: str, loop_settings: Any, kind: type) -> None:
+    """Warn if the argument ``name`` is given without ``loop_argument``, the settings of the loop that reads it.
+
+    Not an error, because None for ``loop_argument`` is how a loop is switched off.
+    """
+    if value is not None and loop_settings is None:
         logger.warning(
-            "%s has no effect without %s=%s(...), which is not given: there is no such loop; give it, or drop %s",
-            name, user, kind.__name__, name,
+            "%s has no effect without %s=%s(...), which turns on the loop that reads it; pass that too, or drop %s",
+            name, loop_argument, kind.__name__, name,
         )  # fmt: skip
 
 
 def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
-    """Raises ControlError where a class below ``ours`` in the order of methods defines what would never be called, or
-    takes an argument that would never arrive."""
+    """Raise ControlError if a class between ``kind`` and the stock Trainer defines a name that ``ours`` overrides, or
+    takes a constructor argument of the same name as one of ours, which would never reach it."""
     parameters = inspect.signature(ours.__init__).parameters.values()
     arguments = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for owner in (one for one in kind.__mro__ if one not in Trainer.__mro__):
@@ -182,33 +187,35 @@ def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
 
 
 def require_own_attributes(trainer: Trainer, ours: type[Trainer]) -> None:
-    """Raises ControlError where another constructor than that of ``ours`` has set what will be overwritten."""
+    """Raise ControlError if another constructor has set an attribute that ``ours`` will overwrite."""
     private = {name for name in vars(trainer) if name.startswith("_")}
     ours_by_then = private | {"is_stock", "after_epoch"}
-    ours_by_then |= {name for name, one in vars(trainer).items() if type(one).__module__.startswith("scu_trainer.")}
+    ours_by_then |= {name for name, value in vars(trainer).items() if type(value).__module__.startswith("scu_trainer.")}
     given = vars(trainer).keys() - ours_by_then
     _require_free(f"the constructor of {type(trainer).__name__} sets", given, _reserved(ours))
 
 
 def _reserved(ours: type[Trainer]) -> set[str]:
-    """Names that ``ours`` has beyond the stock Trainer; Python itself sets some where a trainer is copied. The one left
-    out is the stock Trainer's, too, but only on its instances."""
+    """Return the names that ``ours`` adds to the stock Trainer, without dunder names (Python sets some on copies).
+
+    The name that is excluded also belongs to the stock Trainer, but only to its instances.
+    """
     names = {name for name in vars(ours) if not (hasattr(Trainer, name) or name.startswith("__"))}
     return names - {"current_gradient_accumulation_steps"}
 
 
 def _require_free(who: str, names: Collection[str], taken: Collection[str]) -> None:
-    both = sorted(set(names) & set(taken))
-    if both:
+    clashing = sorted(set(names) & set(taken))
+    if clashing:
         raise ControlError(
-            f"{who} {', '.join(both)}, which SCUTrainer uses for something else and would override; give it another "
-            "name"
+            f"{who} {', '.join(clashing)}, which SCUTrainer uses for something else and would override; give it "
+            "another name"
         )
 
 
 def rate_of(loop: Loop) -> float:
-    """``rate_factor`` as a number that logs and checkpoints take. Raises ControlError where it is none, negative or not
-    finite: it would reach the weights."""
+    """Return ``rate_factor`` as a float. Raises ControlError if it is not a number, negative or not finite, because it
+    would reach the weights."""
     try:
         rate = float(loop.rate_factor)
     except (TypeError, ValueError):
@@ -222,10 +229,10 @@ def rate_of(loop: Loop) -> float:
 
 
 def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[float]]:
-    """What ``hook`` gives, as numbers that every reporter takes; None where there is nothing to tell yet. ``row``: of
-    the logs, which they are added to.
+    """Return what ``hook`` of ``loop`` returns as numbers that every reporter accepts; None for a value not known yet.
 
-    Raises ControlError for what is not a number, and for a name that is no text or that the row has already.
+    row: the log row that they will be added to. Raises ControlError for a value that is not a number, a name that is
+    not text, and a name that the row already has.
     """
     scalars = getattr(loop, hook)()
     if not isinstance(scalars, Mapping):

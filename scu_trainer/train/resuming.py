@@ -1,4 +1,4 @@
-"""A trainer that goes on from a checkpoint: what is refused before it begins, and what is not as it was, by name."""
+"""Checks and warnings for a trainer that resumes from a checkpoint: what is refused, and what will differ."""
 
 from __future__ import annotations
 
@@ -27,61 +27,65 @@ logger = logging.getLogger("scu_trainer")
 GIVEN_BY = {
     "scu_state.json": ("regularization", "regularization=RegularizationSettings(...) (scu: true)"),
     "memory_state.json": ("memory", "memory=MemorySettings(...) (memory_control: true)"),
-    "curriculum_state.json": ("curriculum", "curriculum=CurriculumSettings(...) (curriculum: the one of before)"),
+    "curriculum_state.json": ("curriculum", "curriculum=CurriculumSettings(...) (curriculum: the same as before)"),
     "safety_state.json": ("bad_numbers", "safety=SafetySettings(...)"),
     "early_stopping.json": ("early_stopping", "safety=SafetySettings(early_stopping_patience=...)"),
     "ema.safetensors": ("weight_average", "efficiency=EfficiencySettings(ema_decay=...)"),
     "retain_state.json": ("retention", "the settings of `scu-trainer retain` that it had"),
 }
-"""Of each file of a checkpoint: the name of the loop that wrote it, and what gives a trainer that loop."""
+"""File of a checkpoint -> (name of the loop that wrote it, what to pass so that a trainer has that loop)."""
 
 
 def check_resume(checkpoint: Path, trainer: Any) -> None:
-    """Raises CheckpointError where ``trainer``, an ``SCUTrainer``, could not read ``checkpoint``, or has another
-    adapter."""
+    """Raise CheckpointError if ``trainer``, an ``SCUTrainer``, cannot read ``checkpoint`` or has another adapter."""
     check_checkpoint(checkpoint, trainer.args, trainer.resumes_weights_only)
-    if not trainer.checkpoints.facts:  # the commands compare their settings
+    if not trainer.checkpoints.facts:  # the commands compare their settings themselves
         check_adapter(checkpoint, trainer.model, tells=trainer.is_world_process_zero())
 
 
 def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None:
-    """What ``checkpoint`` does not hold of ``trainer``, an ``SCUTrainer``, or what that has otherwise now."""
-    _tell_of_fresh_reference(checkpoint, trainer)
-    _tell_of_lost_generations(checkpoint, trainer.args, steps_per_epoch)
-    _tell_of_fresh_average(checkpoint, trainer.callback_handler.callbacks)
+    """Warn about all that ``checkpoint`` does not hold for ``trainer``, an ``SCUTrainer``, or that has changed."""
+    _warn_about_fresh_reference(checkpoint, trainer)
+    _warn_about_lost_generations(checkpoint, trainer.args, steps_per_epoch)
+    _warn_about_fresh_average(checkpoint, trainer.callback_handler.callbacks)
     if trainer.is_stock and owes_evaluation(trainer.state, trainer.args):
         logger.warning(
-            "%s was saved before the evaluation at the end of its epoch, which the stock Trainer leaves out when it "
-            "resumes: its figures are missing, and dropout differs from here on. With a loop, such as "
-            "safety=SafetySettings(), it is made",
+            "%s was saved before its end-of-epoch evaluation, which the stock Trainer skips when it resumes: its "
+            "metrics will be missing and dropout will differ from here on. Turn on any loop, for example "
+            "safety=SafetySettings(), to run that evaluation",
             checkpoint,
         )
     if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
-        _tell_of_fresh_optimizer(checkpoint, trainer.is_stock)
+        _warn_about_fresh_optimizer(checkpoint, trainer.is_stock)
     if not has_optimizer(checkpoint):
         return
-    _tell_of_left_out(checkpoint, trainer.loops)
+    _warn_about_missing_loops(checkpoint, trainer.loops)
     are_rows_chosen = any(type(loop).loader is not Loop.loader for loop in trainer.loops)
-    _tell_of_other_order(checkpoint, trainer, are_rows_chosen, steps_per_epoch)
-    _tell_of_other_pass(checkpoint, trainer)
-    if not trainer.checkpoints.facts:  # the commands say it themselves
+    _warn_about_other_order(checkpoint, trainer, are_rows_chosen, steps_per_epoch)
+    _warn_about_skipped_pass(checkpoint, trainer)
+    if not trainer.checkpoints.facts:  # the commands report changes themselves
         is_stream = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
         tell_of_changes(checkpoint, trainer.args, are_rows_chosen, is_stream)
 
 
 def place_in_stream(checkpoint: Path, accumulated: int) -> tuple[int, int]:
-    """(passes that are done, batches of the next one that are) of data without a length: the stock Trainer takes all
-    passes for one, and skips more batches than that has. ``accumulated``: batches per step, where the checkpoint does
-    not tell."""
+    """Return (completed passes, completed batches of the next pass) for training data without a length.
+
+    The stock Trainer takes all passes for one epoch, and would skip more batches than a pass has. ``accumulated``:
+    batches per step, used if the checkpoint does not record them.
+    """
     state = read_json(checkpoint / STATE)
     passes, part = divmod(state["epoch"], 1)
-    was = facts_of(checkpoint).get("configuration", {}).get("gradient_accumulation_steps", accumulated)
-    return int(passes), round(part * state["max_steps"] * was)
+    accumulated_before = facts_of(checkpoint).get("configuration", {}).get("gradient_accumulation_steps", accumulated)
+    return int(passes), round(part * state["max_steps"] * accumulated_before)
 
 
 def owes_evaluation(state: Any, args: Any) -> bool:
-    """Whether the run resumes from the end of an epoch that was saved before it was evaluated, which the stock Trainer
-    then leaves out: its row and best model are missing, and later steps draw other random numbers."""
+    """Return whether the run resumes from the end of an epoch that was saved before it was evaluated.
+
+    The stock Trainer skips that evaluation: its log row and best model are missing, and later steps draw other random
+    numbers.
+    """
     is_due = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
     is_end = state.epoch % 1 == 0 or state.global_step >= state.max_steps
     rows = (row for row in state.log_history if row["step"] == state.global_step)
@@ -89,90 +93,94 @@ def owes_evaluation(state: Any, args: Any) -> bool:
 
 
 def tell_of_no_step(trainer: Any) -> None:
-    """Of a run that is resumed where it ended: whoever resumes it expects steps, and the stock Trainer may add one."""
-    state, ended = trainer.state, next((loop for loop in trainer.loops if loop.is_over), None)
+    """Warn when a run is resumed at its last step, because the user expects training to continue."""
+    state, ending_loop = trainer.state, next((loop for loop in trainer.loops if loop.is_over), None)
     why = "which was its last; to train on, raise max_steps or num_train_epochs"
-    if state.global_step < state.max_steps and ended is not None:
-        why = f"where {called(ended)} had ended it; to train on, resume without that loop"
+    if state.global_step < state.max_steps and ending_loop is not None:
+        why = f"where {called(ending_loop)} had ended it; to train on, resume without that loop"
     logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
 
 
 def tell_of_loader(loader: Any, skips: bool, is_stock: bool) -> None:
-    """What a run that resumes does not get from ``loader`` as before. ``skips``: it resumes within an epoch.
-    ``is_stock``: every loop is off, so no row is read that the stock Trainer does not read."""
+    """Warn about what a resumed run does not get from ``loader`` as an uninterrupted run would.
+
+    skips: the run resumes within an epoch. is_stock: every loop is off, so no row is read that the stock Trainer would
+    not read.
+    """
     if skips:
-        _tell_of_other_loader(loader)
+        _warn_about_replaced_loader(loader)
     persists = getattr(loader, "persistent_workers", False)
     if not is_stock and (skips or persists):
-        _tell_of_draws(loader)
+        _warn_about_random_rows(loader)
     if persists:
         logger.warning(
-            "dataloader_persistent_workers: the workers start again, and take a random number of the process for it, "
-            "which in an uninterrupted run they do not: dropout, and what workers draw, may differ from here on. To "
-            "resume exactly, train with dataloader_persistent_workers: false"
+            "dataloader_persistent_workers: the workers start again and draw a random number of the process for "
+            "it, which does not happen in an uninterrupted run: dropout, and what the workers draw, may differ "
+            "from here on. To resume exactly, train with dataloader_persistent_workers: false"
         )
 
 
-def _tell_of_other_loader(loader: Any) -> None:
-    """Accelerate skips what was trained by making a plain DataLoader from the dataset and batch sampler of ``loader``,
-    whatever that does beyond."""
+def _warn_about_replaced_loader(loader: Any) -> None:
+    """Warn if ``loader`` is a custom class: to skip batches that were trained on, accelerate replaces it by a plain
+    DataLoader with the same dataset and batch sampler."""
     owner = next((kind for kind in type(loader).__mro__ if "__iter__" in vars(kind)), type(loader))
     if not comes_from(owner, "torch", "accelerate", "scu_trainer"):
         logger.warning(
-            "the run resumes within an epoch, for which accelerate replaces %s by a plain DataLoader that skips what "
-            "was trained: until this epoch ends its batches are not those that %s gives, and if they are fewer the run "
-            "may end before its last step. To continue exactly, resume from a checkpoint at the end of an epoch "
-            "(save_strategy: epoch)",
+            "the run resumes within an epoch, so accelerate replaces %s by a plain DataLoader that skips the "
+            "batches already trained on: until this epoch ends, its batches are not those of %s, and if they are "
+            "fewer, the run may end before its last step. To continue exactly, resume from a checkpoint at the end "
+            "of an epoch (save_strategy: epoch)",
             *[type(loader).__name__] * 2,
         )
 
 
-def _tell_of_draws(loader: Any) -> None:
-    """Random numbers that were drawn for rows, and that no checkpoint holds."""
-    rows, draw = getattr(loader, "dataset", None), False
+def _warn_about_random_rows(loader: Any) -> None:
+    """Warn if reading rows draws random numbers, because no checkpoint holds those that the loader had drawn."""
+    rows, is_random = getattr(loader, "dataset", None), False
     if isinstance(rows, Numbered) or isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows):
         return
     try:
-        draw = draws(rows, loader.collate_fn)
-    except Exception as error:  # of somebody's code: the training reads rows as well, and raises what is to be raised
-        logger.debug("whether rows draw at random cannot be told: %r", error)
-    if draw:
+        is_random = draws(rows, loader.collate_fn)
+    except Exception as error:  # user code failed; training reads the same rows and will raise this error if it matters
+        logger.debug("could not find out whether rows draw random numbers: %r", error)
+    if is_random:
         logger.warning(
-            "the dataset or its collator draws at random (masks, augmentation), and checkpoints do not hold what the "
-            "loader had drawn: until this epoch ends, and with dataloader_persistent_workers after it, rows are drawn "
-            "otherwise than in an uninterrupted run. With curriculum=CurriculumSettings('none') they depend on seed, "
-            "epoch and batch alone, and a run resumes exactly"
+            "the dataset or its collator draws at random (masks, augmentation), and checkpoints do not hold what "
+            "the loader had drawn: until this epoch ends (and with dataloader_persistent_workers also after it), "
+            "rows differ from those of an uninterrupted run. With curriculum=CurriculumSettings('none') they "
+            "depend only on seed, epoch and batch, and a run resumes exactly"
         )
 
 
-def _tell_of_left_out(checkpoint: Path, loops: Collection[Loop]) -> None:
-    """A trainer that has no loop for a state in ``checkpoint`` continues without it, which no figure shows."""
+def _warn_about_missing_loops(checkpoint: Path, loops: Collection[Loop]) -> None:
+    """Warn if ``checkpoint`` holds the state of a loop that this trainer does not have: no metric would show it."""
     classes = read_manifest(checkpoint).get("loops")
     present = {loop.name for loop in loops} | {loop.state_file for loop in loops}
     for file, kind in (dict.fromkeys(GIVEN_BY) | (classes if isinstance(classes, dict) else {})).items():
-        name, way = GIVEN_BY.get(file, (file, f"callbacks=[{kind}(...)]"))
+        name, remedy = GIVEN_BY.get(file, (file, f"callbacks=[{kind}(...)]"))
         if name not in present and (checkpoint / file).is_file():
             logger.warning(
                 "%s holds %s, the state of a loop (%s) that this trainer does not have: the run continues without the "
                 "loop, and the checkpoints from here on do not hold its state. To keep it, resume from %s with %s",
-                checkpoint, file, kind or name, checkpoint.name, way,
+                checkpoint, file, kind or name, checkpoint.name, remedy,
             )  # fmt: skip
 
 
-def _tell_of_fresh_optimizer(checkpoint: Path, is_stock: bool) -> None:
-    """The stock Trainer reads optimizer and schedule both or, without a word, neither. With ``weights_only`` the
-    schedule is made to ``catch_up``."""
+def _warn_about_fresh_optimizer(checkpoint: Path, is_stock: bool) -> None:
+    """Warn if optimizer or schedule are missing: the stock Trainer reads both or, silently, neither.
+
+    With ``weights_only``, ``catch_up`` advances the schedule.
+    """
     missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
     if missing:
         names = " and no ".join(missing)
-        goes_on = "optimizer starts over, and its schedule continues from this step"
-        over = "optimizer and its schedule start over" if is_stock or has_optimizer(checkpoint) else goes_on
-        logger.warning("%s holds no %s: the %s", checkpoint, names, over)
+        continues = "optimizer starts over, and its schedule continues from this step"
+        consequence = "optimizer and its schedule start over" if is_stock or has_optimizer(checkpoint) else continues
+        logger.warning("%s holds no %s: the %s", checkpoint, names, consequence)
 
 
-def _tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
-    """TRL moves a reference model (DPO, GRPO, ...) or a teacher (SDFT, SDPO) after the trained one, and saves it
-    nowhere."""
+def _warn_about_fresh_reference(checkpoint: Path, trainer: Any) -> None:
+    """Warn if TRL updates a reference model (DPO, GRPO, ...) or teacher (SDFT, SDPO) in training: it never saves it."""
     args = trainer.args
     if getattr(args, "sync_ref_model", False):
         name, what, setting, steps = "ref_model", "reference model", "sync_ref_model", args.ref_model_sync_steps
@@ -180,56 +188,57 @@ def _tell_of_fresh_reference(checkpoint: Path, trainer: Any) -> None:
         name, what, setting, steps = "teacher_model", "teacher", "teacher_model_kind: ema", args.teacher_sync_steps
     else:
         return
-    moved = getattr(trainer, name, None)
-    if moved is None or step_inside(checkpoint) < steps:
+    followed = getattr(trainer, name, None)
+    if followed is None or step_inside(checkpoint) < steps:
         return
     advice = (
         f". To continue exactly, save trainer.{name}.state_dict() with each checkpoint (in on_save of a callback), "
-        f"and give it to trainer.{name}.load_state_dict before you call train"
+        f"and pass it to trainer.{name}.load_state_dict before you call train"
     )
     logger.warning(
-        "%s does not hold the %s, which had followed the trained one (%s): it starts over from the one that this "
-        "trainer began with, so the result is not that of an uninterrupted run%s",
+        "%s does not hold the %s, which had followed the trained model (%s): it starts over from the one that this "
+        "trainer began with, so the result differs from that of an uninterrupted run%s",
         checkpoint,
         what,
         setting,
-        "" if moved is trainer.model else advice,  # an adapter beside the trained one, whose copies a callback holds
+        "" if followed is trainer.model else advice,  # then it is a second adapter, which a callback updates
     )
 
 
-def _tell_of_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int) -> None:
-    """TRL generates for several steps at once, and saves nowhere what is still to be trained on."""
+def _warn_about_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: int) -> None:
+    """Warn about lost generations: TRL generates for several steps at once, and never saves those still to be used."""
     generates_for = getattr(args, "steps_per_generation", None)
     if generates_for is None:
         return
     batches, accumulated = generates_for * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
     if step_inside(checkpoint) % steps_per_epoch * accumulated % batches:
         logger.warning(
-            "%s does not hold what had been generated for this step and the next ones: it is generated again, so "
-            "the result is not that of an uninterrupted run. To continue exactly, resume from a checkpoint whose step "
-            "is a multiple of %d, which is how many steps one generation takes (set save_steps to such a number)",
+            "%s does not hold the generations for this step and the next ones: they are generated again, so the "
+            "result differs from that of an uninterrupted run. To continue exactly, resume from a checkpoint whose "
+            "step is a multiple of %d, the number of steps that one generation serves (set save_steps to such a "
+            "number)",
             checkpoint,
             math.lcm(batches, accumulated) // accumulated,
         )
 
 
-def _tell_of_other_pass(checkpoint: Path, trainer: Any) -> None:
-    """Of a stream that the stock Trainer does not find its place in."""
+def _warn_about_skipped_pass(checkpoint: Path, trainer: Any) -> None:
+    """Warn if the stock Trainer cannot find its place in a stream."""
     if trainer.args.ignore_data_skip or has_length(trainer.train_dataset) or not trainer.is_stock:
         return
     passes, _ = place_in_stream(checkpoint, 1)
     if passes:
         logger.warning(
-            "the data have no length, and this run is in pass %d over them: the stock Trainer skips as many batches as "
-            "were trained on, which is more than a pass has, and continues from the start of the next one, so the "
-            "result is not that of an uninterrupted run. With a loop, such as safety=SafetySettings(), it continues "
-            "within the pass",
+            "the data have no length, and this run is in pass %d over them: the stock Trainer skips as many "
+            "batches as were trained on, which is more than a pass has, and continues from the start of the next "
+            "pass, so the result differs from that of an uninterrupted run. Turn on any loop, for example "
+            "safety=SafetySettings(), to continue within the pass",
             passes + 1,
         )
 
 
-def _tell_of_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: bool, steps_per_epoch: int) -> None:
-    """Of samplers that draw the order of an epoch from the generators of the process."""
+def _warn_about_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: bool, steps_per_epoch: int) -> None:
+    """Warn if the sampler draws the order of an epoch from random states that are not restored."""
     args = trainer.args
     is_seedable = args.accelerator_config.use_seedable_sampler
     if args.train_sampling_strategy == "group_by_length":
@@ -238,40 +247,41 @@ def _tell_of_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: bool, 
         setting = "accelerator_config use_seedable_sampler: false"
     else:
         return
-    has_own = not is_seedable and args.world_size > 1  # accelerate gives the sampler a generator
+    has_own = not is_seedable and args.world_size > 1  # accelerate gives the sampler its own generator
     is_kept = not trainer.is_stock and not has_own and (checkpoint / EPOCH_START).is_dir()
     if is_kept or are_rows_chosen or args.ignore_data_skip or not has_length(trainer.train_dataset):
         return
-    way = "Where a loop is on, such as safety=SafetySettings(), checkpoints hold them"
+    remedy = "Turn on any loop, for example safety=SafetySettings(), to save it in checkpoints"
     if has_own:
-        way = "With several processes only accelerator_config use_seedable_sampler: true keeps the order"
+        remedy = "With several processes only accelerator_config use_seedable_sampler: true keeps the order"
     step = step_inside(checkpoint)
-    if step > steps_per_epoch and step % steps_per_epoch:  # the first epoch begins as before, with the seed
+    if step > steps_per_epoch and step % steps_per_epoch:  # the first epoch draws its order from the seed
         logger.warning(
             "%s: the rows of this epoch come in another order than before, so some are seen twice or not at all, "
-            "because the random numbers that it began with are not put back. %s",
+            "because the random state that the epoch began with is not restored. %s",
             setting,
-            way,
+            remedy,
         )
 
 
-def _tell_of_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> None:
-    """TRL's ``BEMACallback`` keeps its average, and the weights that it began with, and saves neither."""
+def _warn_about_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> None:
+    """Warn about TRL's ``BEMACallback``, which saves neither its average nor the weights that it began with."""
     for callback in callbacks:
         if not any(kind.__name__ == "BEMACallback" for kind in type(callback).__mro__):  # without importing TRL
             continue
         if step_inside(checkpoint) > callback.update_after:
             logger.warning(
-                "%s does not hold the average of the weights that %s keeps: it starts over from the weights of this "
-                "checkpoint, so the averaged model is not that of an uninterrupted run",
+                "%s does not hold the weight average of %s: it starts over from the weights of this checkpoint, so "
+                "the averaged model differs from that of an uninterrupted run",
                 checkpoint, type(callback).__name__,
             )  # fmt: skip
 
 
 def catch_up(scheduler: Any, checkpoint: Path) -> None:
-    """A schedule whose state was not saved goes to where the checkpoint is."""
+    """Advance a schedule without a saved state to the step of the checkpoint."""
     steps = step_inside(checkpoint)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # no weight was stepped yet
+        # the optimizer has taken no step yet
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         for _ in range(steps):
             scheduler.step()

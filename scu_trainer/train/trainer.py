@@ -1,12 +1,12 @@
 """The training step. START HERE.
 
-``SCUTrainer`` is the stock ``transformers.Trainer`` with feedback loops attached, and a mixin over any subclass of it
-(``with_loops``). It adapts and computes nothing itself: what a loop is, and when it is called, is in ``loop.py``; the
-loops that this package brings are in ``loops/``, one file each; how a step is computed is in ``engine.py``; their
-arithmetic is in ``control/``.
+``SCUTrainer`` is the stock ``transformers.Trainer`` with feedback loops attached, written as a mixin over any subclass
+of it (``with_loops``). It calls the loops and computes nothing itself: ``loop.py`` defines what a loop is and when it
+is called, ``loops/`` holds the loops of this package (one file each), ``engine.py`` computes a step, and ``control/``
+holds the arithmetic of the loops.
 
-With no loop every method here is the stock one (``is_stock``), bit for bit and errors included, but for checkpoints
-that are whole or absent, and a Hub token that is never pickled.
+Without loops every method here is the stock one (``is_stock``), bit for bit and including its errors, with two
+exceptions: checkpoints are complete or absent, and a Hub token is never pickled.
 """
 
 from __future__ import annotations
@@ -71,28 +71,28 @@ from scu_trainer.train.step.recovery.snapshot import replaced
 
 
 class SCUTrainer(Trainer):
-    """``transformers.Trainer`` with feedback loops on the strength of regularization, on memory and on the data.
+    """``transformers.Trainer`` with feedback loops for regularization, memory and data.
 
-    Takes everything that the stock Trainer takes, loops of one's own among the ``callbacks``, and
+    Takes everything that the stock Trainer takes (custom loops go into ``callbacks``), and
 
-    - regularization: ``RegularizationSettings``, or None for no regularization loop. Without ``target_s`` S is measured
-      and nothing is steered.
+    - regularization: ``RegularizationSettings``, or None for no regularization loop. Without ``target_s`` the loop
+      measures S and steers nothing.
     - regularization_tokens: N of ParamBPT, the supervised tokens of one pass over the training data. None: estimated
       from the first optimizer step. ``RegularizationSettings.tokens`` overrides both.
-    - model: also any ``nn.Module`` whose forward returns its loss: alone, first in a tuple, or as ``["loss"]``. A
-      ``compute_loss`` of a class below, or a ``compute_loss_func``, gets what it returns.
+    - model: also any ``nn.Module`` whose forward returns its loss: as a bare tensor, first in a tuple, or as
+      ``["loss"]``. ``compute_loss`` of a subclass, or ``compute_loss_func``, receives what the model returns.
     - memory: ``MemorySettings``, or None for the stock order of operations without recovery.
-    - memory_gauge: where used memory is read; None: the device's own.
-    - curriculum: ``CurriculumSettings``, or None for the stock order of samples without their losses.
-    - efficiency: ``EfficiencySettings``, or None: averages of the weights, layout, schedules in steps, throughput.
-    - safety: ``SafetySettings``, or None: steps without a finite loss or gradient are skipped, a diverging loss is
-      reported.
+    - memory_gauge: reads the memory in use; None: the gauge of the device.
+    - curriculum: ``CurriculumSettings``, or None for the stock order of samples, without their losses.
+    - efficiency: ``EfficiencySettings`` (weight averages, layout, schedules in steps, throughput), or None.
+    - safety: ``SafetySettings``, or None. With it, steps without a finite loss or gradient are skipped and a diverging
+      loss is reported.
 
-    Raises SettingsError where one of these settings is of another kind, ControlError where lambda is to act and could
-    not reach the trained weights (FSDP, ZeRO-3, float16 weights).
+    Raises SettingsError if one of these settings has the wrong type, ControlError if lambda should act but cannot reach
+    the trained weights (FSDP, ZeRO-3, float16 weights).
     """
 
-    # The stock constructor calls methods of this class before there is any of them.
+    # The stock constructor calls methods of this class before __init__ below has set these attributes.
     is_stock = True
     _is_made = False
     regularizer = micro_batches = prediction = curriculum = nonfinite_guard = loss_path = None
@@ -109,13 +109,13 @@ class SCUTrainer(Trainer):
     _is_training = _rests = False
     _epoch_began: Optional[States] = None
     step_is_taken_back = False
-    """Whether a loop has vetoed the step that is going on."""
+    """Whether a loop has vetoed the current step."""
     rate_of_step: Optional[float] = None
-    """The learning rate that the step takes, where the schedule does not tell it afterwards."""
+    """The learning rate of the current step, if the schedule no longer holds it after the step."""
     task_loss: Optional[torch.Tensor] = None
-    """Of the accumulation batch that ``on_loss`` is about, without what loops add to it."""
+    """The task's own loss in the accumulation batch of the current ``on_loss``, without what loops add to it."""
     difficulty = property(difficulty_of)
-    # For a training_step before train(), where the stock Trainer has none yet.
+    # For calls of training_step before train(): the stock Trainer sets it in train().
     current_gradient_accumulation_steps = 1
 
     def __init__(
@@ -141,24 +141,24 @@ class SCUTrainer(Trainer):
         tell_of_unused(
             "regularization_tokens", regularization_tokens, "regularization", regularization, RegularizationSettings
         )
-        # With nothing on, every method below is the stock one.
+        # With every loop off, every method below is the stock one.
         self.is_stock = (regularization, memory, curriculum, efficiency, safety) == (None,) * 5
         self.engine = StockEngine(self)
         super().__init__(*args, **kwargs)
         require_own_attributes(self, SCUTrainer)
-        self.args.hub_token = secret(self.args.hub_token)  # each checkpoint holds a pickled copy of the arguments
+        self.args.hub_token = secret(self.args.hub_token)  # each checkpoint contains a pickled copy of the arguments
         adopt(self)
         self._is_made = True
-        given = self.loops
+        given_loops = self.loops
         efficiency = efficiency or EfficiencySettings()
         self._own_loops = tuple(
             make_loops(
                 self, regularization, regularization_tokens, memory, memory_gauge, curriculum, efficiency, safety
             )
         )
-        for loop in given:  # they come back behind ours
+        for loop in given_loops:  # add them again after our own
             self.callback_handler.callbacks.remove(loop)
-        for loop in (*self._own_loops, *given):
+        for loop in (*self._own_loops, *given_loops):
             self.add_callback(loop)
         self.resumes_weights_only = safety is not None and safety.weights_only
         self.checkpoints = CheckpointWriter(self)
@@ -168,24 +168,24 @@ class SCUTrainer(Trainer):
 
     @property
     def loops(self) -> list[Loop]:
-        """In the order in which they are called."""
+        """All loops of this trainer, in the order in which they are called."""
         callbacks, known = self.callback_handler.callbacks, self._known_callbacks
-        if len(callbacks) != len(known) or not all(map(operator.is_, callbacks, known)):  # asked for at every turn
+        if len(callbacks) != len(known) or not all(map(operator.is_, callbacks, known)):  # read many times per step
             self._known_callbacks = tuple(callbacks)
             self._loops = [callback for callback in callbacks if isinstance(callback, Loop)]
         return list(self._loops)
 
     def loop(self, name: str) -> Optional[Loop]:
-        """The loop of this name; None where it is off."""
+        """Return the loop with this name, or None if it is off."""
         return next((loop for loop in self.loops if loop.name == name), None)
 
     def add_callback(self, callback: Union[TrainerCallback, type[TrainerCallback]]) -> None:
         super().add_callback(callback)
         newest = self.callback_handler.callbacks[-1]
         if isinstance(newest, Loop) and self._is_made:
-            self._take(newest)
+            self._attach_loop(newest)
 
-    def _take(self, loop: Loop) -> None:
+    def _attach_loop(self, loop: Loop) -> None:
         callbacks = self.callback_handler.callbacks
         try:
             require_apart(loop, [other for other in callbacks[:-1] if isinstance(other, Loop)])
@@ -197,7 +197,7 @@ class SCUTrainer(Trainer):
         self.is_stock = False
         if self._events is None:
             self._events = LoopEvents(self)
-            self.callback_handler.callbacks.insert(0, self._events)  # before those of the user
+            self.callback_handler.callbacks.insert(0, self._events)  # before the user's callbacks
         if loop.is_first:
             self.callback_handler.callbacks.remove(loop)
             self.callback_handler.callbacks.insert(1, loop)
@@ -205,7 +205,7 @@ class SCUTrainer(Trainer):
 
     @property
     def rate_factor(self) -> float:
-        """What loops multiply the scheduled learning rate by in this step."""
+        """The product of the ``rate_factor`` of all loops: this step multiplies the scheduled learning rate by it."""
         factor = 1.0
         for loop in self.loops:
             own = loop.rate_factor
@@ -219,7 +219,7 @@ class SCUTrainer(Trainer):
 
     @functools.wraps(Trainer.train)
     def train(self, *args, **kwargs):
-        given = _named(Trainer.train, args, kwargs)
+        given = _arguments_by_name(Trainer.train, args, kwargs)
         if given.get("resume_from_checkpoint"):
             takes_weights_only = self.resumes_weights_only or self.is_stock
             given["resume_from_checkpoint"] = selected_checkpoint(
@@ -230,42 +230,44 @@ class SCUTrainer(Trainer):
             )
             if not self.is_stock:
                 check_resume(Path(str(given["resume_from_checkpoint"])), self)
-        self._begin()
-        self._is_training, loops = True, self.loops  # also those that are removed on the way end
+        self._reset_for_training()
+        self._is_training, loops = True, self.loops  # loops that are removed during training get their end() too
         try:
             with self.engine.doing(lambda: f"step {self.state.global_step + 1} of training"):
                 return super().train(**given)
         finally:
             self._is_training = False
-            with contextlib.ExitStack() as ends:  # each is called, also where one raises
+            with contextlib.ExitStack() as ends:  # call every end(), even if one of them raises
                 if self._events is not None:
                     ends.callback(self._events.close)
                 for loop in reversed(loops):
                     ends.callback(loop.end)
 
     def epochs(self, **arguments: Any) -> Iterator[dict[str, float]]:
-        """``train(**arguments)``, epoch by epoch: ``for metrics in trainer.epochs(): ...``
+        """Run ``train(**arguments)`` epoch by epoch: ``for metrics in trainer.epochs(): ...``
 
-        metrics: ``epoch`` and ``step`` that are done, ``train_loss`` (mean over the epoch's steps), and the figures
-        ``eval_...`` of the epoch's last evaluation. Leaving the loop ends the training as a callback would. Raises
-        ControlError while another ``epochs`` of this trainer goes on, and whatever ``train`` raises.
+        Yields after each epoch a dict with ``epoch`` and ``step`` (completed so far), ``train_loss`` (mean over the
+        steps of the epoch) and the ``eval_...`` metrics of the last evaluation in the epoch. Leaving the ``for`` loop
+        ends the training as a callback would. Raises ControlError while another ``epochs`` of this trainer is running,
+        and whatever ``train`` raises.
         """
         return epochs(self, **arguments)
 
     def save(self, path: Union[str, Path]) -> None:
-        """A checkpoint in the new folder ``path``: weights, optimizer, loops, random numbers, whole or not at all.
+        """Write a checkpoint to the new folder ``path``: weights, optimizer, loops and random states.
 
-        ``train(resume_from_checkpoint=path)`` goes on from it. It is none of those that ``save_total_limit`` counts.
-        Every rank calls it, between steps or after training. Raises ControlError before the first training,
-        StorageError where ``path`` is there already or cannot be written.
+        The folder is complete or absent. ``train(resume_from_checkpoint=path)`` resumes from it. ``save_total_limit``
+        does not count it. Every rank must call this, between steps or after training. Raises ControlError before the
+        first training, StorageError if ``path`` already exists or cannot be written.
         """
         if self.optimizer is None or self.state.global_step == 0:
             raise ControlError("there is no training to save yet: call train() or epochs() first, or save_model(path)")
         self.before_save()
         self.checkpoints.save_as(Path(path), functools.partial(super()._save_checkpoint, self.model_wrapped, None))
 
-    def _begin(self) -> None:
-        """What an earlier ``train`` of this trainer has counted, and found out about its model, is not of this one."""
+    def _reset_for_training(self) -> None:
+        """Reset everything that an earlier call of ``train`` counted or learned about the model. Raises ControlError if
+        one of the trainer's own loops was removed."""
         missing = [type(one).__name__ for one in self._own_loops if one not in self.loops]
         if missing:
             raise ControlError(
@@ -277,13 +279,13 @@ class SCUTrainer(Trainer):
             if self.is_world_process_zero() and not is_sharded(self):
                 tell_of_unsaved(self.model)
         for loop in self.loops:
-            loop.trainer = self  # as around evaluations; for all of this training
+            loop.trainer = self  # as _owning_loops does around evaluations, but for the whole training
             loop.begin()
         self.loss_path = self.new_loss_path()
         self._flops_per_entry = None
 
     def get_train_dataloader(self):
-        chosen = _first(loop.loader() for loop in self.loops)
+        chosen = _first_not_none(loop.loader() for loop in self.loops)
         return super().get_train_dataloader() if chosen is None else chosen
 
     def _get_dataloader(self, *args, **kwargs):
@@ -292,7 +294,7 @@ class SCUTrainer(Trainer):
 
     def _wrap_model(self, model, *args, **kwargs):
         if not self.is_stock:
-            keep_as_loaded(model)  # also where no evaluation is asked for: the loops compute losses without a gradient
+            keep_as_loaded(model)  # also without evaluations, because the loops compute losses without a gradient
         return super()._wrap_model(model, *args, **kwargs)
 
     def set_initial_training_values(self, args, dataloader):
@@ -304,14 +306,14 @@ class SCUTrainer(Trainer):
 
     @functools.wraps(Trainer.create_scheduler)
     def create_scheduler(self, *args, **kwargs):
-        given = _named(Trainer.create_scheduler, args, kwargs)
+        given = _arguments_by_name(Trainer.create_scheduler, args, kwargs)
         if self.lr_scheduler is None:
             optimizer = self.optimizer if given.get("optimizer") is None else given["optimizer"]
             zero = getattr(optimizer, "optimizer", None)
             if hasattr(zero, "optimizer") and not hasattr(zero, "defaults"):
-                zero.defaults = zero.optimizer.defaults  # of DeepSpeed: the polynomial schedule reads its rate there
-            about = optimizer, given["num_training_steps"], self._steps_per_epoch
-            self.lr_scheduler = _first(loop.scheduler(*about) for loop in self.loops)
+                zero.defaults = zero.optimizer.defaults  # for DeepSpeed, where the polynomial schedule reads its rate
+            arguments = optimizer, given["num_training_steps"], self._steps_per_epoch
+            self.lr_scheduler = _first_not_none(loop.scheduler(*arguments) for loop in self.loops)
             self._created_lr_scheduler = self.lr_scheduler is not None
         return super().create_scheduler(**given)
 
@@ -324,23 +326,24 @@ class SCUTrainer(Trainer):
     def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
         arguments = (max_steps, steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
         position = super()._init_training_state(*arguments)
-        is_stream = num_train_epochs == sys.maxsize  # what the stock Trainer takes data without a length for
+        is_stream = num_train_epochs == sys.maxsize  # the value that the stock Trainer uses for data without a length
         if resume_from_checkpoint is not None and is_stream and not self.is_stock and not self.args.ignore_data_skip:
             position = place_in_stream(Path(resume_from_checkpoint), self.args.gradient_accumulation_steps)
         for loop in self.loops if resume_from_checkpoint is not None else ():
-            found = loop.resume_position(resume_from_checkpoint, position)
-            position = returned(loop, "resume_position", found)
+            new_position = loop.resume_position(resume_from_checkpoint, position)
+            position = returned(loop, "resume_position", new_position)
         if resume_from_checkpoint is not None and not self.is_stock and self.is_over and self.is_world_process_zero():
             tell_of_no_step(self)
         return position
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no step left."""
+        """Whether no step is left to train."""
         return self.state.global_step >= self.state.max_steps or any(loop.is_over for loop in self.loops)
 
     def _run_epoch(self, **kwargs):
-        if self.is_over and not self.is_stock:  # killed after its last step: the stock loop would add one more
+        # the run was killed after its last step; the stock loop would add another one
+        if self.is_over and not self.is_stock:
             self.control.should_training_stop = True
             return None
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
@@ -350,7 +353,7 @@ class SCUTrainer(Trainer):
             self._end_epoch(kwargs["model"], kwargs["trial"], kwargs["start_time"], kwargs["ignore_keys_for_eval"])
             if self.control.should_training_stop:
                 return None
-            kwargs["resume_from_checkpoint"] = None  # whose random numbers the evaluation has drawn from
+            kwargs["resume_from_checkpoint"] = None  # already loaded above, and the evaluation has drawn from it since
         skipped = kwargs["steps_trained_in_current_epoch"] if is_resumed else 0
         for loop in self.loops:
             kwargs |= loop.begin_epoch(kwargs["epoch"], skipped) or {}
@@ -360,14 +363,15 @@ class SCUTrainer(Trainer):
             tell_of_loader(kwargs["train_dataloader"], skips, self.is_stock)
         if not self.is_stock:
             checkpoint = kwargs["resume_from_checkpoint"] if is_resumed else None
-            if checkpoint is not None and (skips or position == 0):  # the order first; all else follows
+            # first, because the order of the rows depends on it
+            if checkpoint is not None and (skips or position == 0):
                 self._load_rng_state(str(Path(checkpoint, EPOCH_START) if skips else checkpoint))
             self._epoch_began = states()
         run = functools.partial(super()._run_epoch, **kwargs)
         return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
 
     def _end_epoch(self, model, trial, start_time, ignore_keys=None) -> None:
-        """Of an epoch whose last step was saved before it was evaluated."""
+        """Log, save and evaluate for an epoch that was saved after its last step but before its evaluation."""
         self.control = DefaultFlowCallback().on_epoch_end(self.args, self.state, self.control)
         self._maybe_log_save_evaluate(self._tr_loss, None, model, trial, self.state.epoch, ignore_keys, start_time)
 
@@ -375,8 +379,8 @@ class SCUTrainer(Trainer):
         is_resumed_at_end = self.state.global_step == self._initial_global_step > 0 and not self.is_stock
         if is_resumed_at_end and owes_evaluation(self.state, self.args):
             self._end_epoch(self.model_wrapped, trial, start_time)
-        rows = _first(loop.rows_trained for loop in self.loops)
-        if rows is not None:  # the stock loop takes the share of its own plan that the steps make
+        rows = _first_not_none(loop.rows_trained for loop in self.loops)
+        if rows is not None:  # the stock loop multiplies this number by the same share
             share = (self.state.global_step - self._initial_global_step) / max(self.state.max_steps, 1)
             num_train_samples = rows / share if share else 0
         return super()._finalize_training(trial, num_train_samples, start_time)
@@ -392,7 +396,7 @@ class SCUTrainer(Trainer):
         return batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        if not self._is_training:  # there is no training whose loops could act: the stock step
+        if not self._is_training:  # called outside of train(), so no loop acts: run the stock step
             with replaced(self, "_rests", True):
                 return super().training_step(model, inputs, num_items_in_batch)
         loops = self.loops
@@ -411,18 +415,20 @@ class SCUTrainer(Trainer):
         for loop in loops:
             loop.on_loss(loss, num_items_in_batch)
         if self.accelerator.sync_gradients and loops:
-            scale = self._loss_scale()  # once: it waits for the device
+            scale = self._loss_scale()  # read once, because it waits for the device
             for loop in loops:
                 loop.on_gradients(scale)
         return loss
 
     def stock_training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        """Forward and backward of one micro-batch, as ``transformers.Trainer`` does them for a batch. Returns its loss;
-        where a loop adds to it, shape (2,): with the task's own beside it."""
+        """Run forward and backward of one micro-batch as ``transformers.Trainer`` does for a batch; return its loss.
+
+        If a loop adds to the loss, the result has shape (2,): the full loss and the task's own loss.
+        """
         loss = super().training_step(model, inputs, num_items_in_batch)
-        task_loss = _first(loop.task_loss(loss) for loop in self.loops)
-        # A copy, because losses are kept while further batches run: a CUDA graph (torch_compile_mode: reduce-overhead)
-        # writes the loss of each to the place of the one before.
+        task_loss = _first_not_none(loop.task_loss(loss) for loop in self.loops)
+        # Clone, because losses are kept while further batches run, and a CUDA graph (torch_compile_mode:
+        # reduce-overhead) overwrites the loss of the previous batch in place.
         return loss.clone() if task_loss is None else torch.stack([loss, task_loss])
 
     def _loss_scale(self) -> float:
@@ -440,7 +446,7 @@ class SCUTrainer(Trainer):
         return path.loss(model, inputs, num_items_in_batch)
 
     def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        """Also of a plain module that returns its loss alone; the stock method looks for it inside of something."""
+        """Compute the loss as the stock Trainer does; a plain module may also return a bare loss tensor."""
         for loop in self.loops:
             inputs = returned(loop, "on_forward", loop.on_forward(inputs))
         given = {"num_items_in_batch": num_items_in_batch, **({"return_outputs": True} if return_outputs else {})}
@@ -450,14 +456,14 @@ class SCUTrainer(Trainer):
 
     @property
     def changes_loss(self) -> bool:
-        """Whether somebody's own code computes the loss or changes it on its way from the model."""
+        """Whether user code computes the loss or changes what the model returns as its loss."""
         owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not SCUTrainer]
         return self.compute_loss_func is not None or not all(map(is_public, owners))
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        def count(where):
-            items = super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), where)
-            return weighed(self, batch_samples, items, where)
+        def count(on_device):
+            items = super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), on_device)
+            return weighed(self, batch_samples, items, on_device)
 
         return self.engine.counted(count, batch_samples, device)
 
@@ -474,8 +480,8 @@ class SCUTrainer(Trainer):
         return norm
 
     def floating_point_ops(self, inputs) -> int:
-        """The stock count, with the weights counted once per training: walking through a model is a noticeable part of
-        a small step."""
+        """Return the stock count, but count the weights only once per training: walking through the model takes a
+        noticeable part of a small step."""
         is_counted = self._is_training and not self.is_stock and not defined_between(self, "floating_point_ops")
         name = getattr(self.model, "main_input_name", "input_ids")
         entries = inputs[name] if is_counted and name in inputs else None
@@ -507,19 +513,20 @@ class SCUTrainer(Trainer):
 
     @contextlib.contextmanager
     def _owning_loops(self) -> Iterator[None]:
-        """Loops that were also given to another trainer, which may be training, act for this one meanwhile."""
-        lent = [(loop, loop.trainer) for loop in self.loops]
-        for loop, _ in lent:
+        """Inside, ``loop.trainer`` is this trainer, also for loops that are shared with another trainer, which may be
+        training."""
+        previous_owners = [(loop, loop.trainer) for loop in self.loops]
+        for loop, _ in previous_owners:
             loop.trainer = self
         try:
             yield
         finally:
-            for loop, trainer in lent:
+            for loop, trainer in previous_owners:
                 loop.trainer = trainer
 
     @functools.wraps(Trainer.evaluation_loop)
     def evaluation_loop(self, *args, **kwargs):
-        given = _named(Trainer.evaluation_loop, args, kwargs)
+        given = _arguments_by_name(Trainer.evaluation_loop, args, kwargs)
         dataloader = given.pop("dataloader")
         evaluate = functools.partial(super().evaluation_loop, dataloader, **given)
         loss_only = given.get("prediction_loss_only")
@@ -537,7 +544,8 @@ class SCUTrainer(Trainer):
                 logs.update(row_of(loop, "final_scalars", logs))
         super().log(logs, start_time)
 
-    # -- checkpoints: whole or absent. The stock method writes into a folder beside, which gets its name last. ---------
+    # -- checkpoints: complete or absent. The stock method writes to a staging folder, which is renamed at the end.
+    # --------
 
     def _save_checkpoint(self, model, trial):
         self.before_save()
@@ -545,12 +553,13 @@ class SCUTrainer(Trainer):
 
     def _load_best_model(self):
         if self.checkpoints.last_is_better():
-            self.state.best_model_checkpoint = None  # for those who ask what the weights are now
+            # so that the state does not claim that the best weights were loaded
+            self.state.best_model_checkpoint = None
         else:
             super()._load_best_model()
 
     def before_save(self) -> None:
-        """Raises, on all ranks, where a loop has something against saving the weights as they are."""
+        """Raise, on all ranks, if a loop objects to saving the current weights."""
         for loop in self.loops:
             loop.before_save()
 
@@ -558,7 +567,7 @@ class SCUTrainer(Trainer):
         staging = self.checkpoints.staging
         return super()._get_output_dir(trial) if staging is None else str(staging)
 
-    # States of the loops travel with the optimizer's: both are what a checkpoint needs to go on, not to be used.
+    # States of the loops are saved with the optimizer's: both are needed to resume training, not to use the model.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -585,7 +594,7 @@ class SCUTrainer(Trainer):
             tell_of_resume(Path(checkpoint), self, self._steps_per_epoch)
         if self.is_stock or checkpoint is None:
             return
-        if not has_optimizer(Path(checkpoint)):  # weights_only: everything else starts over
+        if not has_optimizer(Path(checkpoint)):  # saved with weights_only, so everything else starts over
             catch_up(self.lr_scheduler, Path(checkpoint))
             return
         for loop in self.loops:
@@ -599,7 +608,7 @@ class SCUTrainer(Trainer):
         with as_hub_error(self.args.hub_model_id or Path(self.args.output_dir).name):
             super().init_hf_repo(token, private)
         if self.hub_model_id is not None:  # only the main process asks the Hub
-            self.args.hub_model_id = self.hub_model_id  # with its owner
+            self.args.hub_model_id = self.hub_model_id  # now includes the owner
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self.checkpoints.push_later(super()._push_from_checkpoint if self.is_stock else self.pushes.begin)
@@ -607,10 +616,11 @@ class SCUTrainer(Trainer):
 
 @functools.cache
 def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
-    """``trainer_class``, any subclass of ``transformers.Trainer``, with the loops: takes its arguments and those of
-    ``SCUTrainer``. The same class for the same argument.
+    """Return ``trainer_class``, any subclass of ``transformers.Trainer``, with feedback loops mixed in.
 
-    Raises TypeError for anything else, ControlError where it has a name or an argument that ``SCUTrainer`` needs.
+    The new class takes the arguments of ``trainer_class`` and those of ``SCUTrainer``. The same argument always returns
+    the same class. Raises TypeError for anything but a Trainer class, ControlError if it defines a name or takes an
+    argument that ``SCUTrainer`` needs.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"with_loops takes a subclass of transformers.Trainer, not {trainer_class!r}")
@@ -622,18 +632,20 @@ def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
     return type(f"SCU{trainer_class.__name__}", (SCUTrainer, trainer_class), {})
 
 
-def _first(answers: Iterable[Any]) -> Any:
-    """That is not None; None where all are."""
-    return next((answer for answer in answers if answer is not None), None)
+def _first_not_none(values: Iterable[Any]) -> Any:
+    """Return the first value that is not None, or None if there is none."""
+    return next((value for value in values if value is not None), None)
 
 
-def _named(method: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What was given, and nothing else, by the names that ``method`` of the stock Trainer has for it: an override may
-    have these in another order, with other defaults, or not at all."""
+def _arguments_by_name(method: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the given arguments, and no others, by their names in ``method`` of the stock Trainer.
+
+    An override may take them in another order, with other defaults, or not at all.
+    """
     bound = inspect.signature(method).bind(None, *args, **kwargs)
     return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
 def _bare_loss_in_tuple(module: torch.nn.Module, inputs: Any, output: Any) -> Optional[tuple[torch.Tensor]]:
-    """A forward hook, there only while a loss is computed: it holds no trainer, and pickles."""
+    """Wrap a bare loss in a tuple. A forward hook at module level, so that it holds no trainer and can be pickled."""
     return (output,) if torch.is_tensor(output) and output.dim() == 0 else None

@@ -55,7 +55,7 @@ class Sites(OutOfMemoryAt):
 
         ``more``: methods of ``trainer.micro_batches`` and what to call operations inside of them.
         """
-        for name, call in {"_work_off": "forward", **more}.items():
+        for name, call in {"_run_micro_batches": "forward", **more}.items():
             self.count_in(trainer.micro_batches, name, call)
         self.count_in(trainer, "_clip_grad_norm", "clip")
         sites = self

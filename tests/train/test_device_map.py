@@ -120,7 +120,7 @@ def test_out_of_memory_in_an_offloaded_layer_changes_nothing(folders, tmp_path, 
         broken = trained(model, tmp_path / "broken", data_collator=pad, **cap)
     assert counter.calls > 5
     (row,) = [row for row in read_rows(tmp_path / "broken" / "memory_history.json") if "out of memory" in row["reason"]]
-    assert "again as" in row["reason"]
+    assert "retrying as" in row["reason"]
     assert same(weights_of(unbroken.model), weights_of(broken.model))
     assert layer.base_layer.weight.is_meta
 

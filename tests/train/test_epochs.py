@@ -83,7 +83,7 @@ def test_two_at_once_are_refused(tmp_path):
     trainer = made(tmp_path)
     first = trainer.epochs()
     next(first)
-    with pytest.raises(ControlError, match="already going on"):
+    with pytest.raises(ControlError, match="already running"):
         next(trainer.epochs())
     assert len(list(first)) == 2
 

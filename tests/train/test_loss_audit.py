@@ -272,7 +272,7 @@ def test_a_loss_of_pairs_of_rows_is_not_cut_and_said(tmp_path, caplog, monkeypat
     _, found = train(loss, tmp_path, CUT)
     _, expected = train(loss, tmp_path, None)
     assert wrong_steps(found, expected) == [] and len(asked) == 6  # steps 1 to 5, and 8
-    assert caplog.text.count("do not tell how the loss adds up over them: batches run whole") == 1
+    assert caplog.text.count("do not show how the loss adds up over them: batches run whole") == 1
 
 
 def test_single_rows_do_not_use_up_the_questions(tmp_path):

@@ -401,7 +401,7 @@ def test_an_out_of_memory_is_one_row_of_the_history(tmp_path):
     rows = [row for row in read_rows(tmp_path / "memory_history.json") if row["reason"].startswith("out of memory")]
     assert len(rows) == trainer.micro_batches.loop.statistics.out_of_memory == 1
     assert rows[0]["step"] == 3 and rows[0]["pressure"] == "critical"
-    assert re.search(r"at 4 rows x 16 \(20\.0 MiB wanted\); again as 2 x 2 rows x 16", rows[0]["reason"])
+    assert re.search(r"at 4 rows x 16 \(20\.0 MiB wanted\); retrying as 2 x 2 rows x 16", rows[0]["reason"])
     assert max(sizes[3:]) <= 32
 
 

@@ -380,7 +380,7 @@ def test_what_is_found_once_more_is_said_once_in_a_training(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "scu_trainer"):
         for _ in range(2):
             trainer.train()
-            trainer.micro_batches._say_limits([], 4)
+            trainer.micro_batches._warn_about_limits([], 4)
     assert sum("BatchNorm" in record.getMessage() for record in caplog.records) == 2
 
 

@@ -42,7 +42,7 @@ def test_factors_of_lora_are_matrices():
 
 
 def test_nothing_for_muon_is_refused():
-    with pytest.raises(ControlError, match="none is trained; leave it out"):
+    with pytest.raises(ControlError, match="none of them is trained; remove use_muon"):
         muon_for(torch.nn.Embedding(4, 4), (), 1e-2, 0.0)
 
 

@@ -512,7 +512,7 @@ def test_a_model_that_is_asked_for_outputs_is_planned_with_padding(tmp_path, cap
         trainer.train()
     assert (
         caplog.text.count(
-            "padding_free is not used from now on: something read more of the model's output than its loss"
+            "padding_free is not used from now on: user code read more of the model's output than its loss"
         )
         == 1
     )

@@ -315,7 +315,7 @@ def test_a_fault_outside_of_a_forward_or_at_a_single_row_changes_nothing(tmp_pat
 
 RECOVERIES = {
     "join": ("scu_trainer.train.step.prediction.second_try", lambda function, *rest: function()),
-    "between batches": ("scu_trainer.train.step.prediction.Prediction._can_begin_again", lambda self, loader: False),
+    "between batches": ("scu_trainer.train.step.prediction.Prediction._can_start_over", lambda self, loader: False),
 }
 
 

@@ -105,7 +105,7 @@ def test_out_of_memory_at_every_operation(tmp_path, name):
     rows = read_rows(tmp_path / "faulty" / "memory_history.json")
     in_chunks = [kind for kind in sites.failed_kinds if kind in ("forward", "backward")]
     size = r"\d rows?" if name == "images" else r"\d rows? (x \d+|of \d+ tokens)"
-    tried = re.compile(rf"out of memory at {size} \(20\.0 MiB wanted\); again as \d x {size}")
+    tried = re.compile(rf"out of memory at {size} \(20\.0 MiB wanted\); retrying as \d x {size}")
     assert len(rows) == len(in_chunks) and all(tried.fullmatch(row["reason"]) for row in rows)
 
 
@@ -160,7 +160,7 @@ def test_sizes_tried_are_halved_until_they_fit(tmp_path, caplog):
     assert tried == [12, 6, 3, *[1] * 24]
     first = next(line for line in caplog.messages if "micro-batches of at most" in line)
     assert "micro-batches of at most 6 rows from now on: out of memory at 12 rows" in first
-    assert "again as 2 x 6 rows; the optimizer still sees 12 rows of this device" in first
+    assert "retrying as 2 x 6 rows; the optimizer still sees 12 rows of this device" in first
     assert "token" not in caplog.text, "images have none"
     memory = found.loop("memory")
     assert "at the end 1 row;" in dict(memory.lines(memory.figures()))["memory"]

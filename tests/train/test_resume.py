@@ -163,7 +163,7 @@ def test_an_epoch_that_was_saved_before_its_evaluation_is_evaluated(tmp_path, ca
         caplog.clear()
         resumed = trained(MODELS["lora"](), tmp_path / name / "parts", settings, resume=True, **given)
         losses = [[row["eval_loss"] for row in one.state.log_history if "eval_loss" in row] for one in (resumed, whole)]
-        told = "was saved before the evaluation at the end of its epoch" in caplog.text
+        told = "was saved before its end-of-epoch evaluation" in caplog.text
         runs[name] = same(weights_of(resumed.model), weights_of(whole.model)), losses[0] == losses[1], told
     assert runs == {"ours": (True, True, False), "stock": (step == 16, False, True)}
 

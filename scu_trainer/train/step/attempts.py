@@ -1,11 +1,11 @@
-"""One optimizer step's gradients: micro-batches that run out of memory are taken back, cut and run again.
+"""The gradients of one optimizer step: micro-batches that run out of memory are undone, cut and run again.
 
-    for each micro-batch:   too large by now?  cut it before it fails
-                            snapshot (RNG, buffers, gradients) -> forward, backward
-                            out of memory?  put back what the snapshot holds; if gradients were touched, make those of
+    for each micro-batch:   cut it first if it is predicted not to fit
+                            snapshot (random states, buffers, gradients) -> forward, backward
+                            out of memory? restore the snapshot; if gradients were touched, run the micro-batches of
                             this window again
 
-Nothing here knows the Trainer: ``attempt`` runs one micro-batch, ``sizes`` decides how large a micro-batch may be.
+This module does not know the Trainer: ``attempt`` runs one micro-batch, ``sizes`` decides how large one may be.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnap
 
 @dataclass
 class AttemptSite:
-    """Where micro-batches run: what a snapshot has to hold, and how to begin the window's gradients again.
+    """Where micro-batches run: what a snapshot must hold, and how to start the gradients of the window over.
 
-    ``counting``: gives modules and trainer whose attributes may count what runs, such as the tokens that TRL logs.
-    ``kept``: gradients from before this window (a stream's short last window leaves its own to the next epoch).
+    counting: returns the modules and the trainer, whose attributes may count what runs, such as the tokens that TRL
+    logs.
+    kept: gradients from before this window (the short last window of a stream leaves its gradients to the next epoch).
     """
 
     device: torch.device
@@ -49,13 +50,13 @@ class AttemptSite:
         return second_try(take, "a copy of the model's buffers, which are restored if memory runs out,")
 
     def keep_gradients(self) -> None:
-        def copies() -> list[tuple[nn.Parameter, torch.Tensor]]:
+        def copy_gradients() -> list[tuple[nn.Parameter, torch.Tensor]]:
             return [(p, p.grad.detach().clone()) for p in self.parameters if p.grad is not None]
 
-        self.kept = second_try(copies, "a copy of the gradients from before this step")
+        self.kept = second_try(copy_gradients, "a copy of the gradients from before this step")
 
     def restore(self, snapshot: WindowSnapshot, with_gradients: bool) -> None:
-        """What ``snapshot`` holds, and where ``with_gradients`` those of before this window. Frees memory first."""
+        """Free memory, then restore ``snapshot``; if ``with_gradients``, also the gradients from before this window."""
         if with_gradients:
             self.drop_gradients()
         free_memory()
@@ -75,20 +76,21 @@ def run(
     place: AttemptSite,
     held: Any = None,
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Every row once: the micro-batches in the order in which they ran, with their losses.
+    """Run every row once and return the micro-batches in the order in which they ran, with their losses.
 
-    ``attempt(micro_batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows. Gradients
-    add up in ``.grad``. ``held``: a ``LossPath``, asked once when all have run, instead of after each; where it does
-    not let them stand, all run again, and it is asked after each.
+    attempt: ``attempt(micro_batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows.
+    Gradients add up in ``.grad``.
+    held: a ``LossPath`` that is asked once, after all have run, whether the losses are valid, instead of after each. If
+    not, all run again, and it is asked after each.
 
-    Raises what ``attempt`` raises, but for out-of-memory; OutOfMemory (from ``sizes``) for a micro-batch that fails and
-    cannot be cut, with gradients, RNG and buffers as they were before it.
+    Raises what ``attempt`` raises, except out-of-memory; OutOfMemory (from ``sizes``) for a micro-batch that fails and
+    cannot be cut, with gradients, random states and buffers as they were before it.
     """
     waiting, done = deque(micro_batches), []
-    beginning = place.snapshot()
+    window_start = place.snapshot()
     place.keep_gradients()
-    snapshot: WindowSnapshot | None = beginning
-    held = held if beginning.is_whole else None
+    snapshot: WindowSnapshot | None = window_start
+    held = held if window_start.is_whole else None
     if held is not None:
         held.hold()
     while waiting:
@@ -108,26 +110,27 @@ def run(
             snapshot = None
             continue
         touched = snapshot.gradients_touched()
-        place.restore(beginning if touched else snapshot, with_gradients=touched)
-        again = _again(done) if touched else []
-        waiting.extendleft(reversed([*again, *sizes.failed(micro_batch, caught)]))
+        place.restore(window_start if touched else snapshot, with_gradients=touched)
+        rerun = _marked_as_run(done) if touched else []
+        waiting.extendleft(reversed([*rerun, *sizes.failed(micro_batch, caught)]))
         if touched:
             done.clear()
             snapshot = None
     if held is None or held.settle():
         return done
-    place.restore(beginning, with_gradients=True)
-    return run(_again(done), attempt, sizes, place)
+    place.restore(window_start, with_gradients=True)
+    return run(_marked_as_run(done), attempt, sizes, place)
 
 
-def _again(done: Sequence[tuple[MicroBatch, torch.Tensor]]) -> list[MicroBatch]:
+def _marked_as_run(done: Sequence[tuple[MicroBatch, torch.Tensor]]) -> list[MicroBatch]:
+    """Return the micro-batches of ``done``, marked so that they are not cut again."""
     return [replace(micro_batch, has_run=True) for micro_batch, _ in done]
 
 
 def run_once(
     micro_batches: Sequence[MicroBatch], attempt: Callable[[MicroBatch, bool], torch.Tensor], sizes: MicroBatchSizer
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """``run`` without recovery: memory is measured, and what does not fit is raised."""
+    """Like ``run``, but without recovery: memory is measured, and an out-of-memory error is raised."""
     done = []
     for number, micro_batch in enumerate(micro_batches, start=1):
         sizes.before(micro_batch)

@@ -1,4 +1,4 @@
-"""What a run costs: seconds of a step and memory, measured while it trains."""
+"""The cost of a run, measured while it trains: seconds per step and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.step.recovery.memory import Gauge, gauge_for
 
 MEASURED = ("cpu", "cuda", "mps")
-"""Kinds of devices that ``gauge_for`` knows."""
+"""Device types that ``gauge_for`` supports."""
 
 RESTARTS_PEAK = "/proc/self/clear_refs"
 
@@ -36,15 +36,16 @@ class StepTimes(TrainerCallback):
 
     @property
     def typical_s(self) -> Optional[float]:
-        """Median of the later half: the first steps also allocate and choose kernels. None before the first step."""
+        """Median over the later half: early steps also allocate and choose kernels. None before the first step."""
         return median(self.seconds[len(self.seconds) // 2 :]) if self.seconds else None
 
 
 class StepPeaks(TrainerCallback):
-    """The most that this process holds of the training device within optimizer steps, not in evaluations and saves.
+    """The most memory of the training device that this process holds within steps, not in evaluations or saves.
 
-    ``gauge``: None where the device keeps no peak; then nothing is known. ``loop``: a memory loop, which restarts the
-    peak inside each step, so that nobody else may; what it has seen is in its statistics.
+    gauge: None if the device keeps no peak; then nothing is known.
+    loop: a memory loop, which resets the peak inside each step, so that this class must not; its statistics hold the
+    peak.
     """
 
     def __init__(self, gauge: Optional[Gauge], loop: Optional[MicroBatchSizer] = None) -> None:
@@ -67,28 +68,28 @@ class StepPeaks(TrainerCallback):
 
 
 def step_peaks(trainer: Any) -> StepPeaks:
-    """For ``add_callback`` of an SCUTrainer."""
+    """Return a callback that measures the memory peaks of ``trainer``, an SCUTrainer."""
     sizer = trainer.micro_batches and trainer.micro_batches.loop
     return StepPeaks(_peak_gauge(trainer.args.device), sizer if sizer and sizer.gauge else None)
 
 
 def _peak_gauge(device: torch.device, restarts_peak: str = RESTARTS_PEAK) -> Optional[Gauge]:
-    """None for a device that cannot be measured, and for main memory where the kernel does not restart peaks: what is
-    held at the end of a step says little about its peak."""
+    """Return None for a device that cannot be measured, and for main memory if the kernel cannot reset peaks: the
+    memory held at the end of a step says little about its peak."""
     if device.type not in MEASURED or (device.type == "cpu" and not os.access(restarts_peak, os.W_OK)):
         return None
     return gauge_for(device)
 
 
 def bytes_before_model(device: torch.device) -> Optional[int]:
-    """Memory that this process has on the training device before there is a model. None where that is unknown."""
+    """Return the memory that this process holds on the training device before the model is loaded; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return resident_bytes(Path("/proc/self")) if device.type == "cpu" else None
 
 
 def wait_for(device: torch.device) -> None:
-    """What was started on ``device`` is done, so that a clock tells."""
+    """Wait until ``device`` has finished all queued work, so that a clock measures it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -96,7 +97,7 @@ def wait_for(device: torch.device) -> None:
 def cost_figures(
     device: torch.device, times: StepTimes, before_bytes: Optional[int], peaks: StepPeaks
 ) -> dict[str, Any]:
-    """For scu_metrics.json. ``peak_bytes``: the highest that was seen within a step."""
+    """Return the section of scu_metrics.json. ``peak_bytes``: the highest memory seen within a step."""
     return {
         "device": str(device),
         "seconds_per_step": times.typical_s,
@@ -106,6 +107,6 @@ def cost_figures(
 
 
 def above_baseline(costs: dict[str, Any]) -> Optional[int]:
-    """Bytes of the highest step beyond what was there before the model; None where either is unknown."""
+    """Return the bytes of the highest step beyond what was held before the model; None if either is unknown."""
     highest, before = costs["peak_bytes"], costs["before_model_bytes"]
     return None if highest is None or before is None else highest - before

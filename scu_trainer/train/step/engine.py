@@ -1,4 +1,4 @@
-"""How one optimizer step, and one step of an evaluation, is computed: as the stock Trainer does, or with recovery."""
+"""How an optimizer step and an evaluation step are computed: as the stock Trainer does, or with recovery."""
 
 from __future__ import annotations
 
@@ -20,55 +20,58 @@ from scu_trainer.train.step.recovery.snapshot import replaced
 
 
 class StockEngine:
-    """Everything as ``transformers.Trainer`` does it."""
+    """Computes everything as ``transformers.Trainer`` does."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
-        """Forward and backward of one accumulation batch. Returns its loss as the stock ``training_step`` does."""
+        """Run forward and backward of one accumulation batch; return its loss as the stock ``training_step`` does."""
         return self.trainer.stock_training_step(model, inputs, num_items)
 
     def next_to_run(self, inputs: Any) -> Sequence[Any]:
-        """The accumulation batches that ``loss(inputs)`` will take through the model."""
+        """Return the accumulation batches that ``loss(inputs)`` will run through the model."""
         return (inputs,)
 
     def clipped(self, clip: Callable[[], Any]) -> Any:
-        """What ``clip`` returns, which takes the gradients' norm and may change them."""
+        """Return ``clip()``, which computes the gradient norm and may change the gradients."""
         return clip()
 
     def loading(self, loader: DataLoader) -> DataLoader:
-        """``loader``, made for this engine."""
+        """Return ``loader``, prepared for this engine."""
         return loader
 
     def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
-        """(loss, logits, labels) of ``inputs``."""
+        """Return (loss, logits, labels) of ``inputs``."""
         return predict(inputs)
 
     def way(self, inputs: Any) -> AbstractContextManager:
-        """Around a forward of ``inputs`` that trains nothing."""
+        """Return a context manager for a forward of ``inputs`` that trains nothing."""
         return contextlib.nullcontext()
 
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
-        """``run()``, which trains for an epoch on ``loader``."""
+        """Call ``run``, which trains for an epoch on ``loader``."""
         run()
 
     def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
-        """The number of labels that ``count`` finds in ``batches``, on ``device``."""
+        """Return the number of labels that ``count`` finds in ``batches``, on ``device``."""
         return count(device)
 
     def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
-        """``evaluate()``: a pass over ``loader``."""
+        """Return ``evaluate()``, a pass over ``loader``."""
         return evaluate()
 
     def doing(self, what: Callable[[], str]) -> AbstractContextManager:
-        """Around work that ``what`` describes."""
+        """Return a context manager for work that ``what`` describes."""
         return contextlib.nullcontext()
 
 
 class MicroBatchEngine(StockEngine):
-    """Windows in micro-batches. With a ``prediction`` of the trainer also recovery from out-of-memory, in training and
-    evaluation. ``lean``: a ``LeanPrediction``, which computes in an evaluation what is asked for alone."""
+    """Runs accumulation windows in micro-batches.
+
+    If the trainer has a ``prediction``, it also recovers from out-of-memory, in training and in evaluation. ``lean``: a
+    ``LeanPrediction``, which computes in an evaluation only what is asked for.
+    """
 
     def __init__(self, trainer: Trainer, lean: Any) -> None:
         super().__init__(trainer)
@@ -81,14 +84,14 @@ class MicroBatchEngine(StockEngine):
         return self.micro_batches.next_to_run(inputs)
 
     def clipped(self, clip: Callable[[], Any]) -> Any:
-        """``clip``, which writes to gradients last, once more where it runs out of memory before."""
+        """Return ``clip()``. If it runs out of memory, call it once more: it changes the gradients only at its end."""
         if not self.micro_batches.ranks.recoverable:
             return clip()
         gradients = [p.grad for p in self.micro_batches.parameters if p.grad is not None]
         accelerator = self.trainer.accelerator
         with contextlib.ExitStack() as stack:
             if accelerator.scaler is not None and accelerator.scaler.is_enabled():
-                # clip does this first of all, and torch refuses a second time: it could not be repeated.
+                # clip begins with this, and torch refuses to do it a second time, so clip could not be repeated.
                 doing = "dividing the gradients by the loss scale"
                 second_try(accelerator.unscale_gradients, doing, unchanged=gradients)
                 stack.enter_context(replaced(accelerator, "unscale_gradients", lambda optimizer=None: None))
@@ -98,7 +101,7 @@ class MicroBatchEngine(StockEngine):
         return loader if self.prediction is None else loading_again(loader)
 
     def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
-        """With sizes of its own, in the same way as training."""
+        """Predict with its own micro-batch sizes, in the same way as training."""
         predict = self.lean.applied(predict, loss_only)
         return predict(inputs) if self.prediction is None else self.prediction.step(inputs, predict, loss_only)
 
@@ -106,7 +109,7 @@ class MicroBatchEngine(StockEngine):
         return self.lean.way(inputs)
 
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
-        """Batches stay on the host, where lengths are read without a wait; micro-batches go to the device."""
+        """Keep batches on the host, where lengths are read without a wait; micro-batches are moved to the device."""
         on_host = replaced(loader, "device", None) if isinstance(loader, DataLoaderShard) else contextlib.nullcontext()
         with asked_once(), casts_left_out(), on_host:
             run()
@@ -114,27 +117,27 @@ class MicroBatchEngine(StockEngine):
     def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
         if self.prediction is not None and self.prediction.items is not None:
             return self.prediction.items[0]
-        if self.trainer.accelerator.num_processes > 1:  # ranks count together, once
+        if self.trainer.accelerator.num_processes > 1:  # the count is a collective call, which cannot be repeated
             return count(device)
 
-        def count_where_they_are() -> Any:
+        def count_in_place() -> Any:
             items = count("cpu" if are_on_host(batches) else device)
             return items.to(device, non_blocking=True) if torch.is_tensor(items) else items
 
         if self.prediction is None:
-            return count_where_they_are()
-        return second_try(count_where_they_are, "counting the labels of a step")
+            return count_in_place()
+        return second_try(count_in_place, "counting the labels of a step")
 
     def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
         self.lean.begin()
         if self.prediction is None:
             return evaluate()
         args = self.trainer.args
-        as_asked = loss_only or args.eval_accumulation_steps is not None
-        # Logits leave the device batch by batch, instead of piling up there.
-        with contextlib.nullcontext() if as_asked else replaced(args, "eval_accumulation_steps", 1):
+        is_as_set = loss_only or args.eval_accumulation_steps is not None
+        # Move logits to the host batch by batch, so that they do not pile up on the device.
+        with contextlib.nullcontext() if is_as_set else replaced(args, "eval_accumulation_steps", 1):
             return self.prediction.evaluated(evaluate, loader)
 
     def doing(self, what: Callable[[], str]) -> AbstractContextManager:
-        """Whatever runs out of memory and could not be repeated is reported in one line."""
+        """Report an out-of-memory error that could not be recovered from in one line."""
         return contextlib.nullcontext() if self.prediction is None else last_word(what)

@@ -1,7 +1,8 @@
-"""Between memory and the window: plan the micro-batches, learn what they cost, move the cap, write down every change.
+"""Chooses the micro-batches of each accumulation window: plans them, learns their memory cost, moves the cap.
 
-Decisions are taken in one place, when a window's local work is done and before gradients are reduced over ranks; the
-cap that they give holds for the next window. Only an out-of-memory and a prediction cut micro-batches within a window.
+The cap is decided in one place, when the local work of a window is done and before gradients are reduced over ranks; it
+holds from the next window on. Within a window, only an out-of-memory error or a prediction cuts micro-batches. Every
+change is written to the history and the log.
 """
 
 from __future__ import annotations
@@ -33,40 +34,48 @@ WITHOUT_ROWS = "a batch that cannot be cut by rows"
 
 BUSY_TOKENS = {"cpu": 768, "mps": 2048}
 BUSY_TOKENS_OF_COMPILED, BUSY_TOKENS_ELSEWHERE = 2048, 16_384
-"""Tokens per micro-batch above which a device gains nothing from larger ones: matrices are large enough to fill it."""
+"""Tokens per micro-batch above which a device gains nothing from larger ones, because the matrices already fill it."""
 
 MOST_DOUBLINGS = 16
 
 LEARNING_WINDOWS = 3
-"""Windows in which every micro-batch is measured: the first ones, and those after an out-of-memory, which was a
-surprise. Otherwise one measurement per window keeps watch."""
+"""Windows in which every micro-batch is measured: the first ones, and those after an unpredicted out-of-memory error.
+In all other windows one measurement keeps watch."""
 
 STEPS_BETWEEN_COLLECTIONS = 20
-"""A collection takes 0.3 s; pressure that it did not end is not ended by the next one."""
+"""A garbage collection takes 0.3 s, and if it did not relieve the pressure, the next one will not either."""
 
 LEAST_PADDING = 1 / 16
-"""Share of the tokens of the stock loop, as it has been so far, from which on rows count as uneven."""
+"""Share of padding in the tokens of the stock loop so far from which on rows count as uneven."""
 
 AllReduceMax = Callable[[list[int]], list[int]]
-"""Element-wise maximum over ranks; every rank calls it at the same place."""
+"""Element-wise maximum over ranks; every rank must call it at the same place."""
 
 
 def has_own_memory(device: str) -> bool:
-    """Whether room on ``device`` is nobody else's, and every micro-batch costs launches beside its arithmetic: then
-    micro-batches may become larger than the batch that was asked for."""
+    """Return whether nothing else uses the memory of ``device``, and each micro-batch costs kernel launches.
+
+    Micro-batches may then become larger than the batch that the user asked for.
+    """
     return device not in BUSY_TOKENS
 
 
 def grows(device: torch.device, weights: Iterable[torch.Tensor]) -> bool:
-    """Whether micro-batches may. Of several cards, over which ``device_map`` spreads layers, memory is read of one.
-    A card on the processor's own chip has the machine's memory, where too much ends this program or another."""
+    """Return whether micro-batches may grow beyond the batch that the user asked for.
+
+    Not if ``device_map`` spreads layers over several GPUs, because the memory of only one is read, and not on an
+    integrated GPU, which shares the machine's memory: running out of it kills this process or another.
+    """
     cards = {weight.device for weight in weights if weight.device.type not in ("cpu", "meta")}
     is_shared = device.type == "cuda" and torch.cuda.get_device_properties(device).is_integrated
     return has_own_memory(device.type) and len(cards) < 2 and not is_shared
 
 
 def busy_tokens(device: str, is_compiled: bool = False) -> int:
-    """``is_compiled``: ``compiles_shapes``. Half precision is faster there, and each micro-batch casts all weights."""
+    """Return the tokens per micro-batch that fill ``device``.
+
+    is_compiled: ``compiles_shapes``. Half precision is faster there, and each micro-batch casts all weights.
+    """
     if is_compiled:
         return BUSY_TOKENS_OF_COMPILED
     return BUSY_TOKENS.get(device, BUSY_TOKENS_ELSEWHERE)
@@ -74,13 +83,16 @@ def busy_tokens(device: str, is_compiled: bool = False) -> int:
 
 @dataclass
 class MemoryStatistics:
-    """What was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
+    """Counts of what was processed, in tokens (rows, for inputs without a length). JSON-safe, kept in checkpoints.
 
-    ``real_tokens``: without padding. ``processed_tokens``: with the padding that was left or added, and a prefix that
-    rows share once. ``stock_tokens``: what the stock loop would have processed. ``out_of_memory``: micro-batches that
-    ran out of it, on all ranks; all else is of this rank. ``failed_tokens``: in those of this rank. ``predicted``:
-    micro-batches cut because they were predicted not to fit. ``chunks``: micro-batches whose forward and backward were
-    kept. ``peak_bytes``: the most that this process used in a step.
+    real_tokens: without padding.
+    processed_tokens: with the padding that was left or added; a prefix that rows share counts once.
+    stock_tokens: what the stock loop would have processed.
+    out_of_memory: micro-batches that ran out of memory, on all ranks; all other counts are of this rank.
+    failed_tokens: tokens in the failed micro-batches of this rank.
+    predicted: micro-batches that were cut because they were predicted not to fit.
+    chunks: micro-batches with a forward and backward that were kept.
+    peak_bytes: the most that this process used in a step.
     """
 
     windows: int = 0
@@ -96,11 +108,13 @@ class MemoryStatistics:
 
 
 class MicroBatchSizer:
-    """One training run's memory control.
+    """The memory control of one training run.
 
-    ``gauge``: None without ``memory_control``. ``gradient_bytes``: the most that gradients add within a window.
-    ``on_row`` gets every row for memory_history.json. ``first_cap_tokens``: the most of a micro-batch from the first
-    step on, where more is predicted not to fit and what does not fit ends the process.
+    gauge: None without ``memory_control``.
+    gradient_bytes: the most that gradients add within a window.
+    on_row: receives every row for memory_history.json.
+    first_cap_tokens: a cap for micro-batches from the first step on, set if more is predicted not to fit and running
+    out of memory would end the process.
     """
 
     def __init__(self, settings: MemorySettings, gauge: Optional[Gauge], device: torch.device) -> None:
@@ -118,66 +132,73 @@ class MicroBatchSizer:
         self.busy_tokens = busy_tokens(device.type)
         self.grows, self._device = has_own_memory(device.type), device
         self._retried: set[MicroBatch] = set()
-        self._saw: dict[tuple[Row, ...], int] = {}
+        self._processed_tokens: dict[tuple[Row, ...], int] = {}
         self._before: Optional[MemoryReading] = None
         self._base_bytes = 0
         self._limit_name = ""
         self.gradient_bytes = self._growth_bytes = 0
         self._peak_fraction = 0.0
         self._attempts = self._planned = self.failed_here = 0
-        self._seen: Optional[MemoryReading] = None
+        self._last_reading: Optional[MemoryReading] = None
         self._rests = self._measures = False
 
     def reset(self) -> None:
-        """As before the first training: sizes that fitted then may not fit now."""
+        """Forget everything that was learned: sizes that fitted in an earlier training may not fit now."""
         self.state, self.statistics = control.SizerState(cap_tokens=self.first_cap_tokens), MemoryStatistics()
         self._predicted_least = math.inf
         self._first_window, self._learning_until = 0, LEARNING_WINDOWS
         self._measured_up_to = (0, 0)
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
         self._logged_peak_bytes = 0
-        self._ran: dict[str, int] = {}
-        self._looked_s = -math.inf
+        self._last_window: dict[str, int] = {}
+        self._read_at_s = -math.inf
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
     def begin(
         self, window: AccumulationWindow, step: int, keep_step: Optional[AllReduceMax] = None
     ) -> list[MicroBatch]:
-        """The micro-batches of this window, before memory has had its say on each. ``keep_step``: how ranks agree where
-        all must run the same number of them."""
+        """Return the planned micro-batches of this window; ``fit`` may still cut each of them.
+
+        keep_step: the reduction with which ranks agree, if all must run the same number of micro-batches.
+        """
         self._window, self.step, self._attempts, self.failed_here = window, step, 0, 0
         self.has_length = window.has_length
         self._retried.clear()
-        self._saw.clear()
+        self._processed_tokens.clear()
         has_rested, self._rests = self._rests, self._may_rest
         if self.gauge is not None and not self._rests:
-            # After steps without a reading the peak is theirs; else it may be that of an evaluation, which is no step.
-            reading = self._look() if has_rested else self.gauge.read()
-            # Where memory is short, what is live must be distinguished from what was freed and not given back.
+            # After steps without a reading, the peak belongs to them; otherwise it may belong to an evaluation, which
+            # does not count.
+            reading = self._read_gauge() if has_rested else self.gauge.read()
+            # If memory is short, live memory must be told apart from freed memory that the allocator still caches.
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
-            self._based_on(self._look() if exact else reading)
+            self._set_baseline(self._read_gauge() if exact else reading)
         if self.first_cap_tokens is not None and self.statistics.windows == self._first_window:
-            self._begin_small()
-        micro_batches = self._plan(window) if keep_step is None else self._even(window, keep_step)
+            self._apply_first_cap()
+        micro_batches = self._plan(window) if keep_step is None else self._plan_on_all_ranks(window, keep_step)
         self._planned = len(micro_batches)
         return micro_batches
 
-    def _begin_small(self) -> None:
-        """But where a split would change the gradient: a prediction may be wrong, and memory has not been short."""
+    def _apply_first_cap(self) -> None:
+        """Report the first cap, but drop it if a split would change the gradient: memory has not run short yet, and the
+        prediction may be wrong."""
         if self._window.can_pool:
             reason = "larger ones were predicted not to fit into main memory"
             self._note(reason, self._before, self.state.pressure, tokens=self.first_cap_tokens)
         else:
             self.state = replace(self.state, cap_tokens=None)
 
-    def _based_on(self, reading: MemoryReading) -> None:
-        """``reading``: before the window's micro-batches."""
+    def _set_baseline(self, reading: MemoryReading) -> None:
+        """Take ``reading`` as the memory in use before the micro-batches of the window."""
         self._before, self._base_bytes, self._limit_name = reading, reading.used_bytes, reading.limit_name
 
-    def _even(self, window: AccumulationWindow, all_reduce_max: AllReduceMax) -> list[MicroBatch]:
-        """Where a split would change the gradient, only short memory cuts, and nothing does where none can be cut."""
+    def _plan_on_all_ranks(self, window: AccumulationWindow, all_reduce_max: AllReduceMax) -> list[MicroBatch]:
+        """Return the same number of micro-batches on every rank.
+
+        If a split would change the gradient, only short memory cuts batches; if a batch cannot be cut, nothing does.
+        """
         self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
         if isinstance(wished, int) and window.can_pool:
             self._ceiling = min(self._ceiling, wished)
@@ -193,7 +214,7 @@ class MicroBatchSizer:
     def _plan(self, window: AccumulationWindow) -> list[MicroBatch]:
         cap, settings = self.settings.resolved_token_cap, self.settings
         self._ceiling = max(window.largest_batch_tokens, 1)
-        if self.logical is not None:  # the batch itself gives way, micro-batches follow it
+        if self.logical is not None:  # here the batch size adapts to memory, and micro-batches are the batches
             self._ceiling = self.logical.nominal_rows * window.longest_row
             return window.whole_batches()
         sorts = window.can_pool and (isinstance(cap, int) or (cap == "auto" and (window.is_uneven or self._was_uneven)))
@@ -213,9 +234,12 @@ class MicroBatchSizer:
 
     @property
     def _growth(self) -> int:
-        """Of the batch that was asked for: none in the first step, where rows of the longest show what they take, then
-        all of it, and twice as much each step: memory has been seen under the half by then. From the beginning again
-        after an out-of-memory, and on another device."""
+        """The factor by which a micro-batch may exceed the batch that the user asked for.
+
+        It is 0 in the first step, in which the longest rows show their cost, then 1, and doubles with each step,
+        because memory use has stayed below half by then. It starts over after an out-of-memory error and on another
+        device.
+        """
         if not self.grows or self.gauge is None:
             return 1
         learned = self.statistics.windows + LEARNING_WINDOWS - self._learning_until
@@ -223,8 +247,8 @@ class MicroBatchSizer:
 
     @property
     def _was_uneven(self) -> bool:
-        """Rows of like length that have come together by chance are cut as those before: whole, they would be the
-        highest peak of the training, which nobody planned for."""
+        """Whether rows were uneven so far. A window of rows that have similar lengths by chance is cut like earlier
+        ones: whole, it would be an unplanned peak, the highest of the training."""
         padding = self.statistics.stock_tokens - self.statistics.real_tokens
         return padding > LEAST_PADDING * self.statistics.stock_tokens
 
@@ -234,22 +258,24 @@ class MicroBatchSizer:
 
     @property
     def _floor(self) -> int:
-        """Padded tokens of the smallest micro-batch of the longest rows, or of a whole batch that is smaller."""
+        """Padded tokens of the smallest micro-batch of the longest rows, or of a whole batch if that is smaller."""
         return min(self.settings.min_batch_size * self._window.longest_row, self._ceiling)
 
     def end(self, done: Sequence[tuple[MicroBatch, torch.Tensor]], all_reduce_max: AllReduceMax) -> None:
-        """Take stock and decide. ``all_reduce_max``: element-wise maximum over ranks."""
+        """Update the statistics and decide the next window's cap. ``all_reduce_max``: element-wise maximum over
+        ranks."""
         window, statistics = self._window, self.statistics
         statistics.windows += 1
         statistics.chunks += len(done)
         statistics.real_tokens += window.real_tokens
         statistics.stock_tokens += window.padded_tokens
-        counted = [micro_batch for micro_batch, _ in done if micro_batch.rows]  # others tell neither rows nor tokens
+        # the others have no known rows or tokens
+        counted = [micro_batch for micro_batch, _ in done if micro_batch.rows]
         statistics.processed_tokens += sum(map(self._processed, counted))
-        self._ran = {"chunks": len(done)}
+        self._last_window = {"chunks": len(done)}
         if counted:
-            self._ran["tokens_per_chunk"] = max(micro_batch.tokens for micro_batch in counted)
-            self._ran["rows_per_chunk"] = max(len(micro_batch.rows) for micro_batch in counted)
+            self._last_window["tokens_per_chunk"] = max(micro_batch.tokens for micro_batch in counted)
+            self._last_window["rows_per_chunk"] = max(len(micro_batch.rows) for micro_batch in counted)
         if self.gauge is None:
             return
         was, pressure, reason = self.state.cap_tokens, self.state.pressure, None
@@ -263,14 +289,14 @@ class MicroBatchSizer:
             self.logical.rows = -all_reduce_max([-rows])[0]
         if self.state.cap_tokens != was:
             self._predicted_least = math.inf
-            self._note(reason or "another rank has less memory", self._seen, pressure)
+            self._note(reason or "another rank has less memory", self._last_reading, pressure)
         if not self._rests:
             self.gauge.reset()
             self._peak_fraction = 0.0
 
     def _decision(self, done: Sequence[tuple[MicroBatch, torch.Tensor]]) -> control.Decision:
-        """What this window's memory asks for; garbage is collected here."""
-        reading = self._look()
+        """Decide from the memory of this window, and collect garbage if the decision asks for it."""
+        reading = self._read_gauge()
         seen = control.MemoryMeasurement(
             step=self.step,
             limit_bytes=reading.limit_bytes,
@@ -288,73 +314,76 @@ class MicroBatchSizer:
         return decision
 
     def stepped(self) -> None:
-        """After the optimizer's step, which can be the highest moment of all."""
+        """Read memory after the optimizer's step, which can be the highest peak of all."""
         if self.gauge is not None and not self._rests:
-            self._look()
+            self._read_gauge()
 
     @property
     def _may_rest(self) -> bool:
-        """Whether the last reading serves this step, too: memory never was short, and ``good_for_s`` is not over."""
+        """Whether the last reading is still valid: memory was never short, and ``good_for_s`` has not passed."""
         state = self.state
         is_calm = state.pressure == "low" and state.cap_tokens is None and state.failed_tokens is None
         if not is_calm or self.gauge is None or self._is_learning or self._before is None:
             return False
-        return time.monotonic() - self._looked_s < self.gauge.good_for_s
+        return time.monotonic() - self._read_at_s < self.gauge.good_for_s
 
     def wake(self) -> None:
-        """Before what is no step (an evaluation, a save): take down the peak until now. The next step reads again."""
+        """Record the peak before work that is not a step (an evaluation, a save), and read again in the next step."""
         if self._rests:
-            self._look()
+            self._read_gauge()
             self.gauge.reset()
             self._rests = False
-        self._looked_s = -math.inf
+        self._read_at_s = -math.inf
 
-    # -- what attempts.run asks ----------------------------------------------------------------------------------------
+    # -- called by attempts.run
+    # -------------------------------------------------------------------------------------------
 
     def fit(self, micro_batch: MicroBatch) -> Sequence[MicroBatch]:
-        """The micro-batch, or smaller ones where it would not fit."""
+        """Return [micro_batch], or smaller micro-batches if it would not fit."""
         limit = self._cap
         room = self._predicted_limit(micro_batch)
-        if room is not None and room < min(limit, micro_batch.tokens) and not self._fits_anyway(micro_batch):
+        if room is not None and room < min(limit, micro_batch.tokens) and not self._fits_at_most(micro_batch):
             limit = min(limit, max(room, self._floor))
             self._note_prediction(micro_batch, limit)
-        return self._within(micro_batch, limit)
+        return self._cut_to(micro_batch, limit)
 
-    def _fits_anyway(self, micro_batch: MicroBatch) -> bool:
-        """Whether one that is too far beyond those that ran to be predicted fits at the most that it can take."""
+    def _fits_at_most(self, micro_batch: MicroBatch) -> bool:
+        """Return whether a micro-batch too large for a prediction fits even at the most memory that it can take."""
         cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
         if self.state.failed_tokens is not None or cost.predict(*shape) is not None:
             return False
         return cost.most(*shape) * (1 + self.law.margin) <= self._room_bytes(self.state.cap_tokens is None)
 
     def bounded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches as ``fit`` will cut them, but for what it predicts of memory then."""
-        return [part for micro_batch in micro_batches for part in self._within(micro_batch, self._cap)]
+        """Return the micro-batches as ``fit`` will cut them, except for cuts that depend on memory at that time."""
+        return [part for micro_batch in micro_batches for part in self._cut_to(micro_batch, self._cap)]
 
-    def _within(self, micro_batch: MicroBatch, limit: int) -> Sequence[MicroBatch]:
-        # Where rows act on each other only memory may cut: a bound of one's own would train something else.
+    def _cut_to(self, micro_batch: MicroBatch, limit: int) -> Sequence[MicroBatch]:
+        # If rows affect each other, only short memory may cut them: max_batch_size would change what is trained.
         most = self.settings.max_batch_size if self._window.can_pool else None
         if micro_batch.tokens <= limit and (most is None or len(micro_batch.rows) <= most):
             return [micro_batch]
         return self._window.split(micro_batch, limit, most, self.settings.min_batch_size)
 
     def _note_prediction(self, micro_batch: MicroBatch, limit: int) -> None:
-        """Once for every lower limit: tight memory gives one in each window."""
+        """Report a prediction once for each lower limit, because tight memory makes one in every window."""
         self.statistics.predicted += 1
         if limit < min(micro_batch.tokens, 0.9 * self._predicted_least):
             self._predicted_least = limit
-            is_known = self.state.cost.predict(micro_batch.tokens, micro_batch.quadratic) is not None
-            what = "is predicted to" if is_known else "is much larger than all that ran, and may"
+            is_measured = self.state.cost.predict(micro_batch.tokens, micro_batch.quadratic) is not None
+            what = "is predicted to" if is_measured else "is much larger than any micro-batch that ran, and may"
             reason = f"{self._size(micro_batch)} {what} use part of the headroom"
             self._note(reason, self._before, self.state.pressure, tokens=limit)
 
     def _predicted_limit(self, micro_batch: MicroBatch) -> Optional[int]:
-        # Calm is decided at the end of a step; until then only what would come near the limit itself is cut.
+        # Pressure is decided at the end of a step; until then, cut only what would come near the limit itself.
         return self._fitting_tokens(micro_batch.length, is_calm=self.state.cap_tokens is None)
 
     def _fitting_tokens(self, length: int, is_calm: bool) -> Optional[int]:
-        """Tokens of rows of ``length`` that are predicted to fit now; None where the model cannot say. ``is_calm``:
-        they may use the headroom."""
+        """Return how many tokens of rows of ``length`` are predicted to fit now; None if the cost is not known yet.
+
+        is_calm: they may use the headroom.
+        """
         if self.gauge is None or self._before is None:
             return None
         return control.fitting_tokens(self.law, self.state, self._room_bytes(is_calm), length)
@@ -366,15 +395,19 @@ class MicroBatchSizer:
 
     def before(self, micro_batch: MicroBatch) -> None:
         self._attempts += 1
-        self._measures = self._is_learning or (self.gauge is not None and self._tells_more(micro_batch))
+        self._measures = self._is_learning or (self.gauge is not None and self._is_worth_measuring(micro_batch))
         if self._measures:
-            self._look()
+            self._read_gauge()
             self.gauge.reset(exact=True)
             self._before = self.gauge.read()
 
-    def _tells_more(self, micro_batch: MicroBatch) -> bool:
-        """After the first windows: whether it is much larger than all that ran, or sizes cannot grow for not knowing
-        what they take. Only once: where rows share a prefix, what is learned is of the fewer tokens that layers saw."""
+    def _is_worth_measuring(self, micro_batch: MicroBatch) -> bool:
+        """Return whether a micro-batch after the first windows should be measured.
+
+        That is the case if it is much larger than any that ran, or if sizes cannot grow because their cost is unknown.
+        Larger ones are measured only once: if rows share a prefix, the model learns from the fewer tokens that the
+        layers saw.
+        """
         cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
         if cost.fitted:
             return cost.is_news(*shape) and any(map(operator.gt, shape, self._measured_up_to))
@@ -383,8 +416,8 @@ class MicroBatchSizer:
     def after(self, micro_batch: MicroBatch) -> None:
         if not self._measures:
             return
-        reading, is_first = self._look(), self._attempts == 1
-        if is_first:  # it also makes the gradients
+        reading, is_first = self._read_gauge(), self._attempts == 1
+        if is_first:  # the first one also allocates the gradients
             self._growth_bytes = min(self.gradient_bytes, max(0, reading.own_bytes - self._before.own_bytes))
         if not is_first or self._planned == 1:
             shape = micro_batch.tokens, micro_batch.quadratic
@@ -395,42 +428,43 @@ class MicroBatchSizer:
             )
 
     def saw(self, micro_batch: MicroBatch, tokens: int) -> None:
-        """``tokens`` that the layers saw of one that ran: a prefix that rows share once, and a tail for few sizes."""
-        self._saw[micro_batch.rows] = tokens
+        """Record the ``tokens`` that the layers saw of a micro-batch that ran: a shared prefix counts once, and there
+        may be a tail that pads to one of few sizes."""
+        self._processed_tokens[micro_batch.rows] = tokens
 
     def _processed(self, micro_batch: MicroBatch) -> int:
-        return self._saw.get(micro_batch.rows, micro_batch.tokens)
+        return self._processed_tokens.get(micro_batch.rows, micro_batch.tokens)
 
     @property
     def _is_learning(self) -> bool:
         return self.gauge is not None and self.statistics.windows < self._learning_until
 
-    def _look(self) -> MemoryReading:
-        """Read the gauge; the peak of a step outlives the resets between its micro-batches."""
-        reading, self._looked_s = self.gauge.read(), time.monotonic()
-        # As a fraction: on a CPU the tightest limit may be another one than before.
+    def _read_gauge(self) -> MemoryReading:
+        """Read the gauge, and keep the peak of the step across the resets between its micro-batches."""
+        reading, self._read_at_s = self.gauge.read(), time.monotonic()
+        # As a fraction, because the tightest limit on a CPU may change between readings.
         self._peak_fraction = max(self._peak_fraction, reading.peak_bytes / reading.limit_bytes)
-        self._seen, self._logged_peak_bytes = reading, max(self._logged_peak_bytes, reading.peak_bytes)
-        if self._before is not None:  # else the peak is that of loading the model
+        self._last_reading, self._logged_peak_bytes = reading, max(self._logged_peak_bytes, reading.peak_bytes)
+        if self._before is not None:  # otherwise the peak comes from loading the model
             self.statistics.peak_bytes = max(self.statistics.peak_bytes, reading.own_peak_bytes)
         return reading
 
     def failed(self, micro_batch: MicroBatch, caught: CatchOutOfMemory) -> Sequence[MicroBatch]:
-        """Smaller micro-batches of the same rows. Raises OutOfMemory where there are none."""
-        settings, reading = self.settings, self._look()
+        """Return smaller micro-batches of the same rows. Raises OutOfMemory if they cannot be cut."""
+        settings, reading = self.settings, self._read_gauge()
         wanted = f" ({_gib(caught.wanted_bytes)} wanted)" if caught.wanted_bytes else ""
-        if self._rests:  # nothing was read before this step: what is in use now, after freeing, counts instead
+        if self._rests:  # nothing was read before this step, so take what is in use now, after freeing
             self._rests = False
-            self._based_on(reading)
+            self._set_baseline(reading)
         self.statistics.out_of_memory += 1
         self.failed_here += 1
         self._learning_until = self.statistics.windows + LEARNING_WINDOWS
         self.statistics.failed_tokens += micro_batch.tokens
         if not self._window.can_pool and micro_batch not in self._retried:
-            # In parts its gradient is another one: first once more as it is, now that memory has been freed.
+            # Parts would give another gradient, so first retry it unchanged, now that memory has been freed.
             self._retried.add(micro_batch)
-            again = "step %d: out of memory at %s%s; retrying it unchanged, after freeing memory"
-            logger.warning(again, self.step, self._size(micro_batch), wanted)
+            message = "step %d: out of memory at %s%s; retrying it unchanged, after freeing memory"
+            logger.warning(message, self.step, self._size(micro_batch), wanted)
             return [micro_batch]
         floor = min(self._floor, micro_batch.tokens)
         self.state = control.after_oom(
@@ -439,32 +473,34 @@ class MicroBatchSizer:
         smaller = self._window.split(micro_batch, self._cap, settings.max_batch_size, settings.min_batch_size)
         if smaller == [micro_batch]:
             if micro_batch in self._retried:
-                # The cap never falls below the longest row of all, which short rows together may not exceed.
+                # The cap never falls below the longest row of all, but several short rows together may be smaller than
+                # that.
                 most, fewest = settings.max_batch_size, settings.min_batch_size
                 smaller = self._window.split(micro_batch, micro_batch.length, most, fewest)
                 if smaller == [micro_batch]:
-                    raise OutOfMemory(self._hopeless(micro_batch, caught, reading))
-            self._retried.add(micro_batch)  # memory has been freed since it failed: once more as it is
+                    raise OutOfMemory(self._message_of_failure(micro_batch, caught, reading))
+            self._retried.add(micro_batch)  # retry it unchanged, because memory has been freed since it failed
         reason = (
-            f"out of memory at {self._size(micro_batch)}{wanted}; again as {len(smaller)} x {self._size(smaller[-1])}"
+            f"out of memory at {self._size(micro_batch)}{wanted}; retrying as "
+            f"{len(smaller)} x {self._size(smaller[-1])}"
         )
         self._note(reason, reading, "critical")
         return smaller
 
-    def _hopeless(self, micro_batch: MicroBatch, caught: CatchOutOfMemory, reading: MemoryReading) -> str:
+    def _message_of_failure(self, micro_batch: MicroBatch, caught: CatchOutOfMemory, reading: MemoryReading) -> str:
         names = ", ".join(self._window.name_of(row) for row in micro_batch.rows[:3]) or WITHOUT_ROWS
         more = len(micro_batch.rows) - 3
         names += f" and {more} more row{'s' if more > 1 else ''}" if more > 0 else ""
         names += f" ({micro_batch.length} tokens)" if self.has_length else ""
-        alone = "does not fit in memory even alone" if len(micro_batch.rows) < 2 else "do not fit in memory together"
+        problem = "does not fit in memory even alone" if len(micro_batch.rows) < 2 else "do not fit in memory together"
         obstacle = self._window.batches[micro_batch.batch].obstacle or self._window.uncuttable
         wanted = f", {_gib(caught.wanted_bytes)} wanted" if caught.wanted_bytes else ""
         is_kept = len(micro_batch.rows) > 1 and obstacle is None
-        is_own = self.settings.min_batch_size >= self._window.fewest_rows
-        keeper = "min_batch_size" if is_own else "BatchNorm, which has no statistics of one row,"
+        is_setting = self.settings.min_batch_size >= self._window.fewest_rows
+        keeper = "min_batch_size" if is_setting else "BatchNorm, which has no statistics of one row,"
         fewer = "per_device_train_batch_size (and raise gradient_accumulation_steps as much), " if obstacle else ""
         return (
-            f"step {self.step}: {names} {alone}{wanted}; "
+            f"step {self.step}: {names} {problem}{wanted}; "
             f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
             + (f"; it could not be cut: {obstacle}" if obstacle else "")
             + (f"; {keeper} keeps {len(micro_batch.rows)} rows together" if is_kept else "")
@@ -485,10 +521,13 @@ class MicroBatchSizer:
         return f"{rows} x {micro_batch.length}" if is_even else f"{rows} of {micro_batch.tokens} tokens"
 
     def _note(self, reason: str, reading: MemoryReading, pressure: str, tokens: Optional[int] = None) -> None:
-        """A row of the history and a line of the log. ``tokens``: of a micro-batch from now on, if not the cap."""
+        """Write a row of the history and a line of the log.
+
+        tokens: the largest micro-batch from now on, if that is not the cap.
+        """
         tokens = self._cap if tokens is None else tokens
         if not self._window.can_pool:
-            reason = f"{reason}; rows affect each other, so the gradient of the parts is not that of the whole batch"
+            reason = f"{reason}; rows affect each other, so the parts do not give the gradient of the whole batch"
         rows_per_chunk = max(1, tokens // max(1, self._window.longest_row))
         self.statistics.changes += 1
         self.on_row(
@@ -513,15 +552,15 @@ class MicroBatchSizer:
         )
 
     def scalars(self) -> dict[str, float]:
-        """For a row of the logs: the largest micro-batch of the last window, every out-of-memory so far, memory now
-        and the most since the last call. Without a gauge no bytes."""
+        """Return values for a log row: the largest micro-batch of the last window, all out-of-memory errors so far, the
+        memory in use now and the most since the last call. Without a gauge there are no bytes."""
         self.wake()
-        found: dict[str, float] = {**self._ran, "out_of_memory": self.statistics.out_of_memory}
-        if self._seen is not None:
-            used, limit = self._seen.used_bytes, self._seen.limit_bytes
-            found |= {"used_bytes": used, "peak_bytes": max(self._logged_peak_bytes, used), "limit_bytes": limit}
+        values: dict[str, float] = {**self._last_window, "out_of_memory": self.statistics.out_of_memory}
+        if self._last_reading is not None:
+            used, limit = self._last_reading.used_bytes, self._last_reading.limit_bytes
+            values |= {"used_bytes": used, "peak_bytes": max(self._logged_peak_bytes, used), "limit_bytes": limit}
         self._logged_peak_bytes = 0
-        return {f"memory/{name}": value for name, value in found.items()}
+        return {f"memory/{name}": value for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -534,21 +573,21 @@ class MicroBatchSizer:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.statistics = MemoryStatistics(**saved["books"])
-        here = device_name(self._device)
-        if saved.get("device", here) == here:
+        device = device_name(self._device)
+        if saved.get("device", device) == device:
             self.state = control.SizerState.from_dict(saved["state"])
             self._learning_until = saved["learning_until"]
-        else:  # what fitted there, and what it cost, says nothing of here
+        else:  # what fitted on another device, and its cost, do not apply here
             self._first_window = self.statistics.windows
             self._learning_until = self._first_window + LEARNING_WINDOWS
 
     def forget_window(self) -> None:
-        """Give back the last window's batches."""
+        """Drop the batches of the last window."""
         self._window = None
 
 
 def law_of(settings: MemorySettings) -> control.SizerConfig:
-    """The controller's arithmetic form of the settings."""
+    """Return the settings in the form that the controller's arithmetic uses."""
 
     def in_bytes(gib: Optional[float]) -> Optional[int]:
         return None if gib is None else round(gib * 2**30)

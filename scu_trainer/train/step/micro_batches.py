@@ -1,8 +1,8 @@
-"""The Trainer's side of micro-batches: the whole optimizer window is worked off in the first ``training_step`` of it.
+"""The Trainer's side of micro-batches: the first ``training_step`` of an optimizer step runs its whole window.
 
-The stock loop prefetches the window's accumulation batches and calls ``training_step`` once for each. All work is done
-at the first call, when all rows are at hand and nothing has been reduced over ranks yet, through the stock
-``training_step`` micro-batch by micro-batch. Later calls return the losses that are known by then.
+The stock loop prefetches the accumulation batches of the window and calls ``training_step`` once for each. The first
+call does all of the work, while all rows are at hand and nothing has been reduced over ranks yet: it calls the stock
+``training_step`` for each micro-batch. Later calls return losses that are already known.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ logger = logging.getLogger("scu_trainer")
 
 
 TEXT_PARTS = ("encoder", "decoder", "text_encoder", "generator", "text_config")
-"""Configurations, within that of a model of several parts, of the parts that see text."""
+"""Names under which the configuration of a multi-part model holds the configurations of the parts that see text."""
 
 
 class MicroBatchStep:
-    """Runs windows for one trainer. ``loop``: the memory loop; ``analysis``: how the loss adds up over rows."""
+    """Runs accumulation windows for one trainer.
+
+    loop: the memory loop. analysis: knows how the loss adds up over rows.
+    """
 
     def __init__(self, trainer: Trainer, settings: MemorySettings, gauge: Optional[Gauge] = None) -> None:
         device = trainer.args.device
@@ -76,7 +79,7 @@ class MicroBatchStep:
     # -- life of a run -------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Before a training is set up, and before it reads a checkpoint. The model may be another one by now."""
+        """Prepare for a training, before it is set up and reads its checkpoint. The model may have been replaced."""
         self.loop.reset()
         if self._logical_rows is not None:
             self.loop.logical = LogicalBatches(self._logical_rows, self.settings.batch_size_lr_rule, self._layout)
@@ -84,20 +87,21 @@ class MicroBatchStep:
         self._warned: set[str] = set()
         self._not_by_rows: set[str] = set()
         self._obstacles: set[str] = set()
-        self._said_obstacles: Optional[set[str]] = None  # None before anything was said
+        self._reported_obstacles: Optional[set[str]] = None  # None before the first report
 
     def start(self) -> None:
-        """When training begins: the model is wrapped and placed."""
+        """Called when training begins, with the model wrapped and placed."""
         model, guard = self.trainer.model, self.trainer.nonfinite_guard
         self.ranks, self._is_fsdp = ranks_for(self.trainer), is_fsdp(self.trainer)
         self._model_parameters, self._optimized = (), -1
         self._has_batch_norm = any(map(is_batch_norm, model.modules()))
         self._pad_token_id = _pad_token_id(self.trainer)
-        parameters = self._trained()
+        parameters = self._trained_parameters()
         counts = counting(self.trainer)
         self._place = steps.AttemptSite(
             self.trainer.args.device,
-            ChangingBuffers(model) if guard is None else guard.buffers,  # walks through the model once in a step
+            # shared, so that a step walks through the model only once
+            ChangingBuffers(model) if guard is None else guard.buffers,
             parameters,
             self.ranks.drop_gradients,
             counts,
@@ -113,25 +117,27 @@ class MicroBatchStep:
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """What this window trains."""
+        """The parameters that this window trains."""
         return self._place.parameters
 
-    def _trained(self) -> list[torch.nn.Parameter]:
+    def _trained_parameters(self) -> list[torch.nn.Parameter]:
         model, optimizer = self.trainer.model, self.trainer.optimizer
         if self._is_fsdp:
-            reshard(model)  # an evaluation may lie between
+            reshard(model)  # an evaluation may have gathered the weights
         optimized = -1 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
-        # Walking through a model takes as long as a small step: only where the optimizer got others.
+        # Walking through a model takes as long as a small step, so do it only if the optimizer has got other
+        # parameters.
         if self._is_fsdp or optimized < 0 or optimized != self._optimized:
             self._model_parameters, self._optimized = tuple(model.parameters()), optimized
         return [p for p in self._model_parameters if p.requires_grad]
 
-    def _follow_parameters(self) -> None:
-        """What is trained may change on the way: gradual unfreezing."""
-        parameters = self._trained()
+    def _update_parameters(self) -> None:
+        """Update the trained parameters, which may change during training (gradual unfreezing). Raises ControlError if
+        they change with several processes or DeepSpeed."""
+        parameters = self._trained_parameters()
         self.analysis.own_step.look_for_hooks(parameters)
-        known = self._place.parameters
-        if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
+        is_prefetched = self._place.parameters
+        if len(parameters) == len(is_prefetched) and all(map(operator.is_, parameters, is_prefetched)):
             return
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         if self.ranks.world_size > 1 or self.trainer.is_deepspeed_enabled:
@@ -154,7 +160,7 @@ class MicroBatchStep:
         return self.analysis.reduction
 
     def finish(self) -> None:
-        """When training ends."""
+        """Called when training ends."""
         self.prefetched(())
         self.loop.forget_window()
         logical = self.loop.logical
@@ -165,17 +171,18 @@ class MicroBatchStep:
             self._guard = None
 
     def prefetched(self, batches: Sequence[Any]) -> None:
-        """The accumulation batches that the next ``loss`` calls will be about."""
+        """Take ``batches``, the accumulation batches for the next ``loss`` calls."""
         self._prefetched = batches
         self._losses.clear()
 
     # -- one window ----------------------------------------------------------------------------------------------------
 
     def next_to_run(self, inputs: Any) -> Sequence[Any]:
-        """The accumulation batches that ``loss(inputs)`` runs: all of a window at its first, then none."""
+        """Return the accumulation batches that ``loss(inputs)`` runs: a whole window for its first batch, then none."""
         if self._losses:
             return ()
-        if len(self._prefetched) > self.trainer.args.gradient_accumulation_steps:  # lowered since: a step ends within
+        # the setting was lowered, so a step ends within the window
+        if len(self._prefetched) > self.trainer.args.gradient_accumulation_steps:
             self.prefetched(())
         return self._prefetched if self._begins_window(inputs) else (inputs,)
 
@@ -183,13 +190,15 @@ class MicroBatchStep:
         return bool(self._prefetched) and inputs is self._prefetched[0]
 
     def loss(self, model: torch.nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
-        """The loss of one accumulation batch, as the stock ``training_step`` returns it."""
+        """Return the loss of one accumulation batch, as the stock ``training_step`` does."""
         if not self._losses:
             to_run = self.next_to_run(inputs)
-            known = self._begins_window(inputs)
-            completes = known or self.trainer.accelerator.sync_gradients
-            if not known and len(self._prefetched) > 1:
-                self._warn_once("training_step does not get the batches of the loader: rows are not pooled across them")
+            is_prefetched = self._begins_window(inputs)
+            completes = is_prefetched or self.trainer.accelerator.sync_gradients
+            if not is_prefetched and len(self._prefetched) > 1:
+                self._warn_once(
+                    "training_step does not receive the batches of the loader, so rows are not pooled across them"
+                )
             self._losses.extend(self._run(model, to_run, num_items, completes))
         loss = self._losses.popleft()
         if self.trainer.accelerator.sync_gradients:
@@ -197,32 +206,33 @@ class MicroBatchStep:
         return loss
 
     def _run(self, model: torch.nn.Module, raw: Sequence[Any], num_items: Any, completes: bool) -> list[torch.Tensor]:
-        """``completes``: whether an optimizer step follows."""
-        self._follow_parameters()
+        """Run the accumulation batches ``raw`` and return their losses. ``completes``: an optimizer step follows."""
+        self._update_parameters()
         failure, done = None, []
         with self.ranks.window(completes):
             try:
                 window = second_try(functools.partial(self._window, raw, num_items), "reading the rows of a step")
-                window, micro_batches = self._audited(window, self._begin(window), num_items)
+                window, micro_batches = self._checked_window(window, self._begin(window), num_items)
                 before = self._counters.counts()
-                done = self._work_off(micro_batches, model, window, num_items)
+                done = self._run_micro_batches(micro_batches, model, window, num_items)
                 if before and len(done) != len(raw):
                     self._counters.tell(before, len(done), len(raw), sum(len(one.rows) for one, _ in done))
             except OutOfMemory as error:
-                # The others wait inside a forward or the loss, and not here.
+                # The other ranks wait inside a forward or the loss, not here.
                 if self.ranks.even_micro_batches or self.analysis.own_step.exchange is not None:
                     raise
                 failure = error
-            self._all_or_none(failure)
+            self._stop_all_if_one_failed(failure)
             self.loop.end(done, self.ranks.all_reduce_max)
         self._place.buffers.end_window()
-        add = functools.partial(_per_batch, done, len(raw), self._place.device)
+        add = functools.partial(_losses_by_batch, done, len(raw), self._place.device)
         return second_try(add, "adding up the losses of a step")
 
-    def _audited(
+    def _checked_window(
         self, window: AccumulationWindow, micro_batches: list[MicroBatch], num_items: Any
     ) -> tuple[AccumulationWindow, list[MicroBatch]]:
-        """Whole batches from now on where the loss turns out not to be the sum over its micro-batches."""
+        """Return the window and its micro-batches; whole batches if the loss turns out not to be the sum over
+        micro-batches."""
         if self.ranks.even_micro_batches or self.analysis.holds(window, self.loop.bounded(micro_batches), num_items):
             return window, micro_batches
         window = self._window_of(window.batches)
@@ -230,11 +240,11 @@ class MicroBatchStep:
 
     def _begin(self, window: AccumulationWindow) -> list[MicroBatch]:
         step = self.trainer.state.global_step + 1
-        if self.ranks.even_micro_batches:  # ranks agree on the way: none may begin a second time alone
+        if self.ranks.even_micro_batches:  # beginning is collective, so no rank may retry it on its own
             return self.loop.begin(window, step, self.ranks.all_reduce_max)
         return second_try(functools.partial(self.loop.begin, window, step), "planning the micro-batches of a step")
 
-    def _work_off(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
+    def _run_micro_batches(self, micro_batches, model, window, num_items) -> list[tuple[MicroBatch, torch.Tensor]]:
         modules = self._place.buffers.modules if model is self.trainer.model else ()
         writes = self.reduction is not None and self.reduction.mixes == LOSS_WRITES
 
@@ -253,26 +263,27 @@ class MicroBatchStep:
 
         if self.settings.memory_control and not self.analysis.own_step.is_stock:
             stop = functools.partial(self._stop_unrepeatable, self.analysis.own_step.mixes)
-            return self._in_step(micro_batches, attempt, stop)
+            return self._run_without_retry(micro_batches, attempt, stop)
         if self.settings.memory_control and self.ranks.recoverable:
             return steps.run(micro_batches, attempt, self.loop, self._place, self.trainer.loss_path)
         if self.ranks.even_micro_batches:
-            return self._in_step(micro_batches, attempt, functools.partial(self._stop_sharded, micro_batches))
+            return self._run_without_retry(micro_batches, attempt, functools.partial(self._stop_sharded, micro_batches))
         return steps.run_once(
             [micro_batch for whole in micro_batches for micro_batch in self.loop.fit(whole)], attempt, self.loop
         )
 
-    def _in_step(
+    def _run_without_retry(
         self, micro_batches, attempt, stop: Callable[[str], NoReturn]
     ) -> list[tuple[MicroBatch, torch.Tensor]]:
-        """Where no micro-batch can run again. ``stop``: ends the run, given what the failed allocation said."""
+        """Run micro-batches that cannot run twice. ``stop``: ends the run, given the message of the failed
+        allocation."""
         with CatchOutOfMemory() as caught:
             return steps.run_once(micro_batches, attempt, self.loop)
         free_memory()
         stop(caught.text)
 
     def _stop_unrepeatable(self, why: str, text: str) -> NoReturn:
-        """What code of somebody's own had changed by then is not known."""
+        """Raise OutOfMemory, because user code may have changed something that cannot be undone."""
         place = "a callback" if WRITES in why else "compute_loss or a callback"
         instead = "" if self.analysis.own_step.exchange is not None else f", or move what it does into {place}"
         raise OutOfMemory(
@@ -282,10 +293,10 @@ class MicroBatchStep:
         )
 
     def _stop_sharded(self, micro_batches: Sequence[MicroBatch], text: str) -> NoReturn:
-        """FSDP and ZeRO-3, with a checkpoint where one can be made."""
+        """Raise OutOfMemory under FSDP and ZeRO-3, after writing a checkpoint if that is possible."""
         largest = max(micro_batches, key=lambda micro_batch: micro_batch.tokens)
         trainer, smaller = self.trainer, max(1, len(largest.rows) // 2)
-        if self.ranks.world_size == 1:  # several ranks would wait for each other: the others are inside the micro-batch
+        if self.ranks.world_size == 1:  # otherwise ranks would deadlock: the others are still inside the micro-batch
             trainer._save_checkpoint(trainer.model_wrapped, trainer._trial)
             saved = f"checkpoint-{trainer.state.global_step} was written, resume_from_checkpoint: true resumes from it"
         else:
@@ -296,9 +307,9 @@ class MicroBatchStep:
             f"which cuts the same batch into smaller micro-batches. The failed allocation said: {text}"
         )
 
-    def _all_or_none(self, failure: Optional[OutOfMemory]) -> None:
-        """One rank that cannot go on stops all of them, before any waits for its gradients. Of the others each learns
-        how often they recovered."""
+    def _stop_all_if_one_failed(self, failure: Optional[OutOfMemory]) -> None:
+        """Stop all ranks if one cannot continue, before any of them waits for its gradients; otherwise share how often
+        each rank recovered."""
         failed_here, stopped = self.loop.failed_here, self.ranks.rank + 1 if failure is not None else 0
         own = [failed_here if rank == self.ranks.rank else 0 for rank in range(self.ranks.world_size)]
         failed_rank, *everywhere = self.ranks.all_reduce_max([stopped, *own])
@@ -320,32 +331,32 @@ class MicroBatchStep:
 
     def _window(self, raw: Sequence[Any], num_items: Any) -> AccumulationWindow:
         batches = retry_unchanged(lambda: [self._layout(inputs) for inputs in raw])
-        said = self.analysis.read(batches, num_items, self._pad_token_id, self.ranks)
+        is_new_finding = self.analysis.read(batches, num_items, self._pad_token_id, self.ranks)
         if self.analysis.own_step.hooked is not None:
             self._obstacles.add(self.analysis.own_step.hooked)
-        is_new = self._said_obstacles != self._obstacles
-        if self.analysis.own_step.is_seen and ((said and self.reduction is not None) or is_new):
-            self._say_limits(batches, num_items)
-            self._said_obstacles = set(self._obstacles)
+        has_new_obstacle = self._reported_obstacles != self._obstacles
+        if self.analysis.own_step.is_seen and ((is_new_finding and self.reduction is not None) or has_new_obstacle):
+            self._warn_about_limits(batches, num_items)
+            self._reported_obstacles = set(self._obstacles)
         return self._window_of(batches)
 
     def _window_of(self, batches: Sequence[Batch]) -> AccumulationWindow:
         window = AccumulationWindow(batches, self.reduction, self._pad_token_id)
-        window.is_padding_free = self._goes_padding_free(window)
+        window.is_padding_free = self._uses_padding_free(window)
         if self._wants_few_sizes and window.can_pool and window.is_uneven and not window.is_padding_free:
             window.take_few_sizes(_most_positions(self.trainer.model), self._token_cap)
         window.fewest_rows = 1 if window.can_pool or not self._has_batch_norm else 2
         return window
 
-    def _goes_padding_free(self, window: AccumulationWindow) -> bool:
-        path, must = self.trainer.loss_path, self.settings.padding_free
-        if path is None or self.reduction is None or not (window.is_uneven or must):
+    def _uses_padding_free(self, window: AccumulationWindow) -> bool:
+        path, is_required = self.trainer.loss_path, self.settings.padding_free
+        if path is None or self.reduction is None or not (window.is_uneven or is_required):
             return False
         obstacle = self._obstacle_to_padding_free(window)
         if obstacle is None:
             inputs = functools.partial(placed, window.batches[0].inputs, self._place.device)
             return window.is_uneven and path.goes_padding_free(inputs, window.longest_row)
-        if must:
+        if is_required:
             self._warn_once("padding_free: true, but rows of this step keep their padding: %s", obstacle)
         return False
 
@@ -362,8 +373,8 @@ class MicroBatchStep:
 
     @contextlib.contextmanager
     def _as_planned(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Plan with padding from here on where a micro-batch was planned without and came with it: code of somebody's
-        own that asks the model for its outputs gets them padded."""
+        """Inside, the loss path follows the plan for padding. If a planned micro-batch still came with padding, because
+        user code reads the model's outputs, plan with padding from here on."""
         path, padded = self.trainer.loss_path, len(micro_batch.rows) * micro_batch.length
         if path is None or not path.is_padding_free:
             yield
@@ -374,13 +385,13 @@ class MicroBatchStep:
         rows = path.end_to_end
         if rows is None or not rows.seen:
             if micro_batch.unpadded_tokens not in (None, padded):
-                path.stay_padded("something read more of the model's output than its loss, so rows kept their padding")
+                path.stay_padded("user code read more of the model's output than its loss, so rows kept their padding")
         elif micro_batch.unpadded_tokens is not None or rows.prefixes is not None:
             self.loop.saw(micro_batch, rows.seen[-1])
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
-    def _say_limits(self, batches: Sequence[Batch], num_items: Any) -> None:
+    def _warn_about_limits(self, batches: Sequence[Batch], num_items: Any) -> None:
         obstacle = next((batch.obstacle for batch in batches if batch.obstacle), None)
         if obstacle:
             self._warn_once("batches cannot be cut by rows (%s): each runs whole or fails", obstacle)
@@ -389,14 +400,14 @@ class MicroBatchStep:
         if self.reduction is None:
             if any(batch.rows > 1 for batch in batches):
                 self._warn_once(
-                    "the rows of this step do not tell how the loss adds up over them: batches run whole until those "
-                    "of a later step do (neither max_batch_size and token_cap nor short memory cut them)"
+                    "the rows of this step do not show how the loss adds up over them: batches run whole until a "
+                    "later step shows it (max_batch_size, token_cap and short memory do not cut them)"
                 )
             return
         if not self.reduction.is_exact:
             bound = f"; min_batch_size (now {self.settings.min_batch_size}) bounds how small they may become"
             self._warn_once(
-                "a split batch would not give the gradient of the whole: %s. Batches run whole%s "
+                "a split batch would not give the gradient of the whole batch: %s. Batches run whole%s "
                 "(max_batch_size and token_cap do not cut them)%s",
                 self.reduction.mixes,
                 *((" while memory allows", bound) if self.reduction.may_be_cut else (", however short memory is", "")),
@@ -408,31 +419,31 @@ class MicroBatchStep:
         hooked = next(filter(has_own_hook, self.parameters), None)
         if hooked is not None and self.reduction.is_exact:
             self._warn_once(
-                "a hook on %s gets the gradient of each micro-batch, where the stock loop gives it that of a batch: "
-                "one that is not linear, such as a clamp, changes what is trained; on_pre_optimizer_step of a callback "
-                "finds the gradient of the whole step",
+                "a hook on %s gets the gradient of each micro-batch, while the stock loop passes it the gradient "
+                "of a batch: a hook that is not linear, such as a clamp, changes what is trained; to see the "
+                "gradient of the whole step, use on_pre_optimizer_step of a callback",
                 name_of(hooked, self.trainer.model),
             )
         if self.means_added(num_items) > 1:
             self._warn_once("%s", in_words(self.trainer, num_items, self.analysis.ranks_added))
 
     def _warn_once(self, text: str, *values: Any) -> None:
-        """What is found out later about the loss may say the same again."""
+        """Warn, unless the same warning was logged before: later findings about the loss may repeat it."""
         warning = text % values
         if warning not in self._warned:
             self._warned.add(warning)
             logger.warning(warning)
 
     def means_added(self, num_items: Any) -> int:
-        """How many mean losses, of the window's batches and of all ranks, the stock loop adds up where it takes them
-        for parts of one; 1 where there is no more than one, or they are averaged."""
+        """Return how many mean losses, over the window's batches and all ranks, the stock loop adds up as if they were
+        parts of one mean; 1 if there is only one or they are averaged."""
         if self.reduction is None or not self.reduction.is_mean:
             return 1
         return batches_added(self.trainer, num_items) * self.analysis.ranks_added
 
     def _backward_of(self, share: float) -> contextlib.AbstractContextManager[None]:
-        """Inside, a backward goes through ``share`` times its loss: of a mean over a part, what it is in the mean over
-        the whole. Whoever computes the loss sees nothing of it."""
+        """Inside, ``accelerator.backward`` scales its loss by ``share``, the weight of a part in the mean over the
+        whole. The code that computes the loss does not notice."""
         accelerator = self.trainer.accelerator
         if share == 1.0:
             return contextlib.nullcontext()
@@ -449,17 +460,19 @@ def _pad_token_id(trainer: Trainer) -> int:
 
 
 def _most_positions(model: torch.nn.Module) -> int:
-    """Tokens for which every part of the model has positions; 0 where that is not said, or prompts take some."""
+    """Return the tokens for which every part of the model has positions; 0 if unknown or if prompts take some."""
     if learns_prompts(model):
         return 0
     config = getattr(model, "config", None)
-    found = (getattr(config, name, None) for name in TEXT_PARTS)
-    parts = [part for part in found if part is not None] or [config]
+    candidates = (getattr(config, name, None) for name in TEXT_PARTS)
+    parts = [part for part in candidates if part is not None] or [config]
     return min(getattr(part, "max_position_embeddings", None) or 0 for part in parts)
 
 
-def _per_batch(done: Sequence[tuple[MicroBatch, torch.Tensor]], count: int, device: torch.device) -> list[torch.Tensor]:
-    """The losses by accumulation batch; those of a micro-batch with rows of several go to the first of them."""
+def _losses_by_batch(
+    done: Sequence[tuple[MicroBatch, torch.Tensor]], count: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Return the loss of each accumulation batch; a micro-batch with rows of several counts for the first of them."""
     losses: list[Optional[torch.Tensor]] = [None] * count
     for micro_batch, loss in done:
         before = losses[micro_batch.batch]

@@ -1,8 +1,8 @@
-"""Muon for the matrices inside of a model, AdamW for all else, as one optimizer.
+"""Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer.
 
-Muon is made for hidden matrices (torch.optim.Muon takes nothing else): embeddings, the output layer, norms and biases
-stay with AdamW. Both have one learning rate: updates of matrices are scaled to the size of AdamW's
-(``adjust_lr_fn="match_rms_adamw"``, arXiv 2502.16982), so that a rate which suits AdamW suits both.
+Muon is made for hidden matrices (torch.optim.Muon accepts nothing else): AdamW updates embeddings, the output layer,
+norms and biases. Both share one learning rate: updates of matrices are scaled to the size of AdamW's updates
+(``adjust_lr_fn="match_rms_adamw"``, arXiv 2502.16982), so that a rate that suits AdamW suits both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from scu_trainer.errors import ControlError
 
 
 class MuonWithAdamW(Optimizer):
-    """matrices: groups of 2-D parameters for Muon. others: groups for AdamW, possibly none. Both as torch takes them.
+    """Muon for ``matrices``, groups of 2-D parameters, and AdamW for ``others``, groups that may be empty.
 
-    Each parameter's update is torch's own, and depends on no other parameter.
+    Groups are given as torch takes them. The update of each parameter is that of torch and depends on no other
+    parameter.
     """
 
     def __init__(self, matrices: list[dict], others: list[dict], lr: float, **adam: Any) -> None:
@@ -34,15 +35,17 @@ class MuonWithAdamW(Optimizer):
         for kind in (Muon, AdamW):
             groups = [group for group in self.param_groups if ("ns_steps" in group) == (kind is Muon)]
             if groups:
-                part = object.__new__(kind)  # a view of ours: one state, one list of groups, whoever loads or pickles
+                # shares our state and groups, so that there is only one of each to load or pickle
+                part = object.__new__(kind)
                 part.__dict__.update(state=self.state, param_groups=groups, defaults=groups[0])
                 kind.step.__wrapped__(part)
 
 
 def muon_for(model: nn.Module, decayed: Collection[str], lr: float, weight_decay: float, **adam: Any) -> MuonWithAdamW:
-    """For the trainable weights of ``model``. decayed: names of those with weight decay. adam: betas and eps.
+    """Return the optimizer for the trainable weights of ``model``.
 
-    LoRA's factors are matrices of their own. Raises ControlError where nothing is left for Muon.
+    decayed: names of the weights with weight decay. adam: betas and eps. The factors of LoRA count as matrices. Raises
+    ControlError if no weight is left for Muon.
     """
     outside = {id(p) for layer in outer_layers(model) for p in layer.parameters()}
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -51,18 +54,19 @@ def muon_for(model: nn.Module, decayed: Collection[str], lr: float, weight_decay
             groups.setdefault((p.dim() == 2 and id(p) not in outside, name in decayed), []).append(p)
     matrices: list[dict] = []
     others: list[dict] = []
-    for (is_matrix, decays), found in groups.items():
-        group = {"params": found, "weight_decay": weight_decay if decays else 0.0}
+    for (is_matrix, decays), parameters in groups.items():
+        group = {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
         (matrices if is_matrix else others).append(group)
     if not matrices:
         raise ControlError(
-            "use_muon is for matrices between the embeddings and the output layer, and none is trained; leave it out"
+            "use_muon is for matrices between the embeddings and the output layer, and none of them is trained; "
+            "remove use_muon"
         )
     return MuonWithAdamW(matrices, others, lr, **adam)
 
 
 def outer_layers(model: nn.Module) -> list[nn.Module]:
-    """Embeddings and the output layer, whose matrices stay with AdamW."""
+    """Return the embeddings and the output layers: AdamW updates their matrices."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     heads = [getattr(model, name, None) for name in ("score", "classifier", "qa_outputs")]
     embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]

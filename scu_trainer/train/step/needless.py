@@ -1,8 +1,9 @@
-"""What every stock step does although nothing has changed since the last one, left out where it would change nothing.
+"""Skips work that every stock step repeats although nothing has changed, if skipping it changes nothing.
 
-``model.train()`` walks through all modules: as long as a tenth of a small step, and with adapters longer. Whether LOMO
-is installed is asked twice, each time by a search through all of ``sys.path``; whether this is SageMaker, three times.
-LoRA of peft makes float32 of what autocast makes half precision of again: copies were a fifth of a step on an H100.
+``model.train()`` walks through all modules, which takes up to a tenth of a small step, and more with adapters. The
+stock loop checks twice whether LOMO is installed, each time searching all of ``sys.path``, and three times whether this
+is SageMaker. LoRA in peft casts to float32 what autocast casts to half precision again: these copies took a fifth of a
+step on an H100.
 """
 
 from __future__ import annotations
@@ -28,27 +29,29 @@ ASKED = ((of_accelerate, "is_lomo_available"), (of_transformers, "is_sagemaker_m
 
 @contextlib.contextmanager
 def asked_once() -> Iterator[None]:
-    """Inside, the questions in ASKED have one answer."""
+    """Inside, each function in ASKED is called only once."""
     with contextlib.ExitStack() as stack:
         for module, name in ASKED:
-            if name in vars(module):  # other versions may not ask
+            if name in vars(module):  # other versions may not have it
                 stack.enter_context(replaced(module, name, functools.cache(vars(module)[name])))
         yield
 
 
 @contextlib.contextmanager
 def casts_left_out() -> Iterator[None]:
-    """Inside, inputs of LoRA layers that are in the type of autocast stay in it, as in peft's own layers of 4 bits. Not
-    in front of dropout, which would draw others, nor for DoRA and its like, which do more with them, nor where several
-    adapters act at once, whose gradients add up in float32."""
+    """Inside, LoRA layers do not cast inputs that already have the autocast type, as in the 4-bit layers of peft.
+
+    They still cast before dropout (which would draw other values), for DoRA and similar variants (which use the inputs
+    in other ways), and if several adapters are active at once (their gradients add up in float32).
+    """
     linear = getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
-    if linear is None or "_cast_input_dtype" in vars(linear):  # no adapters, or left out already
+    if linear is None or "_cast_input_dtype" in vars(linear):  # no adapters, or already inside of this context
         yield
         return
     stock = linear._cast_input_dtype
 
     def cast(layer: Any, x: Any, dtype: torch.dtype) -> Any:
-        return x if torch.is_tensor(x) and _is_cast_anyway(x) and _is_plain(layer) else stock(layer, x, dtype)
+        return x if torch.is_tensor(x) and _has_autocast_type(x) and _is_plain_lora(layer) else stock(layer, x, dtype)
 
     linear._cast_input_dtype = cast
     try:
@@ -57,21 +60,23 @@ def casts_left_out() -> Iterator[None]:
         del linear._cast_input_dtype
 
 
-def _is_cast_anyway(x: torch.Tensor) -> bool:
+def _has_autocast_type(x: torch.Tensor) -> bool:
     device = x.device.type
     return torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain_lora(layer: Any) -> bool:
     dropouts = [layer.lora_dropout[name] for name in layer.active_adapters if name in layer.lora_dropout]
     return not layer.lora_variant and len(dropouts) < 2 and all(type(dropout) is nn.Identity for dropout in dropouts)
 
 
 @contextlib.contextmanager
 def needless_train_left_out(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the first ``model.train()`` returns at once if by then all of ``modules``, which are those of ``model``,
-    are in training mode, and none has a ``train`` of its own. Later calls, other modes, and calls without ``modules``
-    are unchanged."""
+    """Inside, the first ``model.train()`` returns at once if it would change nothing.
+
+    That is the case if all of ``modules`` (those of ``model``) are in training mode by then and none overrides
+    ``train``. Later calls, other modes, and calls with empty ``modules`` are unchanged.
+    """
     if not modules or "train" in vars(model):
         yield
         return

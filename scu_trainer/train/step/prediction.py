@@ -1,6 +1,6 @@
-"""Evaluation and prediction that survive out-of-memory: the same rows in smaller parts, put together again.
+"""Evaluation and prediction that survive out-of-memory: the same rows in smaller parts, joined again.
 
-The size that fits evaluation is its own: it never touches the micro-batches of training.
+The size that fits in evaluation is kept apart and never changes the micro-batches of training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ FEWER_LOGITS = (
 
 
 class Prediction:
-    """``prediction_step`` of one trainer in parts. ``items``: what the stock count of labels gives meanwhile."""
+    """Runs ``prediction_step`` of one trainer in parts.
+
+    items: what the stock count of labels returns meanwhile.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -51,48 +54,48 @@ class Prediction:
         self._reductions: dict[bool, Reduction] = {}
 
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
-        """(loss, logits, labels) of ``inputs``, as ``predict`` gives them for as many rows as fit at once."""
+        """Return (loss, logits, labels) of ``inputs``. ``predict`` computes them for as many rows as fit at once."""
         predict = partial(self._predicted, predict)
         batch = rows_of(self.trainer.model, inputs)
         if needs_all_ranks(self.trainer):
             return Together().run(batch.rows, lambda _: predict(inputs))[0][1]
         is_whole = batch.obstacle is not None or batch.rows == 0
-        if is_whole and not self._prepares_as_stock:  # preparing may generate, and reward: not twice
+        if is_whole and not self._prepares_as_stock:  # preparing may generate and compute rewards, so do it only once
             return self._whole(batch, inputs, predict)
-        # Counted once for the whole batch: the count is a collective, and ranks may need different numbers of parts.
+        # Count once for the whole batch: the count is a collective call, and ranks may need different numbers of parts.
         count = self.trainer._get_num_items_in_batch([self._prepared(inputs)], self.trainer.args.device)
         with replaced(self, "items", (count,)):
             if is_whole:
                 return self._whole(batch, inputs, predict)
             attempt = partial(self._part_result, batch, predict)
-            ask = partial(self._asked, predict, batch, count, loss_only)
-            parts = self.halving.run(batch.rows, attempt, partial(self._obstacle, batch, ask))
+            get_reduction = partial(self._reduction, predict, batch, count, loss_only)
+            parts = self.halving.run(batch.rows, attempt, partial(self._obstacle, batch, get_reduction))
             if len(parts) == 1:
                 return parts[0][1]
-            join = partial(self._joined, batch, parts, ask, loss_only)
+            join = partial(self._joined, batch, parts, get_reduction, loss_only)
             return second_try(join, "putting the parts of an evaluated batch together", FEWER_LOGITS)
 
     def _predicted(self, predict: Callable[[Any], Result], inputs: Any) -> Result:
-        """``predict(inputs)``. One that fails leaves nothing in what the trainer and its rewards count, and draws no
-        random numbers: its rows come again."""
-        put_back_all = self._before()
+        """Return ``predict(inputs)``. If it fails, restore random states and what the trainer and its rewards count,
+        because the rows run again."""
+        restore = self._make_restore()
         try:
             return predict(inputs)
         except (RuntimeError, MemoryError, OSError):
-            put_back_all()
+            restore()
             raise
 
-    def _before(self) -> Callable[[], None]:
-        """What puts back random numbers and counts as they are now."""
+    def _make_restore(self) -> Callable[[], None]:
+        """Return a function that restores the random states and counts of this moment."""
         trainer = self.trainer
         drawn = generators([trainer.args.device])
         counted = plain_attributes(rewarding(trainer), counting_owner(trainer))
 
-        def put_back_all() -> None:
+        def restore() -> None:
             put_back(drawn)
             put_back_attributes(counted)
 
-        return put_back_all
+        return restore
 
     def _whole(self, batch: Batch, inputs: Any, predict: Callable[[Any], tuple]) -> tuple:
         doing = f"evaluation of a batch that cannot be cut by rows ({batch.obstacle or 'it has none'})"
@@ -103,15 +106,18 @@ class Prediction:
         return type(self.trainer)._prepare_inputs is Trainer._prepare_inputs
 
     def _prepared(self, inputs: Any) -> Any:
-        """As the stock step counts them, where somebody's own code prepares them."""
+        """Return ``inputs`` as the stock step counts them: prepared, if user code prepares them."""
         return inputs if self._prepares_as_stock else self.trainer._prepare_inputs(inputs)
 
     def evaluated(self, evaluate: Callable[[], Result], loader: Any) -> Result:
-        """``evaluate()``, a whole pass over ``loader``; once more from its first batch where something between batches
-        (collecting logits, metrics, the loader) ran out of memory, with the random numbers of before."""
-        if not self._can_begin_again(loader):
+        """Return ``evaluate()``, a whole pass over ``loader``.
+
+        If something between batches (collecting logits, metrics, the loader) runs out of memory, start over once from
+        the first batch, with the random states from before.
+        """
+        if not self._can_start_over(loader):
             return evaluate()
-        put_back_all = self._before()
+        restore = self._make_restore()
         try:
             return evaluate()
         except (RuntimeError, MemoryError, OSError) as error:
@@ -120,19 +126,22 @@ class Prediction:
             text = str(error).partition("\n")[0]
             forget_traceback(error)
         free_memory()
-        put_back_all()
+        restore()
         logger.warning("evaluation ran out of memory between two batches and starts over (only once): %s", text)
         return evaluate()
 
-    def _can_begin_again(self, loader: Any) -> bool:
-        """Rows that can be read twice, metrics that were not given some batches already, no rank that waits."""
+    def _can_start_over(self, loader: Any) -> bool:
+        """Return whether rows can be read twice, metrics have not received batches yet, and no other rank waits."""
         dataset, trainer = getattr(loader, "dataset", None), self.trainer
         can_be_read_again = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
         return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
 
-    def _obstacle(self, batch: Batch, ask: Callable[[], Reduction]) -> Optional[str]:
-        """Why parts of ``batch`` would give other figures: to the loss a sample is several rows, such as a pair, or
-        each part would be an exchange with the other ranks, as would be to ask."""
+    def _obstacle(self, batch: Batch, get_reduction: Callable[[], Reduction]) -> Optional[str]:
+        """Return why parts of ``batch`` would give other metrics, or None.
+
+        A sample may be several rows to the loss, such as a pair; or each part, and finding out, would need an exchange
+        with the other ranks.
+        """
         trainer = self.trainer
         obstacle = layout_for(trainer.model, batch.inputs).obstacle
         if obstacle is not None:
@@ -144,29 +153,33 @@ class Prediction:
         has_labels = all(batch.inputs.get(name) is not None for name in trainer.label_names)
         if not has_labels and defined_between(trainer, "prediction_step") is None:  # no loss is computed
             return None
-        found = second_try(ask, "asking how the loss adds up", FEWER_LOGITS)
-        return None if found.may_be_cut else found.mixes
+        reduction = second_try(get_reduction, "finding out how the loss adds up", FEWER_LOGITS)
+        return None if reduction.may_be_cut else reduction.mixes
 
     def _part_result(self, batch: Batch, predict: Callable[[Any], tuple], part: range) -> tuple:
         loss, logits, labels = predict(_part(batch, part))
-        if len(part) == batch.rows or self.trainer.accelerator.num_processes > 1:  # ranks gather on the device
+        if len(part) == batch.rows or self.trainer.accelerator.num_processes > 1:  # ranks gather results on the device
             return loss, logits, labels
-        # Memory is short: parts are kept and joined on the host.
+        # Memory is short, so keep and join the parts on the host.
         return loss, send_to_device(logits, "cpu"), send_to_device(labels, "cpu")
 
-    def _joined(self, batch: Batch, parts: list[tuple[range, tuple]], ask: Callable, loss_only: bool) -> tuple:
+    def _joined(
+        self, batch: Batch, parts: list[tuple[range, tuple]], get_reduction: Callable, loss_only: bool
+    ) -> tuple:
         losses = [result[0] for _, result in parts]
-        loss = None if losses[0] is None else self._loss(batch, parts, losses, ask, loss_only)
+        loss = None if losses[0] is None else self._loss(batch, parts, losses, get_reduction, loss_only)
         if loss_only:
             return loss, None, None
         logits, labels = (_concatenated([result[i] for _, result in parts]) for i in (1, 2))
         return loss, logits, labels
 
-    def _loss(self, batch: Batch, parts, losses: list[torch.Tensor], ask: Callable, loss_only: bool) -> torch.Tensor:
-        reduction = ask()
+    def _loss(
+        self, batch: Batch, parts, losses: list[torch.Tensor], get_reduction: Callable, loss_only: bool
+    ) -> torch.Tensor:
+        reduction = get_reduction()
         if reduction.is_exact and reduction.left_out_by:
             layout = layout_for(self.trainer.model, batch.inputs)
-            self._keep(replace(reduction, mixes=reduction.leaves_out(layout)), loss_only)
+            self._store_reduction(replace(reduction, mixes=reduction.leaves_out(layout)), loss_only)
         if reduction.kind in ("num_items", "sum"):
             return torch.stack(losses).sum()
         items = [sum(reduction.row_items(_part(batch, part), len(part))) for part, _ in parts]
@@ -174,7 +187,8 @@ class Prediction:
         total = sum(items)
         return sum(share / total * loss for share, loss in shares) if total else losses[0]
 
-    def _asked(self, predict: Callable[[Any], tuple], batch: Batch, count: Any, loss_only: bool) -> Reduction:
+    def _reduction(self, predict: Callable[[Any], tuple], batch: Batch, count: Any, loss_only: bool) -> Reduction:
+        """Return how the loss adds up over rows, analyzed once for each ``loss_only``."""
         if loss_only not in self._reductions:
             trainer = self.trainer
             is_own = defined_between(trainer, "prediction_step") is not None
@@ -182,14 +196,19 @@ class Prediction:
             low_precision = trainer.accelerator.mixed_precision != "no"
             rows = [layout_for(trainer.model, batch.inputs)]
             how = {"training": False, "low_precision": low_precision, "most_rows": 2, "owner": trainer}
-            asked = analyze(loss_of, trainer.model, rows, count, 0, **how)
-            self._keep(asked or Reduction("rows", mixes="its rows do not tell how it adds up"), loss_only)
+            reduction = analyze(loss_of, trainer.model, rows, count, 0, **how)
+            self._store_reduction(
+                reduction or Reduction("rows", mixes="its rows do not show how it adds up"), loss_only
+            )
         return self._reductions[loss_only]
 
     def _own_loss(self, predict: Callable[[Any], tuple], ways: set[bool], inputs: Any, items: Any) -> torch.Tensor:
-        """Of a ``prediction_step`` of somebody's own, which may compute another loss than training, or give it no
-        count. Where it is that of training, with the gradient, which tells more. ``ways``: whether this has a count;
-        those that gave something else leave it, so that all questions are answered alike."""
+        """Return the loss of a custom ``prediction_step``, which may differ from the training loss or pass it no count.
+
+        If it equals the training loss, return that with its gradient, which tells the analysis more. ``ways``: whether
+        that loss has a count. A way that gave another loss is removed, so that all trials of the analysis use the same
+        one.
+        """
         with replaced(self, "items", (items,)):
             loss = predict(type(inputs)(inputs))[0]
         for has_count in sorted(ways, reverse=True):
@@ -197,13 +216,13 @@ class Prediction:
                 trained = training_loss(self.trainer, type(inputs)(inputs), items if has_count else None)
                 if torch.allclose(trained, loss, rtol=1e-6, atol=0.0):
                     return trained
-            except Exception as error:  # training would not ask it so
+            except Exception as error:  # the training loss may not accept this
                 if is_out_of_memory(error):
                     raise
             ways.remove(has_count)
         return loss
 
-    def _keep(self, reduction: Reduction, loss_only: bool) -> None:
+    def _store_reduction(self, reduction: Reduction, loss_only: bool) -> None:
         self._reductions[loss_only] = reduction
         if not reduction.is_exact and reduction.may_be_cut:
             how = "a mean" if reduction.is_mean else "the sum"

@@ -1,8 +1,8 @@
-"""``batch_mode: logical``: memory moves the number of rows that an optimizer step learns from.
+"""``batch_mode: logical``: the number of rows per optimizer step adapts to memory.
 
 The loader still delivers batches of ``per_device_train_batch_size``; a window takes as many rows of them as memory
-allows and keeps the rest for the next. An epoch stays the number of optimizer steps that it was planned to have, so
-with smaller batches part of the data is not reached in it.
+allows and keeps the rest for the next one. An epoch keeps its planned number of optimizer steps, so with smaller
+batches part of the data is not reached in it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ EXPONENTS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
 
 
 class LogicalBatches:
-    """Windows of a variable number of rows.
+    """Windows with a variable number of rows.
 
-    ``nominal_rows``: rows of an accumulation batch while memory allows, never more. ``rows``: rows of one now.
-    ``rule``: how the learning rate follows. Square root: Malladi et al., 2022 (arXiv 2205.10287), for adaptive
-    optimizers; linear: Goyal et al., 2017 (arXiv 1706.02677), for SGD.
+    nominal_rows: rows of an accumulation batch while memory allows; never more.
+    rows: rows of an accumulation batch now.
+    rule: how the learning rate follows. Square root: Malladi et al., 2022 (arXiv 2205.10287), for adaptive optimizers;
+    linear: Goyal et al., 2017 (arXiv 1706.02677), for SGD.
     """
 
     def __init__(self, nominal_rows: int, rule: str, read: Callable[[Any], Batch]) -> None:
@@ -33,11 +34,11 @@ class LogicalBatches:
         self._kept: list[Any] = []
 
     def window(self, loader: Iterator[Any], count: int) -> list[Any]:
-        """``count`` batches of ``rows`` rows, the last ones smaller or missing where the loader ends."""
+        """Return ``count`` batches of ``rows`` rows; the last ones are smaller or missing when the loader ends."""
         batches = [batch for batch in (self._next(loader) for _ in range(count)) if batch is not None]
-        taken = sum(second_try(functools.partial(self._read, batch), "reading a batch").rows for batch in batches)
+        row_count = sum(second_try(functools.partial(self._read, batch), "reading a batch").rows for batch in batches)
         if batches:
-            self.factor = (taken / (count * self.nominal_rows)) ** self._exponent
+            self.factor = (row_count / (count * self.nominal_rows)) ** self._exponent
         return batches
 
     def _next(self, loader: Iterator[Any]) -> Any:
@@ -58,5 +59,5 @@ class LogicalBatches:
 
     @property
     def kept_rows(self) -> int:
-        """Delivered by the loader and not yet learned from."""
+        """Rows that the loader has delivered and that were not trained on yet."""
         return sum(self._read(inputs).rows for inputs in self._kept)

@@ -1,4 +1,4 @@
-"""What a loss divides its sum over rows by, and how much each row counts in that."""
+"""How a loss is reduced over rows: what it divides the sum by, and how much each row counts in that."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED, Batch
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Which entries of an input a mean runs over, and what each of them weighs.
+    """The entries of an input over which a mean runs, and their weights.
 
-    ``name``: the input. ``shifted``: without its first column. ``ignored``: the entry that does not count.
-    ``weight``: weights of the classes, (classes,); None where all are 1.
+    name: the input.
+    shifted: without its first column.
+    ignored: the entry that does not count.
+    weight: class weights, (classes,); None if all are 1.
     """
 
     name: str
@@ -26,12 +28,12 @@ class Targets:
 
     @property
     def kind(self) -> str:
-        """The name of this divisor among those of ``Reduction``."""
+        """The name of this divisor among the kinds of ``Reduction``."""
         is_plain = self.name == "labels" and self.ignored == NOT_LEARNED and self.weight is None
         return ("shifted_labels" if self.shifted else "labels") if is_plain else "targets"
 
     def items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """(rows,)"""
+        """Return how much each row counts, (rows,)."""
         entries = inputs[self.name][..., 1:] if self.shifted else inputs[self.name]
         counted = entries.ne(self.ignored)
         if self.weight is None:
@@ -45,31 +47,32 @@ MEANS = ("rows", "labels", "shifted_labels", "mask", "shifted_mask", "column", "
 
 
 COLUMN = "column "
-"""Before the name of an input with weights of the rows, as a kind."""
+"""Prefix of a kind: followed by the name of an input with weights of the rows."""
 
 COUNT = "count "
-"""Before the name of an input that may say which entries count, as a kind that rows may be ``tied`` in."""
+"""Prefix of a kind in ``tied``: followed by the name of an input that may say which entries count."""
 
 OF_ENTRIES = ("labels", "mask", "weights")
-"""How the names of such inputs end."""
+"""Suffixes of the names of such inputs."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """``kind``: what the loss divides its sum by.
+    """How the loss is reduced over rows.
 
-    ``num_items``: by the ``num_items_in_batch`` that it is given. ``sum``: by nothing. All others are means of the
-    batch: over its ``rows``; over its learned ``labels``, or these without the first of each row (``shifted_labels``);
-    over the tokens of its attention ``mask`` (``shifted_mask``); by a ``column`` of weights of the rows; over
-    ``targets``, with weights of classes.
-    ``mixes``: why no split is exact, where rows act on each other; ``kind`` is then the nearest that there is.
-    ``trims``: cutting padding off leaves the loss as it was; None while no padded row has been seen. ``reads_padding``
-    says how it was seen that it does not.
-    ``may_be_cut``: False where the model fails on few rows, or takes them for something else (pairs), however short
-    memory is. ``known``: the public function that computes the loss, by its full name; None where it was only asked.
-    ``column``: name of the input with the weights of rows. ``tied``: other kinds in which the rows asked count alike.
-    ``left_out_by``: of a sum of several means, the inputs that leave a row out of one of them, and by which entry; None
-    for any past the last column.
+    kind: what the loss divides its sum by. ``num_items``: the ``num_items_in_batch`` that it receives. ``sum``:
+    nothing. All others are means of the batch: over its ``rows``; over its learned ``labels``, or these without the
+    first of each row (``shifted_labels``); over the tokens of its attention ``mask`` (``shifted_mask``); by a
+    ``column`` of row weights; over ``targets``, with class weights.
+    mixes: why no split is exact, because rows affect each other; ``kind`` is then the nearest one.
+    trims: cutting off padding does not change the loss; None while no padded row has been seen.
+    reads_padding: how it was seen that padding does change the loss.
+    may_be_cut: False if the model fails on few rows or takes them for something else (pairs), however short memory is.
+    known: full name of the public function that computes the loss; None if that was found out by trials.
+    column: name of the input with the row weights.
+    tied: other kinds in which the tried rows count alike.
+    left_out_by: of a sum of several means, the inputs that leave a row out of one of them, and the entry that does;
+    None for any entry past the last column.
     """
 
     kind: str
@@ -92,12 +95,13 @@ class Reduction:
         return self.kind in MEANS
 
     def row_items(self, inputs: Any, rows: int) -> list[float]:
-        """What each row counts in the mean over ``inputs``; zeros where the loss is none. Waits for the device."""
+        """Return how much each row counts in the mean over ``inputs``; zeros if the loss is not a mean. Waits for the
+        device."""
         kind = self.kind if self.column is None else f"{COLUMN}{self.column}"
         return row_items(kind, inputs, rows, self.targets)
 
     def leaves_out(self, batch: Batch) -> Optional[str]:
-        """Why the loss of ``batch`` does not follow from its rows: one of them is left out of one of the means."""
+        """Return why the loss of ``batch`` does not follow from its rows: one of several means leaves a row out."""
         for name, entry in self.left_out_by if not batch.obstacle else ():
             entries = batch.inputs.get(name)
             if entries is not None and bool((entries.ge(batch.width) if entry is None else entries.eq(entry)).any()):
@@ -105,20 +109,23 @@ class Reduction:
         return None
 
     def tells_apart(self, inputs: Any, rows: int) -> bool:
-        """Whether the kinds that were ``tied`` differ on these rows."""
+        """Return whether the kinds that were ``tied`` differ on these rows."""
         own = _shares(self.row_items(inputs, rows))
         return any(_shares(row_items(kind, inputs, rows)) != own for kind in self.tied)
 
 
 def kinds_of_counts(inputs: Any) -> list[str]:
-    """Of the inputs beside labels and attention_mask that may say which entries count: chosen_labels, loss_mask, ...
-    A loss that is a mean over these is one over rows, too, where all rows have equally many."""
+    """Return kinds for the inputs beside labels and attention_mask that may say which entries count (chosen_labels,
+    loss_mask).
+
+    If all rows have equally many such entries, a loss that is a mean over them looks like a mean over rows.
+    """
     names = [name for name in sorted(inputs) if name.endswith(OF_ENTRIES) and name not in ("labels", "attention_mask")]
     return [f"{COUNT}{name}" for name in names if torch.is_tensor(inputs[name]) and inputs[name].dim() == 2]
 
 
 def row_items(kind: str, inputs: Any, rows: int, targets: Optional[Targets] = None) -> list[float]:
-    """See ``Reduction.row_items``. A ``column`` is COLUMN and its name."""
+    """See ``Reduction.row_items``. A ``column`` kind is COLUMN followed by the name."""
     if kind == "rows":
         return [1.0] * rows
     if kind.startswith(COUNT):

@@ -1,8 +1,8 @@
-"""The rows of one optimizer step: how long each is, and how to make a batch of any of them.
+"""The rows of one optimizer step: how long each is, and how to build a batch from any of them.
 
-A batch is what the collator made: a mapping of tensors with one entry per row along dimension 0. Two things make its
-rows movable between batches: every value can be cut by rows, and the padding of the time axis is known, so that it can
-be cut off (on the right, where attention_mask is 0 and no label stands) or added.
+A batch is what the collator returns: a mapping of tensors with one entry per row along dimension 0. Rows can move
+between batches if every value can be cut by rows, and if the padding of the time axis is known, so that it can be cut
+off (on the right, where attention_mask is 0 and there is no label) or added.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOT_LEARNED = -100
 CPU = torch.device("cpu")
 
 PADDING = {
-    "input_ids": None,  # the pad token: which one has no effect, attention_mask hides it
+    "input_ids": None,  # the pad token; any value works, because attention_mask hides it
     "decoder_input_ids": None,
     "labels": NOT_LEARNED,
     "shift_labels": NOT_LEARNED,
@@ -32,7 +32,7 @@ PADDING = {
 """Inputs with a time axis (dimension 1) whose padding is known."""
 
 PLACED = {"pixel_values": "image", "pixel_values_videos": "video", "input_features": "audio"}
-"""Inputs whose entries go where the text has tokens for them, and what a configuration calls these tokens."""
+"""Inputs with entries that replace special tokens of the text, and the kind of these tokens in a configuration."""
 
 DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Inputs that follow the target's time axis in an encoder-decoder model."""
@@ -40,11 +40,14 @@ DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 @dataclass
 class Batch:
-    """One accumulation batch and what is known of its layout.
+    """One accumulation batch and its layout.
 
-    ``rows``: 0 if it cannot be cut by rows; ``obstacle`` then says why. ``width``: columns of the time axis, 0 without
-    one. ``trimmable``: padding may be cut off and added. ``needed``, ``needed_decoder``: per row, the columns that must
-    stay (the full width where that is not known; [] without a decoder side). ``real_tokens``: of all rows, as measured.
+    rows: 0 if it cannot be cut by rows; ``obstacle`` then says why.
+    width: columns of the time axis, 0 without one.
+    trimmable: padding may be cut off and added.
+    needed, needed_decoder: the columns of each row that must stay (the full width if unknown; [] without a decoder
+    side).
+    real_tokens: of all rows, as measured.
     """
 
     inputs: Any
@@ -61,12 +64,12 @@ class Batch:
     is_encoder_decoder: bool = False
 
     def keep_padding(self) -> None:
-        """Treat padding as content: this model's loss depends on it."""
+        """Treat padding as content, because the loss of this model depends on it."""
         self.trimmable = False
         _measure(self)
 
     def take_few_sizes(self, most_tokens: int, token_cap: Optional[int] = None) -> None:
-        """Rows are padded to one of few sizes, up to ``most_tokens`` on each time axis, and within ``token_cap``."""
+        """Pad rows to one of few sizes: at most ``most_tokens`` on each time axis, and within ``token_cap``."""
 
         def rounded(tokens: int, beside: int) -> int:
             most = max(tokens, most_tokens)
@@ -86,12 +89,12 @@ class Batch:
 
     @property
     def is_padded_right(self) -> bool:
-        """Whether every row is its tokens and then padding, in which nothing is learned, as far as the host knows."""
+        """Whether every row is its tokens followed by padding without labels, as far as the host knows."""
         mask = self.inputs.get("attention_mask") if self.trimmable else None
         return mask is not None and mask.device == CPU and mask.ne(0).sum(dim=1).tolist() == self.needed
 
     def length(self, row: int) -> int:
-        """Tokens that the row needs on both time axes; 1 for rows without a time axis."""
+        """Return the tokens that the row needs on both time axes; 1 for rows without a time axis."""
         return max(1, self.needed[row] + (self.needed_decoder[row] if self.needed_decoder else 0))
 
     @property
@@ -100,12 +103,12 @@ class Batch:
 
     @property
     def padded_tokens(self) -> int:
-        """What a step on the batch as it is would process; rows for batches without a time axis."""
+        """The tokens of a step on the unchanged batch; the rows, for batches without a time axis."""
         return self.rows * max(1, self.width + self.decoder_width)
 
 
 def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_decoder: bool = False) -> Batch:
-    """Find rows and time axes of ``inputs``. Lengths of all rows cost one wait for the device."""
+    """Return rows and time axes of ``inputs``. Measuring the lengths waits for the device once."""
     batch = Batch(inputs, *_count_rows(inputs, main_input_name))
     batch.main_input_name, batch.is_encoder_decoder = main_input_name, is_encoder_decoder
     if batch.obstacle is not None:
@@ -125,73 +128,77 @@ def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_deco
 
 
 def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Batch:
-    """``read_layout`` with what ``model`` says of itself. ``not_by_rows``: inputs that had another number of entries
-    than rows in an earlier batch (images of a conversation); that the numbers agree in this one is chance."""
+    """Return ``read_layout`` with the properties of ``model``.
+
+    not_by_rows: inputs that did not have one entry per row in an earlier batch (images of a conversation); if the
+    numbers agree in this batch, that is a coincidence.
+    """
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     batch = read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
-    if batch.obstacle is None and (without := _without_own(model, inputs)) is not None:
-        return Batch(inputs, obstacle=without)
-    found = next((name for name in not_by_rows if batch.obstacle is None and name in inputs), None)
-    if found is None:
+    if batch.obstacle is None and (mismatch := _media_mismatch(model, inputs)) is not None:
+        return Batch(inputs, obstacle=mismatch)
+    name = next((name for name in not_by_rows if batch.obstacle is None and name in inputs), None)
+    if name is None:
         return batch
-    return Batch(inputs, obstacle=f"{found} does not always have one entry per row", obstacle_name=found)
+    return Batch(inputs, obstacle=f"{name} does not always have one entry per row", obstacle_name=name)
 
 
-def _without_own(model: Any, inputs: Any) -> Optional[str]:
-    """Why as many images as rows need not be one for each: the text of some rows, and not of all, has no token for one.
-    Others then have several, or it is padding, which models do not take alone."""
+def _media_mismatch(model: Any, inputs: Any) -> Optional[str]:
+    """Return why there may not be one image for each row although there are as many images as rows: only some rows have
+    an image token. The other rows then have several images, or padding, which models do not accept on its own."""
     config, text = getattr(model, "config", None), inputs.get("input_ids")
-    if "cross_attention_mask" in inputs:  # each row looks at images of its own, at none where they are padding (Mllama)
+    if "cross_attention_mask" in inputs:  # each row attends to its own images, or to padding (Mllama)
         return None
     for name, kind in PLACED.items():
         tokens = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-        token = next((one for one in tokens if isinstance(one, int)), None)
+        token = next((token for token in tokens if isinstance(token, int)), None)
         if token is None or not torch.is_tensor(text) or not torch.is_tensor(inputs.get(name)):
             continue
-        having_one = int(text.eq(token).any(dim=1).sum())
-        if 0 < having_one < len(text):
+        rows_with_token = int(text.eq(token).any(dim=1).sum())
+        if 0 < rows_with_token < len(text):
             return f"{name} has as many entries as there are rows, but some rows have no {kind}"
     return None
 
 
 def rows_of(model: Any, inputs: Any) -> Batch:
-    """The rows of ``inputs`` alone, without lengths: waits for no device."""
+    """Return the rows of ``inputs`` without lengths, which waits for no device."""
     return Batch(inputs, *_count_rows(inputs, getattr(model, "main_input_name", "input_ids")))
 
 
 def _count_rows(inputs: Any, main_input_name: str) -> tuple[int, Optional[str], Optional[str]]:
-    """(rows, what keeps the batch from being cut by rows, the input that does)."""
+    """Return (rows, why the batch cannot be cut by rows, the input that prevents it)."""
     if not isinstance(inputs, Mapping):
         return 0, f"the collator returns a {type(inputs).__name__}, not a mapping of tensors", None
     tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.dim() > 0}
-    leading = next((name for name in (main_input_name, "labels", *tensors) if name in tensors), None)
-    if leading is None:
+    reference = next((name for name in (main_input_name, "labels", *tensors) if name in tensors), None)
+    if reference is None:
         return 0, "the batch holds no tensor with rows", None
-    rows = tensors[leading].size(0)
+    rows = tensors[reference].size(0)
     for name, value in inputs.items():
         if torch.is_tensor(value) and value.dim() > 0 and value.size(0) != rows:
-            return 0, f"{name} has {value.size(0)} entries for {rows} rows of {leading}", name
+            return 0, f"{name} has {value.size(0)} entries for {rows} rows of {reference}", name
         if isinstance(value, (list, tuple)) and len(value) != rows:
-            return 0, f"{name} has {len(value)} entries for {rows} rows of {leading}", name
+            return 0, f"{name} has {len(value)} entries for {rows} rows of {reference}", name
         if isinstance(value, Mapping):
             return 0, f"{name} is a mapping, whose rows are not known", name
     return rows, None, None
 
 
 def has_time(name: str, value: Any) -> bool:
-    """Whether an input has more than rows along dimension 0, other than targets that are numbers."""
+    """Return whether an input has a second dimension, and is not a matrix of numeric targets."""
     if not torch.is_tensor(value) or value.dim() < 2:
         return False
     return not (name == "labels" and value.is_floating_point())  # targets of a regression or of several classes
 
 
 def follows_time(name: str, value: Any, batch: Batch) -> bool:
-    """Whether an input of a trimmable batch is cut and padded along dimension 1."""
+    """Return whether an input of a trimmable batch is cut and padded along dimension 1."""
     return batch.trimmable and name in PADDING and has_time(name, value)
 
 
 def _is_trimmable(batch: Batch) -> bool:
-    """Whether columns may be cut off and added: only beside a mask, and if every input with this axis is known."""
+    """Return whether columns may be cut off and added: there must be a mask, and every input with this axis must be
+    known."""
     mask = batch.inputs.get("attention_mask")
     if not (torch.is_tensor(mask) and mask.dim() == 2):
         return False
@@ -225,7 +232,7 @@ def _measure_rows(batch: Batch) -> None:
         if batch.decoder_width:
             target = learned
         elif labels.size(1) == batch.width:
-            own = torch.maximum(own, learned)  # never cut a label off, whatever the mask says
+            own = torch.maximum(own, learned)  # never cut off a label, even if the mask hides it
     if torch.is_tensor(inputs.get("decoder_attention_mask")):
         attended = _last_used(inputs["decoder_attention_mask"].ne(0))
         target = attended if target is None else torch.maximum(target, attended)
@@ -237,28 +244,29 @@ def _measure_rows(batch: Batch) -> None:
 
 
 def _is_full(batch: Batch) -> bool:
-    """Whether no row is padded, where asking costs less than measuring; elsewhere it would wait for the device."""
+    """Return whether no row is padded, if that costs less than measuring. On a device it would wait, so this returns
+    False."""
     mask = batch.inputs["attention_mask"]
     has_decoder = batch.decoder_width > 0 or "decoder_attention_mask" in batch.inputs
     return mask.device.type == "cpu" and not has_decoder and bool(mask.all())
 
 
 def _last_used(used: torch.Tensor) -> torch.Tensor:
-    """Columns up to and with the last True, per row. ``used``: (rows, time)."""
+    """Return the column after the last True of each row. ``used``: (rows, time)."""
     return (used * torch.ones_like(used, dtype=torch.int64).cumsum(dim=1)).amax(dim=1)
 
 
-# -- making a batch of some rows ---------------------------------------------------------------------------------------
+# -- building a batch from rows ----------------------------------------------------------------------------------------
 
 Row = tuple[int, int]
 """(number of the batch in the window, row in it)"""
 
 
 def signature(batch: Batch) -> tuple:
-    """Batches with equal signatures may share a micro-batch."""
+    """Return a key; batches with equal keys may share a micro-batch."""
     parts: list[Any] = []
     if batch.rows == 1 and "position_ids" in batch.inputs and "attention_mask" not in batch.inputs:
-        parts.append(id(batch.inputs))  # packed documents: flash attention finds their borders in a single row only
+        parts.append(id(batch.inputs))  # packed documents: flash attention finds their boundaries in a single row only
     for name, value in sorted(batch.inputs.items()):
         if torch.is_tensor(value) and value.dim() > 0:
             shape = tuple(value.shape[1:])
@@ -267,15 +275,17 @@ def signature(batch: Batch) -> tuple:
         elif isinstance(value, (list, tuple)):
             parts.append((name, "rows"))
         elif torch.is_tensor(value):
-            parts.append((name, id(value)))  # one number for the batch: only the batch's own rows may share it
+            parts.append((name, id(value)))  # one value for the whole batch, which only its own rows may share
         else:
             parts.append((name, repr(value)))
     return tuple(parts)
 
 
 def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, trim: bool = True) -> Any:
-    """A batch of ``rows``, grouped by their batch, its padding cut to the longest of them; the very batch where that
-    would be no other."""
+    """Return a batch of ``rows``, grouped by their batch, with padding cut to the longest row.
+
+    Returns the inputs of the batch itself if the result would equal them.
+    """
     groups: dict[int, list[int]] = {}
     for number, row in rows:
         groups.setdefault(number, []).append(row)
@@ -290,19 +300,21 @@ def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, t
         name: _gather(name, value, batches, select, width if first.trimmable else None, first, pad_token_id)
         for name, value in first.inputs.items()
     }
-    return type(first.inputs)(made)  # a loss may read a BatchEncoding by attributes
+    return type(first.inputs)(made)  # a loss may read attributes of a BatchEncoding
 
 
 def are_on_host(batches: Sequence[Any]) -> bool:
-    """Whether all tensors of the ``batches`` are, so that their numbers are read without a wait."""
+    """Return whether all tensors of ``batches`` are on the host, so that reading them does not wait."""
     mappings = [inputs for inputs in batches if isinstance(inputs, Mapping)]
     tensors = (value for inputs in mappings for value in inputs.values() if torch.is_tensor(value))
     return len(mappings) == len(batches) and all(tensor.device == CPU for tensor in tensors)
 
 
 def placed(inputs: Any, device: torch.device) -> Any:
-    """``inputs`` on ``device``, on their way there while the host goes on. ``on_host`` finds what says how long rows
-    are and what is learned of them where it was."""
+    """Return ``inputs`` on ``device``, copied while the host continues.
+
+    ``on_host`` still finds the host copies of the inputs that hold the lengths and the labels of the rows.
+    """
     if not isinstance(inputs, Mapping):
         return inputs
     moved = {name: on_its_way(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}
@@ -316,7 +328,7 @@ def placed(inputs: Any, device: torch.device) -> Any:
 
 
 def looked_at(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``inputs``, of which ``on_host`` finds what ``placed`` would have left there. Waits for their device."""
+    """Return ``inputs`` with the host copies that ``placed`` would have left for ``on_host``. Waits for the device."""
     for name in ("labels", "attention_mask"):
         value = inputs.get(name)
         if torch.is_tensor(value) and value.device != CPU and not value.is_inference() and on_host(value) is None:
@@ -325,22 +337,23 @@ def looked_at(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def on_its_way(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``, copied while the host goes on."""
+    """Return ``tensor`` on ``device``, copied while the host continues."""
     if device.type == "cuda" and tensor.device == CPU and not tensor.is_pinned():
-        tensor = tensor.pin_memory()  # else the driver copies it first, and may wait for the device
+        tensor = tensor.pin_memory()  # otherwise the driver copies it first, and may wait for the device
     return tensor.to(device, non_blocking=True)
 
 
 def on_host(tensor: torch.Tensor) -> Optional[torch.Tensor]:
-    """What ids, labels or a mask hold, on the host. None where they were not ``placed``, or written to since."""
+    """Return the host copy of ids, labels or a mask; None if they were not ``placed``, or written to since."""
     known, version = getattr(tensor, "on_host", (None, 0))
     return known if known is not None and tensor._version == version else None
 
 
 def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
-    """A batch of some rows of ``inputs``, as they are padded. What has not ``count`` entries is kept whole."""
+    """Return a batch of some rows of ``inputs``, with their padding. Values without ``count`` entries are kept
+    whole."""
 
-    def of(value: Any) -> Any:
+    def select_rows(value: Any) -> Any:
         if torch.is_tensor(value) and value.dim() > 0 and value.size(0) == count:
             picked, known = value[rows.to(value.device)], on_host(value)
             if known is not None:
@@ -350,7 +363,7 @@ def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
             return type(value)([value[row] for row in rows.tolist()])
         return value
 
-    return type(inputs)({name: of(value) for name, value in inputs.items()})
+    return type(inputs)({name: select_rows(value) for name, value in inputs.items()})
 
 
 def _needed_width(batches: Sequence[Batch], groups: dict[int, list[int]], trim: bool) -> tuple[int, int]:
@@ -364,7 +377,7 @@ def _needed_width(batches: Sequence[Batch], groups: dict[int, list[int]], trim: 
 
 def _gather(name: str, value: Any, batches, select: _Selection, width, first: Batch, pad_token_id: int) -> Any:
     if torch.is_tensor(value) and value.dim() > 0:
-        parts = [select.of(batches[n].inputs[name], n) for n in select.groups]
+        parts = [select.select_rows(batches[n].inputs[name], n) for n in select.groups]
         if width is not None and follows_time(name, value, first):
             on_decoder = first.decoder_width > 0 and name in DECODER_SIDE
             fill = PADDING[name] if PADDING[name] is not None else pad_token_id
@@ -376,13 +389,13 @@ def _gather(name: str, value: Any, batches, select: _Selection, width, first: Ba
 
 
 class _Selection:
-    """Rows by batch, and their index on each device: made once for all inputs, without waiting for the device."""
+    """Rows by batch, and their index on each device, made once for all inputs without waiting for the device."""
 
     def __init__(self, groups: dict[int, list[int]]) -> None:
         self.groups = groups
         self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    def of(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+    def select_rows(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         rows = self.groups[number]
         if rows == list(range(rows[0], rows[0] + len(rows))):
             return tensor[rows[0] : rows[0] + len(rows)]  # a view: images are not copied
@@ -394,10 +407,10 @@ class _Selection:
 
 
 def _fit(part: torch.Tensor, width: int, fill: int) -> torch.Tensor:
-    """``part`` (rows, time, ...) with its time axis cut or padded on the right to ``width``."""
+    """Return ``part`` (rows, time, ...) with its time axis cut, or padded on the right, to ``width``."""
     if part.size(1) >= width:
-        # As a collator gives it: models flatten labels with view. A copy, even of one row: torch.compile makes a graph
-        # of its own for rows that begin elsewhere in memory.
+        # Contiguous as from a collator, because models flatten labels with view. A copy even of one row, because
+        # torch.compile makes another graph for rows that begin elsewhere in memory.
         return part[:, :width].clone(memory_format=torch.contiguous_format)
     padding = part.new_full((part.size(0), width - part.size(1), *part.shape[2:]), fill)
     return torch.cat([part, padding], dim=1)
