@@ -132,7 +132,7 @@ def without_second_tries(monkeypatch) -> None:
         loaded = importlib.import_module(module.name)
         if hasattr(loaded, "second_try"):
             monkeypatch.setattr(loaded, "second_try", lambda function, *args, **kwargs: function())
-    again = "scu_trainer.train.step.recovery.loader_workers._again"
+    again = "scu_trainer.train.step.recovery.loader_workers._with_one_retry"
     monkeypatch.setattr(again, lambda first, second=None, draws=True: first())
 
 

@@ -262,8 +262,7 @@ class MicroBatchSizer:
         return min(self.settings.min_batch_size * self._window.longest_row, self._ceiling)
 
     def end(self, done: Sequence[tuple[MicroBatch, torch.Tensor]], all_reduce_max: AllReduceMax) -> None:
-        """Update the statistics and decide the next window's cap. ``all_reduce_max``: element-wise maximum over
-        ranks."""
+        """Update the statistics and decide the next cap. ``all_reduce_max``: element-wise maximum over ranks."""
         window, statistics = self._window, self.statistics
         statistics.windows += 1
         statistics.chunks += len(done)

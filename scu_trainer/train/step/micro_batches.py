@@ -275,8 +275,7 @@ class MicroBatchStep:
     def _run_without_retry(
         self, micro_batches, attempt, stop: Callable[[str], NoReturn]
     ) -> list[tuple[MicroBatch, torch.Tensor]]:
-        """Run micro-batches that cannot run twice. ``stop``: ends the run, given the message of the failed
-        allocation."""
+        """Run micro-batches that cannot run twice. ``stop``: ends the run, given the text of the failed allocation."""
         with CatchOutOfMemory() as caught:
             return steps.run_once(micro_batches, attempt, self.loop)
         free_memory()

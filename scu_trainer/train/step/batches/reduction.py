@@ -95,8 +95,7 @@ class Reduction:
         return self.kind in MEANS
 
     def row_items(self, inputs: Any, rows: int) -> list[float]:
-        """Return how much each row counts in the mean over ``inputs``; zeros if the loss is not a mean. Waits for the
-        device."""
+        """Return what each row counts in the mean over ``inputs``; zeros if it is not a mean. Waits for the device."""
         kind = self.kind if self.column is None else f"{COLUMN}{self.column}"
         return row_items(kind, inputs, rows, self.targets)
 
@@ -115,8 +114,7 @@ class Reduction:
 
 
 def kinds_of_counts(inputs: Any) -> list[str]:
-    """Return kinds for the inputs beside labels and attention_mask that may say which entries count (chosen_labels,
-    loss_mask).
+    """Return kinds for inputs such as chosen_labels or loss_mask, which may say which entries count.
 
     If all rows have equally many such entries, a loss that is a mean over them looks like a mean over rows.
     """

@@ -197,8 +197,7 @@ def follows_time(name: str, value: Any, batch: Batch) -> bool:
 
 
 def _is_trimmable(batch: Batch) -> bool:
-    """Return whether columns may be cut off and added: there must be a mask, and every input with this axis must be
-    known."""
+    """Return whether columns may be cut off and added: there is a mask, and every input with this axis is known."""
     mask = batch.inputs.get("attention_mask")
     if not (torch.is_tensor(mask) and mask.dim() == 2):
         return False
@@ -244,8 +243,7 @@ def _measure_rows(batch: Batch) -> None:
 
 
 def _is_full(batch: Batch) -> bool:
-    """Return whether no row is padded, if that costs less than measuring. On a device it would wait, so this returns
-    False."""
+    """Return whether no row is padded. On a device, asking would wait and cost more than measuring: return False."""
     mask = batch.inputs["attention_mask"]
     has_decoder = batch.decoder_width > 0 or "decoder_attention_mask" in batch.inputs
     return mask.device.type == "cpu" and not has_decoder and bool(mask.all())
@@ -350,8 +348,7 @@ def on_host(tensor: torch.Tensor) -> Optional[torch.Tensor]:
 
 
 def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
-    """Return a batch of some rows of ``inputs``, with their padding. Values without ``count`` entries are kept
-    whole."""
+    """Return a batch of some rows of ``inputs``, with their padding. Values without ``count`` entries stay whole."""
 
     def select_rows(value: Any) -> Any:
         if torch.is_tensor(value) and value.dim() > 0 and value.size(0) == count:

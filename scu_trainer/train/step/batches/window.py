@@ -104,8 +104,7 @@ class AccumulationWindow:
 
     @property
     def most_rows(self) -> Optional[int]:
-        """A bound on pooling: if rows carry more than tokens (an image each), not more of them than in the largest
-        batch."""
+        """A bound on pooling: rows that carry more than tokens (an image each) must not exceed those of a batch."""
         carries = any(
             has_time(name, value) and not follows_time(name, value, batch)
             for batch in self.batches
@@ -193,8 +192,8 @@ class AccumulationWindow:
         return [micro_batch for micro_batch in map(self._micro_batch, parts) if micro_batch.weight != 0]
 
     def _halved_to_cap(self, rows: tuple[Row, ...], token_cap: Optional[int], min_rows: int) -> list[tuple[Row, ...]]:
-        """Return ``rows`` in parts within the cap: two time axes are padded apart, so rows that each fit may exceed it
-        together."""
+        """Return ``rows`` in parts within the cap: each time axis is padded to its own longest row, which may exceed
+        it."""
         if token_cap is None or len(rows) < 2 * min_rows or len(rows) * self._length(rows) <= token_cap:
             return [rows]
         middle = len(rows) // 2

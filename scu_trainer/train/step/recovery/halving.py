@@ -1,6 +1,6 @@
-"""Rows that are not trained on, in parts that fit: the same rows, half as many at once where memory runs out.
+"""Runs rows that are not trained on in parts that fit: when memory runs out, half as many rows at once.
 
-Nothing of the Trainer is imported here: who only talks to a model need not wait for it.
+Imports nothing of the Trainer, so that code that only talks to a model need not wait for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Result = TypeVar("Result")
 
 
 class Halving:
-    """Runs rows in one go while that fits, in parts of half the size where it does not. ``largest_rows``: the size that
-    fitted after an out-of-memory, with which later calls begin; None before one."""
+    """Runs rows at once while they fit, and in parts of half the size when they do not.
+
+    largest_rows: the size that fitted after an out-of-memory error, with which later calls begin; None before one.
+    """
 
     def __init__(self) -> None:
         self.largest_rows: Optional[int] = None
@@ -29,8 +31,11 @@ class Halving:
     def run(
         self, count: int, attempt: Callable[[range], Result], obstacle: Callable[[], Optional[str]] = lambda: None
     ) -> list[tuple[range, Result]]:
-        """``attempt`` gets consecutive ranges from 0 to ``count``. ``obstacle``: why rows may not be cut, asked where
-        they are to be. Raises OutOfMemory where one row, or what may not be cut, fails twice."""
+        """Call ``attempt`` with consecutive ranges from 0 to ``count`` and return (range, result) pairs.
+
+        obstacle: returns why rows may not be cut, called only if they have to be. Raises OutOfMemory if one row, or
+        rows that may not be cut, fail twice.
+        """
         results: list[tuple[range, Result]] = []
         begin, is_second_try = 0, False
         is_whole = count > (self.largest_rows or count) and obstacle() is not None  # an earlier call was cut
@@ -66,8 +71,10 @@ class Halving:
 
 
 class Together(Halving):
-    """All rows in one go, of a model whose shards lie on several ranks: where one runs out of memory the others wait
-    inside the same forward pass, so that none can run again."""
+    """Runs all rows at once, for a model with shards on several ranks.
+
+    If one rank runs out of memory, the others wait inside the same forward pass, so none can run it again.
+    """
 
     def run(
         self, count: int, attempt: Callable[[range], Result], obstacle: Callable[[], Optional[str]] = lambda: None

@@ -1,4 +1,4 @@
-"""Main memory of a run that trains on an accelerator: garbage is collected before other processes run short."""
+"""Watches main memory while a run trains on an accelerator, and collects garbage before other processes run short."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from scu_trainer.train.step.recovery.memory import CpuGauge, Gauge, free_memory
 logger = logging.getLogger("scu_trainer")
 
 LOOKS_EVERY_STEPS = 20
-"""Collecting takes some tenths of a second, and what holds memory for good is not to be collected at every step."""
+"""Collecting takes some tenths of a second, and memory that is still referenced is not worth trying at every step."""
 
 FULL_SHARE = 0.92
-"""Of main memory, or of the container's limit, where no threshold is given."""
+"""Default threshold, as a share of main memory or of the container's limit."""
 
 
 class HostMemory:
-    """``threshold_gb``: GiB in use, by whomever, from which on ``look`` collects; None: ``FULL_SHARE`` of the limit."""
+    """Collects garbage in ``look`` when main memory is nearly full.
+
+    threshold_gb: GiB in use, by all processes, above which ``look`` collects; None: ``FULL_SHARE`` of the limit.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class HostMemory:
         self.collections = 0
 
     def look(self, step: int) -> None:
-        """After optimizer step ``step``."""
+        """Check main memory after optimizer step ``step``."""
         if step % LOOKS_EVERY_STEPS:
             return
         reading = self._gauge.read()

@@ -1,11 +1,11 @@
-"""Loaders: workers that live as long as their run wants them, and batches that are not lost where memory is short.
+"""Data loaders: workers that live as long as the run needs them, and batches that survive short memory.
 
-Ctrl-C, a terminal's SIGHUP and a batch queue's SIGTERM reach every process of the group. Workers that obeyed would be
-missing in the step that the run still finishes. So they leave them to the run, which ends them by torch's own means; a
-run that was killed leaves them alone, which torch's workers notice within seconds.
+Ctrl-C, SIGHUP of a terminal and SIGTERM of a batch queue reach every process of the group. Workers that obeyed would be
+missing in the step that the run still finishes. So they ignore these signals, and the run ends them as torch does; if
+the run is killed, torch's workers notice within seconds.
 
-A batch that a worker cannot send (shared memory is full, something in it cannot be pickled) would be dropped by its
-queue with a traceback, and the run would wait for it forever. The error is sent in its place.
+A batch that a worker cannot send (shared memory is full, something in it cannot be pickled) would be dropped by the
+queue with a traceback, and the run would wait for it forever. The worker sends the error instead.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 
 class LeaveSignals:
-    """A ``worker_init_fn`` that runs ``inner`` too. A second SIGTERM is obeyed: it is the run's, to one that hangs."""
+    """A ``worker_init_fn`` that ignores signals and then calls ``inner``.
+
+    A second SIGTERM is obeyed: it comes from the run, because the worker hangs.
+    """
 
     def __init__(self, inner: Optional[Callable[[int], Any]]) -> None:
         self.inner = inner
-        self._asked = False
+        self._has_received_sigterm = False
 
     def __call__(self, worker_id: int) -> None:
         for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
@@ -47,14 +50,17 @@ class LeaveSignals:
             self.inner(worker_id)
 
     def _receive(self, number: int, frame: Optional[FrameType]) -> None:
-        if self._asked:
+        if self._has_received_sigterm:
             os._exit(128 + number)
-        self._asked = True
+        self._has_received_sigterm = True
 
 
 def _send_error(queue: Queue, worker_id: int, print_error: Callable[..., None], error: Exception, item: Any) -> None:
-    """In a worker, in the thread that sends ``item``, the number of a batch and the batch, or what making it raised: an
-    error of a class that cannot be pickled goes as a RuntimeError with its text."""
+    """Send ``error`` instead of ``item``. Runs in a worker, in the thread that sends items.
+
+    item: (number of a batch, the batch or the error raised while making it). An error of a class that cannot be pickled
+    is sent as a RuntimeError with its text.
+    """
     number, content = item if isinstance(item, tuple) and len(item) == 2 else (None, None)
     if isinstance(content, ExceptionWrapper) and content.exc_type is not RuntimeError:
         error = RuntimeError(content.exc_msg)
@@ -65,78 +71,80 @@ def _send_error(queue: Queue, worker_id: int, print_error: Callable[..., None], 
 
 
 def shield(loader: Any) -> Any:
-    """``loader``, whose workers leave signals to the run and lose no batch without a word."""
-    inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders are shells
+    """Return ``loader`` with workers that ignore signals and report every batch that they cannot send."""
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders wrap the real one
     if isinstance(inner, DataLoader) and inner.num_workers > 0:
         inner.worker_init_fn = LeaveSignals(inner.worker_init_fn)
-        inner._get_iterator = functools.partial(_watched, inner)
+        inner._get_iterator = functools.partial(_iterator_with_workers, inner)
     return loader
 
 
-def _watched(loader: DataLoader) -> Any:
+def _iterator_with_workers(loader: DataLoader) -> Any:
     iterator = type(loader)._get_iterator(loader)
-    _with_workers[iterator] = os.getpid()
+    _iterators[iterator] = os.getpid()
     return iterator
 
 
 def collated_again(collate: Callable[[Any], Any], rows: Any) -> Any:
-    """``collate(rows)``, once more where it runs out of memory: a batch is a function of its rows, and none is lost.
+    """Return ``collate(rows)``; if it runs out of memory, call it once more, so that no batch is lost.
 
-    The second time gets the rows as they were: some collators write into them. Raises what ``collate`` raises then.
+    The second call gets copies of the original rows, because some collators write into them. Raises what it raises.
     """
-    return _again(functools.partial(collate, rows), functools.partial(collate, _copied(rows)))
+    return _with_one_retry(functools.partial(collate, rows), functools.partial(collate, _copied(rows)))
 
 
 class ReadsAgain:
-    """Rows of a map-style dataset for a loader's fetcher, read once more where that runs out of memory."""
+    """The rows of a map-style dataset for a loader's fetcher; a read that runs out of memory is repeated once."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
-        self._draws = not isinstance(rows, Numbered)  # which seeds generators for each batch and puts them back
+        self._draws = not isinstance(rows, Numbered)  # Numbered seeds generators for each batch and restores them
 
     def __getitem__(self, index: Any) -> Any:
-        return _again(functools.partial(self.rows.__getitem__, index), draws=self._draws)
+        return _with_one_retry(functools.partial(self.rows.__getitem__, index), draws=self._draws)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        return _again(functools.partial(self._all, indices), draws=self._draws)
+        return _with_one_retry(functools.partial(self._all, indices), draws=self._draws)
 
     def _all(self, indices: Sequence[Any]) -> list[Any]:
-        many = getattr(self.rows, "__getitems__", None)  # as torch's fetcher asks
-        return many(indices) if many else [self.rows[index] for index in indices]
+        get_items = getattr(self.rows, "__getitems__", None)  # as torch's fetcher does
+        return get_items(indices) if get_items else [self.rows[index] for index in indices]
 
 
-def _again(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None, draws: bool = True) -> Any:
-    """``first()``; where it runs out of memory ``second()`` (None: the same), with random numbers as they were.
-    ``draws``: False where ``first`` leaves the generators as they are, whatever happens in it."""
+def _with_one_retry(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None, draws: bool = True) -> Any:
+    """Return ``first()``; if it runs out of memory, restore the random states and return ``second()``.
+
+    second: None for ``first`` again. draws: False if ``first`` never changes the random states.
+    """
     before = states() if draws else []
     with CatchOutOfMemory():
         return first()
-    gc.collect()  # no cache of a device: this may be a worker
+    gc.collect()  # no cache of a device is freed, because this may be a worker process
     give_back_freed()
     put_back(before)
     return (second or first)()
 
 
 def _copied(rows: Any) -> Any:
-    """Rows in containers of their own; what they hold is shared."""
+    """Return copies of the containers of ``rows``; their contents are shared."""
     if type(rows) in (list, tuple):
         return type(rows)([_copied(row) for row in rows])
     return rows.copy() if isinstance(rows, (dict, UserDict)) else rows
 
 
 def loading_again(loader: Any) -> Any:
-    """``loader``, whose collator survives running out of memory, and in this process the reading of its rows too."""
+    """Return ``loader`` with a collator, and in this process reads of rows, that are repeated if memory runs out."""
     inner = getattr(loader, "base_dataloader", loader)
     if not isinstance(inner, DataLoader):
         return loader
     if inner.collate_fn is not None:
         inner.collate_fn = functools.partial(collated_again, inner.collate_fn)
     if inner.num_workers == 0 and not isinstance(inner.dataset, IterableDataset):
-        inner._get_iterator = functools.partial(_reading_again, inner)
+        inner._get_iterator = functools.partial(_iterator_that_reads_again, inner)
     return loader
 
 
-def _reading_again(loader: DataLoader) -> Any:
+def _iterator_that_reads_again(loader: DataLoader) -> Any:
     iterator = type(loader)._get_iterator(loader)
     fetcher = getattr(iterator, "_dataset_fetcher", None)
     if fetcher is not None:
@@ -144,14 +152,16 @@ def _reading_again(loader: DataLoader) -> Any:
     return iterator
 
 
-_with_workers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""By process: a fork inherits the iterators, and their workers are not its own to end."""
+_iterators: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Iterators with workers -> their process: a fork inherits the iterators, but must not end their workers."""
 
 
 @atexit.register
 def _end_workers() -> None:
-    """Before the exit of multiprocessing, which sends one SIGTERM and then waits: workers would leave it, persistent
-    ones, and those of an iterator that the traceback of an error holds."""
-    for iterator, process in list(_with_workers.items()):
+    """End the workers before multiprocessing's exit handler, which sends a SIGTERM that they ignore, and waits.
+
+    That concerns persistent workers, and those of an iterator that the traceback of an error holds.
+    """
+    for iterator, process in list(_iterators.items()):
         if process == os.getpid():
             iterator._shutdown_workers()

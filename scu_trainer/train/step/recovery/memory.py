@@ -1,6 +1,6 @@
-"""Live memory: gauges that say how much is used and how much may be, and freeing.
+"""Live memory: gauges that read how much is used and how much may be used, and a function that frees memory.
 
-docs/memory.md has a gauge alone, in any loop of your own. How a recovery begins is in ``second_try.py``.
+docs/memory.md shows a gauge on its own, in your own training loop. ``second_try.py`` shows how a recovery begins.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """What a gauge saw.
+    """A reading of a gauge.
 
     Fields:
-        limit_bytes: what may be used at most, by everybody who is counted in ``used_bytes``.
+        limit_bytes: the most that may be used, by everything that ``used_bytes`` counts.
         used_bytes: in use now. A device allocator's reusable cache does not count as used.
         peak_bytes: the highest ``used_bytes`` since ``reset``.
         limit_name: which limit this is, for messages.
@@ -47,7 +47,7 @@ class MemoryReading:
 
     @property
     def own_bytes(self) -> int:
-        """This process's live memory. Differences of it are free of what other processes did meanwhile."""
+        """This process's live memory. Differences of it do not include what other processes did meanwhile."""
         return self.used_bytes if self.process_bytes is None else self.process_bytes
 
     @property
@@ -66,34 +66,36 @@ class MemoryReading:
 class Gauge(ABC):
     """Measures one memory. ``read`` changes nothing, so a second thread may read what the first one resets.
 
-    ``good_for_s``: seconds for which a reading may serve the steps after it, as long as memory is not short. The peak
-    covers all of them, so the next reading misses nothing."""
+    good_for_s: seconds for which a reading stays valid for later steps, as long as memory is not short. The peak covers
+    all of these steps, so the next reading misses nothing.
+    """
 
     good_for_s = 0.0
 
     @abstractmethod
     def reset(self, exact: bool = False) -> None:
-        """Start a new peak. ``exact`` first gives freed memory back, so that ``used_bytes`` is what is live."""
+        """Start a new peak. ``exact`` first gives freed memory back, so that ``used_bytes`` is only live memory."""
 
     @abstractmethod
     def read(self) -> MemoryReading:
-        """Memory now, and its peak since ``reset``."""
+        """Return the memory in use now and its peak since ``reset``."""
 
 
 class CudaGauge(Gauge):
     """Memory of one CUDA (or ROCm) device.
 
-    Used is what others hold on the card, plus this process's context, plus this process's live tensors; blocks that
-    torch's allocator has reserved and could hand out again are not used. ``set_per_process_memory_fraction`` bounds
-    only what the allocator reserves, so the limit then is that share on top of what lies outside the allocator.
+    Used memory is what other processes hold on the card, plus this process's context, plus this process's live tensors;
+    blocks that torch's allocator has reserved and could hand out again are not used.
+    ``set_per_process_memory_fraction`` bounds only what the allocator reserves, so the limit then is that share plus
+    what is outside the allocator.
 
-    The peak of the tensors is exact; what lies outside the allocator is taken as it is at ``read``. ``reset`` restarts
-    ``torch.cuda.max_memory_allocated`` for everybody in this process. Nothing here waits for the device.
-    ``api``: ``torch.cuda``, or what stands for it.
+    The peak of the tensors is exact; memory outside the allocator is taken as it is at ``read``. ``reset`` restarts
+    ``torch.cuda.max_memory_allocated`` for all code in this process. Nothing here waits for the device.
+    ``api``: ``torch.cuda``, or a replacement for it.
     """
 
     def __init__(self, device: torch.device, api: Any = torch.cuda):
-        api.init()  # before it, the allocator has no statistics to reset
+        api.init()  # before init, the allocator has no statistics to reset
         self._api = api
         # fixed here: "the current device" is a different one in a monitoring thread
         self._index = api.current_device() if device.index is None else device.index
@@ -105,7 +107,7 @@ class CudaGauge(Gauge):
     def read(self) -> MemoryReading:
         driver_free_bytes, total_bytes = self._api.mem_get_info(self._index)
         fraction = self._api.get_per_process_memory_fraction(self._index)
-        # memory_allocated and its kin flatten and sort this whole dictionary at every call
+        # memory_allocated and similar functions flatten and sort this whole dictionary at every call
         statistics = self._api.memory_stats_as_nested_dict(self._index)
         tensors = statistics["allocated_bytes"]["all"]
         outside_bytes = max(total_bytes - driver_free_bytes - statistics["reserved_bytes"]["all"]["current"], 0)
@@ -123,9 +125,9 @@ class CudaGauge(Gauge):
 class MpsGauge(Gauge):
     """Memory of Apple's GPU: the working set that Metal recommends, and what this process holds of it.
 
-    MPS keeps no peak of its tensors, but what the driver has handed out does not shrink while the allocator keeps its
-    cache: after ``reset(exact=True)``, which empties it, that is the peak. A plain ``reset`` leaves the peak since the
-    last exact one, which is never too low. ``api``: ``torch.mps``, or what stands for it.
+    MPS keeps no peak of its tensors, but the memory that the driver has handed out does not shrink while the allocator
+    keeps its cache: after ``reset(exact=True)``, which empties the cache, it equals the peak. A plain ``reset`` leaves
+    the peak since the last exact one, which is never too low. ``api``: ``torch.mps``, or a replacement for it.
     """
 
     def __init__(self, api: Any = torch.mps):
@@ -135,7 +137,7 @@ class MpsGauge(Gauge):
     def reset(self, exact: bool = False) -> None:
         if exact:
             self._api.empty_cache()
-            # with the cache empty, the rest is the framework's own
+            # with the cache empty, the rest belongs to the framework
             self._framework_bytes = self._api.driver_allocated_memory() - self._api.current_allocated_memory()
 
     def read(self) -> MemoryReading:
@@ -158,16 +160,16 @@ class CpuGauge(Gauge):
     """Main memory: the machine's RAM, the container's limit, and this process's soft RLIMIT_DATA and RLIMIT_AS.
 
     The limit with the least room is reported, so it may change from one reading to the next; the difference of peak and
-    used does not depend on it. That is exact on Linux, where the kernel keeps the high-water mark of the resident set
-    and lets a process restart it. Elsewhere, and in a sandbox that hides /proc/self/clear_refs, the peak is what is in
-    use at ``read``: a rise and fall before it is lost.
+    used memory does not depend on it. The peak is exact on Linux, where the kernel keeps the high-water mark of the
+    resident set and lets a process restart it. Elsewhere, and in a sandbox that hides /proc/self/clear_refs, the peak
+    is the memory in use at ``read``: a rise and fall before that is lost.
 
     A container's limit is looked up at construction and at every exact reset. With nested containers ``used_bytes`` is
-    the limit less the room at the tightest level. ``root`` holds ``proc`` and ``sys``; ``system_memory`` returns total
+    the limit minus the room at the tightest level. ``root`` holds ``proc`` and ``sys``; ``system_memory`` returns total
     and available bytes of the machine.
     """
 
-    # A step asks three times, and an answer of the kernel takes up to 0.2 ms: a tenth of a step of a few milliseconds.
+    # A step reads three times, and the kernel takes up to 0.2 ms for each: a tenth of a step of a few milliseconds.
     good_for_s = 0.25
 
     def __init__(self, root: Path = cgroup.ROOT, system_memory: Optional[Callable[[], Any]] = None):
@@ -203,13 +205,13 @@ class CpuGauge(Gauge):
         yield _Limit("RAM of this machine", machine.total, machine.total - machine.available)
         limit_bytes = self._container_limit_bytes
         room_bytes = None if limit_bytes is None else cgroup.memory_available_bytes(self._root)
-        if room_bytes is not None:  # None: also where the limit has been lifted since it was looked up
+        if room_bytes is not None:  # also None if the limit has been lifted since it was looked up
             yield _Limit("memory limit of the container", limit_bytes, max(limit_bytes - room_bytes, 0))
         if self._has_status:
             yield from _resource_limits(process)
 
     def _process(self) -> dict[str, int]:
-        """Sizes of this process in bytes, by the names that the kernel gives them."""
+        """Return the sizes of this process in bytes, under the names that the kernel uses."""
         if not self._has_status:
             return {"VmRSS": psutil.Process().memory_info().rss}
         status = self._status.read()
@@ -218,7 +220,7 @@ class CpuGauge(Gauge):
     def _can_restart_peak(self) -> bool:
         try:
             self._restart_peak()
-        except OSError:  # macOS has no such file, a sandbox may forbid it: the class docstring says what is lost
+        except OSError:  # macOS has no such file, and a sandbox may forbid it; see the class docstring
             return False
         return True
 
@@ -227,39 +229,40 @@ class CpuGauge(Gauge):
 
 
 class KernelFile:
-    """A file of the kernel's, opened once by each process: that takes as long as reading. Raises as ``os.open``."""
+    """A file of the kernel, opened once per process: opening takes as long as reading. Raises like ``os.open``."""
 
     def __init__(self, root: Path, name: str, flags: int = os.O_RDONLY) -> None:
         self.path, self._flags = os.path.join(root, name), flags
         self._process = -1
 
     def read(self) -> bytes:
-        return os.pread(self._opened(), 1 << 16, 0)
+        return os.pread(self._descriptor_of_process(), 1 << 16, 0)
 
     def write(self, content: bytes) -> None:
-        os.pwrite(self._opened(), content, 0)
+        os.pwrite(self._descriptor_of_process(), content, 0)
 
-    def _opened(self) -> int:
-        if self._process != os.getpid():  # what a fork inherits is about its parent
+    def _descriptor_of_process(self) -> int:
+        if self._process != os.getpid():  # an inherited descriptor describes the parent process
             self._descriptor, self._process = os.open(self.path, self._flags), os.getpid()
             weakref.finalize(self, os.close, self._descriptor)
         return self._descriptor
 
 
 def machine_memory(meminfo: KernelFile) -> Any:
-    """``total`` and ``available`` bytes, as psutil has them, which parses all of /proc/meminfo: 0.1 ms each time."""
+    """Return ``total`` and ``available`` bytes like psutil, which takes 0.1 ms because it parses all of
+    /proc/meminfo."""
     try:
         text = b"\n" + meminfo.read()
         total_bytes, available_bytes = (_kilobytes(text, name) * 1024 for name in ("MemTotal", "MemAvailable"))
-    except (OSError, ValueError):  # no Linux, or one that hides it
+    except (OSError, ValueError):  # not Linux, or the file is hidden
         total_bytes = available_bytes = 0
-    if 0 < available_bytes <= total_bytes:  # else a container that mixes its own figures with the machine's
+    if 0 < available_bytes <= total_bytes:  # otherwise a container mixes its own values with the machine's
         return SimpleNamespace(total=total_bytes, available=available_bytes)
     return psutil.virtual_memory()
 
 
 def gauge_for(device: torch.device) -> Gauge:
-    """The gauge of a device. Raises RequirementError for a kind of device whose memory cannot be measured here."""
+    """Return the gauge of a device. Raises RequirementError for a device type that cannot be measured."""
     if device.type == "cuda":
         return CudaGauge(device)
     if device.type == "mps":
@@ -267,15 +270,15 @@ def gauge_for(device: torch.device) -> Gauge:
     if device.type == "cpu":
         return CpuGauge()
     raise RequirementError(
-        f"memory control measures cuda, mps and cpu devices, and this one is {str(device)!r}; "
-        "set memory_control to false, or pass a gauge of your own"
+        f"memory control measures cuda, mps and cpu devices, and this one is {str(device)!r}; set memory_control to "
+        "false, or pass your own gauge"
     )
 
 
 def free_memory(device: torch.device = CPU) -> int:
     """Collect garbage, then give cached memory of all devices and of the C library back to the system.
 
-    Returns how many bytes of ``device`` this process holds less than before. Takes some tenths of a second.
+    Returns by how many bytes this process now holds less memory of ``device``. Takes some tenths of a second.
     """
     before_bytes = _held_bytes(device)
     gc.collect()
@@ -285,7 +288,7 @@ def free_memory(device: torch.device = CPU) -> int:
 
 
 def _resource_limits(process: dict[str, int]) -> Iterator[_Limit]:
-    import resource  # POSIX only, as is the file that ``process`` came from
+    import resource  # POSIX only, like the file that ``process`` came from
 
     for name, used_bytes in (("RLIMIT_DATA", process["VmData"]), ("RLIMIT_AS", process["VmSize"])):
         soft_bytes, _ = resource.getrlimit(getattr(resource, name))  # read again: a process may change its soft limit
@@ -299,7 +302,7 @@ def _kilobytes(status: bytes, name: str) -> int:
 
 
 def _held_bytes(device: torch.device) -> int:
-    """What this process holds of a device's memory, caches included; of main memory for a CPU."""
+    """Return the memory of a device that this process holds, including caches; main memory for a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     if device.type == "mps":

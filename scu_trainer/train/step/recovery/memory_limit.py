@@ -1,4 +1,4 @@
-"""A limit of one's own: what this process may use of its device, however much more there is (``memory_limit_gb``)."""
+"""``memory_limit_gb``: a limit on what this process may use of its device, however much more is free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from scu_trainer.train.step.recovery.memory import Gauge, MemoryReading, gauge_for
 
 _fractions_before: dict[torch.device, float] = {}
-"""What torch's allocator was held to on each card before ``memory_limit_gb`` was."""
+"""Device -> the fraction that torch's allocator was limited to before ``memory_limit_gb`` changed it."""
 
 
 class LimitedGauge(Gauge):
-    """Whichever leaves less room: the device of ``inner`` with all who use it, or a limit on this process alone."""
+    """Reports the tighter of two limits: the device of ``inner``, shared with others, or a limit on this process."""
 
     def __init__(self, inner: Gauge, limit_bytes: int) -> None:
         self._inner = inner
@@ -33,14 +33,17 @@ class LimitedGauge(Gauge):
 
 
 def release_limit(device: torch.device) -> None:
-    """Of an earlier training in this process."""
+    """Remove the limit that an earlier training in this process has set."""
     if device in _fractions_before:
         torch.cuda.set_per_process_memory_fraction(_fractions_before.pop(device), device)
 
 
 def limited_gauge(device: torch.device, limit_gb: Optional[float]) -> Gauge:
-    """The gauge of a device, under ``limit_gb`` GiB if given; on CUDA the allocator is held to it, so that what exceeds
-    it fails here and not in a neighbour's process. Raises RequirementError for a device that cannot be measured."""
+    """Return the gauge of a device, limited to ``limit_gb`` GiB if given.
+
+    On CUDA this also limits the allocator, so that an excess fails here and not in another process. Raises
+    RequirementError for a device that cannot be measured.
+    """
     release_limit(device)
     gauge = gauge_for(device)
     if limit_gb is None:

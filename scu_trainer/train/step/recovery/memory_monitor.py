@@ -1,7 +1,7 @@
-"""A thread that samples memory for people who watch.
+"""A thread that samples memory for display.
 
-It decides nothing: peaks fall between its samples (the controllers read a gauge that keeps its own peak), and it never
-resets a gauge, so it does not disturb them.
+It decides nothing: it misses peaks between its samples (the controllers read a gauge that keeps its own peak), and it
+never resets a gauge, so it does not disturb them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from scu_trainer.train.step.recovery.memory import Gauge, gauge_for
 
 
 class MemoryMonitor:
-    """Puts a dictionary of metrics into ``metrics_queue`` every ``interval_s`` seconds, the first at once.
+    """Puts a dictionary of metrics into ``metrics_queue`` every ``interval_s`` seconds, the first one immediately.
 
-    Keys: ``time_s`` (of ``clock``), ``limit_bytes``, ``used_bytes``, ``peak_bytes`` (since somebody else's reset),
-    ``free_bytes``, ``used_fraction``, ``process_rss_bytes``. When the queue holds ``queue_size`` samples the oldest is
-    dropped and counted in ``dropped``. An error of the gauge ends the thread and is raised by ``stop``.
+    Keys: ``time_s`` (of ``clock``), ``limit_bytes``, ``used_bytes``, ``peak_bytes`` (since the last reset by other
+    code), ``free_bytes``, ``used_fraction``, ``process_rss_bytes``. When the queue holds ``queue_size`` samples the
+    oldest is dropped and counted in ``dropped``. An error of the gauge ends the thread and is raised by ``stop``.
 
     Args:
-        gauge: None measures the accelerator of this process, or main memory where there is none.
+        gauge: None measures the accelerator of this process, or main memory if there is none.
         clock: seconds since any fixed moment.
-        wait: waits so many seconds and returns True once sampling is to end; the default waits for ``stop``.
+        wait: waits so many seconds and returns True once sampling should end; the default waits for ``stop``.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MemoryMonitor:
     ):
         if interval_s <= 0 or queue_size < 1:
             raise ValueError(f"interval_s {interval_s} must be above 0 and queue_size {queue_size} at least 1")
-        # made here and not in the thread, whose current device is not the caller's
+        # created here and not in the thread, which may have another current device
         self._gauge = gauge or gauge_for(
             torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         )
@@ -57,7 +57,7 @@ class MemoryMonitor:
         self.dropped = 0
 
     def start(self) -> None:
-        """Begin to sample. Raises RuntimeError if it already does."""
+        """Start sampling. Raises RuntimeError if it is already running."""
         if self._thread is not None:
             raise RuntimeError("this memory monitor is already running; stop() it first")
         self._stopping.clear()
@@ -93,7 +93,7 @@ class MemoryMonitor:
             self._put(self._sample())
             while not self._wait(self._interval_s):
                 self._put(self._sample())
-        except Exception as error:  # whatever it is, it belongs to the thread that calls stop()
+        except Exception as error:  # any error belongs to the thread that calls stop()
             self._error = error
 
     def _sample(self) -> dict[str, float]:
@@ -113,6 +113,6 @@ class MemoryMonitor:
             try:
                 return self.metrics_queue.put_nowait(sample)
             except queue.Full:
-                with contextlib.suppress(queue.Empty):  # a reader was faster, and nothing was lost
+                with contextlib.suppress(queue.Empty):  # a reader may have emptied the queue meanwhile
                     self.metrics_queue.get_nowait()
                     self.dropped += 1

@@ -1,14 +1,15 @@
 """Running out of memory inside ``optimizer.step()`` neither ends the run nor leaves half-updated weights.
 
 An optimizer writes weight after weight and allocates in between, so a failed step cannot simply be repeated. Two
-remedies, both bitwise neutral:
+remedies, which change no bit of the result:
 
-    preallocate      before the first step: the state, which is the largest allocation, is made while nothing is lost
-    OptimizerGuard   every step: update a few parameters at a time, each part after a copy of what it may change;
-                     a failure is rolled back, memory is freed, and smaller parts are tried, down to one parameter
+    preallocate      before the first step: create the state, the largest allocation, while nothing can be lost
+    OptimizerGuard   every step: update a few parameters at a time, after copying what each part may change; on
+                     failure restore the copy, free memory, and try smaller parts, down to one parameter
 
-Fused updates allocate nothing once their state exists; they run whole, without copies. So do those of paged state, one
-parameter at a time. ``Tensor._version`` tells nothing here: fused and bitsandbytes kernels do not count their writes.
+Fused updates allocate nothing once their state exists; they run whole, without copies. Paged states are updated without
+copies too, one parameter at a time. ``Tensor._version`` does not help here: fused and bitsandbytes kernels do not count
+their writes.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ from scu_trainer.train.step.recovery.snapshot import replaced
 
 logger = logging.getLogger(__name__)
 
-# Modules whose fused step is an addition to the counters and one kernel, neither of which allocates. Under a GradScaler
-# an overflow takes the addition back, in place as well.
+# Modules with a fused step that consists of an addition to the counters and one kernel, neither of which allocates.
+# After an overflow under a GradScaler, the addition is undone, also in place.
 FUSED_IN_PLACE = frozenset({"torch.optim.adam", "torch.optim.adagrad", "torch.optim.sgd"})
 
 
 class OptimizerGuard:
-    """Makes each step of ``optimizer`` all or nothing per parameter, and smaller where memory is short.
+    """Makes each step of ``optimizer`` all or nothing per parameter, in smaller parts when memory is short.
 
-    optimizer: a torch optimizer or accelerate's wrapper of one; DeepSpeed's engine steps by itself, do not guard it.
-    Nor parameters that are sharded (FSDP): a rank that repeats its step alone would wait for the others for ever.
+    optimizer: a torch optimizer or accelerate's wrapper of one. Do not guard DeepSpeed's engine, which steps on its
+    own, or sharded parameters (FSDP): a rank that repeats its step would wait for the others forever.
     named_parameters: names for the error message.
-    part_bytes: weights that are updated together, default 8 MiB on the CPU and 64 MiB elsewhere.
+    part_bytes: bytes of weights that are updated together, default 8 MiB on the CPU and 64 MiB elsewhere.
 
-    The guard works as a pair of step hooks: it does the update itself with the optimizer's own arithmetic, then hides
+    The guard is a pair of step hooks: it does the update itself with the optimizer's own arithmetic, then hides
     gradients or groups so that the stock call finds nothing to do. So it does not matter who calls (loop, GradScaler)
     or who has wrapped ``step`` (learning rate schedulers); other hooks run once per step and see all gradients;
-    ``state_dict`` and pickling are as without it. Steps with a closure pass through unguarded.
+    ``state_dict`` and pickling are unchanged. Steps with a closure pass through unguarded.
 
     recoveries: failures survived so far. half_stepped: the error just raised has left some parameters one step ahead;
     their weights must not be saved.
@@ -83,7 +84,7 @@ class OptimizerGuard:
         self._groups_before: list[dict[str, Any]] = []
 
     def attach(self) -> None:
-        """Guard every step from now on. No effect, but a line in the log, for optimizers that are not known."""
+        """Guard every step from now on. For unknown optimizers this only logs a warning."""
         if not steps_one_by_one(self.optimizer):
             logger.warning(
                 "%s (%s) is not known to update parameters one by one: running out of memory inside its step ends "
@@ -102,10 +103,10 @@ class OptimizerGuard:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._show_all()  # of a step that was interrupted
+        self._show_all()  # left by an interrupted step
 
     def _order_hooks(self) -> None:
-        # Hooks of others work on gradients: ours hides them last and shows them first.
+        # Other hooks work on gradients, so our hooks hide them last and show them first.
         before, after = self._hooks
         self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
         self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
@@ -115,7 +116,7 @@ class OptimizerGuard:
         is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._hooks[0].id
         if has_closure or not is_last:
             return
-        if self._set_aside is not None:  # by a step that was interrupted
+        if self._set_aside is not None:  # by an interrupted step
             self._show_all()
         groups = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
         self._whole = ParameterGroupPart(tuple(pair for pairs in groups for pair in pairs))
@@ -156,18 +157,21 @@ class OptimizerGuard:
                 pending = deque(part for rest in [*self._smaller(part), *pending] for part in self._fitting(rest))
             self._reset_groups()
         self.half_stepped = False
-        if not self._is_hidden:  # without groups the stock call finds nothing to do, too, and sooner
+        if not self._is_hidden:  # without groups the stock call finds nothing to do either, and sooner
             self._set_aside, self.optimizer.param_groups = self.optimizer.param_groups, []
 
     def _reset_groups(self) -> None:
-        """Schedule-free optimizers count steps in their groups: each part begins with the same count, and the stock
-        call, which comes last and finds no gradient, takes it on."""
+        """Restore the groups: schedule-free optimizers count steps in them, so each part must begin with the same
+        count. The stock call, which comes last and finds no gradient, advances it."""
         for group, before in zip(self.optimizer.param_groups, self._groups_before, strict=True):
             group.update(before)
 
     def _plan(self, groups: Sequence[list[Pair]]) -> list[ParameterGroupPart]:
-        """Of what is updated in each of the optimizer's ``groups``. Parts with copies first, and of these the largest
-        parameters: if one cannot be stepped, nothing is changed yet."""
+        """Return the parts of an update of the optimizer's ``groups``.
+
+        Parts with copies come first, and of these the largest parameters: if one cannot be updated, nothing has changed
+        yet.
+        """
         copied: list[Pair] = []
         paged: list[Pair] = []
         in_place: dict[Any, list[Pair]] = defaultdict(list)
@@ -181,7 +185,7 @@ class OptimizerGuard:
             for parameter, gradient in pairs:
                 if needs_state and not self.optimizer.state.get(parameter):
                     copied.append((parameter, gradient))
-                else:  # one kernel each
+                else:  # updated by one kernel per group, device and type
                     in_place[index, parameter.device, parameter.dtype].append((parameter, gradient))
         whole = [
             ParameterGroupPart(tuple(pairs), copied=False, groups=(index,)) for (index, *_), pairs in in_place.items()
@@ -189,15 +193,16 @@ class OptimizerGuard:
         return cut(copied, self._part_bytes) + [ParameterGroupPart((pair,), copied=False) for pair in paged] + whole
 
     def _has_pages(self, parameter: torch.Tensor) -> bool:
-        """bitsandbytes updates these by one kernel, which allocates nothing; a copy would move them to the host."""
+        """Return whether bitsandbytes pages the state: one kernel updates it without allocating, and a copy would move
+        it to the host."""
         return any(map(is_paged, self.optimizer.state.get(parameter, {}).values()))
 
     def _attempt(self, part: ParameterGroupPart) -> bool:
-        """Update ``part``; on failure it is as before, and memory has been freed."""
+        """Update ``part`` and return True. If it runs out of memory, restore it, free memory and return False."""
         saved = None
         if self._is_hidden:
             part.show()
-        every = self.optimizer.param_groups  # with a part's own groups alone, the others are not looked through
+        every = self.optimizer.param_groups  # with only the groups of a part, the others are not searched
         groups = every if part.groups is None else [every[index] for index in part.groups]
         try:
             with CatchOutOfMemory(), replaced(self.optimizer, "param_groups", groups):
@@ -210,24 +215,24 @@ class OptimizerGuard:
         if saved is not None:
             saved.restore()
             saved = None
-        self._reset_groups()  # before any that raises below
+        self._reset_groups()  # must come before anything below that may raise
         free_memory()
         return False
 
     def _fitting(self, part: ParameterGroupPart) -> list[ParameterGroupPart]:
-        """``part``, cut to the size that the last failure has left."""
+        """Return ``part``, cut to the size that the last failure allows."""
         is_divisible = part.copied and len(part.pairs) > 1
         return cut(part.pairs, self._part_bytes) if is_divisible else [part]
 
     def _smaller(self, part: ParameterGroupPart) -> list[ParameterGroupPart]:
-        """What to try instead. Raises OutOfMemory when nothing is left."""
+        """Return smaller parts to try instead. Raises OutOfMemory if there are none."""
         self.recoveries += 1
         logger.warning("out of memory in the optimizer step; retrying with smaller parts, same result")
         if not part.copied:
             return cut(part.pairs, self._part_bytes)
         middle = len(part.pairs) // 2
         if middle:
-            self._part_bytes = max(part.weight_bytes // 2, 1)  # the next step begins with what fits
+            self._part_bytes = max(part.weight_bytes // 2, 1)  # the next step begins with the size that fits
             return [ParameterGroupPart(part.pairs[:middle]), ParameterGroupPart(part.pairs[middle:])]
         if not part.copy_to_host:
             return [replace(part, copy_to_host=True)]
@@ -249,6 +254,6 @@ class OptimizerGuard:
 
 
 def _are_groups(parts: Iterable[ParameterGroupPart]) -> bool:
-    """Whether each part is all that is updated of one group: with that group alone nothing has to be hidden."""
+    """Return whether each part is the whole update of one group: with only that group, nothing has to be hidden."""
     groups = [part.groups for part in parts]
     return bool(groups) and None not in groups and len(set(groups)) == len(groups)

@@ -22,8 +22,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class ParameterGroupPart:
     """Parameters, each with its gradient, that are updated together.
 
-    copied: after a copy of all that the update writes; else by one kernel, which can fail only before it writes.
-    groups: those of the optimizer that the parameters are of, by number; None where that is not known.
+    copied: everything that the update writes is copied first; otherwise one kernel does the update, which can fail only
+    before it writes.
+    groups: the indices of the optimizer's groups that hold the parameters; None if unknown.
     """
 
     pairs: tuple[Pair, ...]
@@ -45,14 +46,14 @@ class ParameterGroupPart:
 
 
 class SavedCounters:
-    """Step counters: all that is written before a kernel runs, which may fail (the driver loads it late)."""
+    """Step counters: all that is written before a kernel runs, which may fail because the driver loads it late."""
 
     def __init__(self, optimizer: Optimizer, part: ParameterGroupPart) -> None:
         entries = [optimizer.state.get(parameter, {}) for parameter, _ in part.pairs]
         counted = [(entry, entry["step"]) for entry in entries if "step" in entry]
         self._numbers = [(entry, step) for entry, step in counted if isinstance(step, int)]
         self._counters = [step for _, step in counted if isinstance(step, torch.Tensor)]
-        # Not read one by one: each would wait for the device.
+        # Copied as one tensor, because reading each would wait for the device.
         self._copies = torch.stack(self._counters) if self._counters else ()
 
     def restore(self) -> None:
@@ -63,12 +64,12 @@ class SavedCounters:
 
 
 class SavedPart:
-    """All that updating a part may change: weights, state, and the gradients where they are written."""
+    """Everything that updating a part may change: weights, state, and the gradients if they are written."""
 
     def __init__(self, optimizer: Optimizer, part: ParameterGroupPart) -> None:
         self._state = optimizer.state
         self._parameters = [parameter for parameter, _ in part.pairs]
-        self._entries = {p: _kept(self._state[p]) for p in self._parameters if p in self._state}
+        self._entries = {p: _protected_entry(self._state[p]) for p in self._parameters if p in self._state}
         state = (tensor for entry in self._entries.values() for value in entry.values() for tensor in stored(value))
         gradients = (gradient for _, gradient in part.pairs if _writes_gradients(optimizer))
         kinds = alike((*self._parameters, *state, *gradients))
@@ -79,19 +80,21 @@ class SavedPart:
             _wait_for_pages((tensor,))
             tensor.copy_(copy.view_as(tensor))
         for parameter in self._parameters:
-            # An entry that the failed update had begun would pass for a complete one.
+            # Remove an entry that the failed update had begun, which would look complete.
             self._state.pop(parameter, None)
         self._state.update(self._entries)
 
 
-def _kept(entry: dict[str, Any]) -> dict[str, Any]:
-    """``entry`` as a failed update cannot change it, but for the tensors in it. The projections of GaLore and APOLLO
-    are objects, which get new tensors in the step and write to none."""
+def _protected_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return ``entry`` so that a failed update cannot change it, except for its tensors.
+
+    The projections of GaLore and APOLLO are objects, which get new tensors in the step and write to none.
+    """
     return {name: shallow_copy(value) if hasattr(value, "ortho_matrix") else value for name, value in entry.items()}
 
 
 def stored(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors that ``value`` consists of: itself, or the codes and scales of a quantized one; else none."""
+    """Yield the plain tensors of ``value``: itself, or the codes and scales of a quantized tensor."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from stored(getattr(value, name))
@@ -100,7 +103,7 @@ def stored(value: Any) -> Iterator[torch.Tensor]:
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """By device and dtype."""
+    """Return the tensors grouped by device and dtype."""
     groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device, tensor.dtype].append(tensor)
@@ -108,7 +111,7 @@ def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 def _copies(tensors: list[torch.Tensor], to_host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor with a flat copy, made by one operation for all: adapters have hundreds of small tensors."""
+    """Return each tensor with a flat copy, all made in one operation, because adapters have hundreds of tensors."""
     _wait_for_pages(tensors)
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     flat = torch.cat([part.cpu() for part in parts] if to_host else parts)
@@ -116,26 +119,31 @@ def _copies(tensors: list[torch.Tensor], to_host: bool) -> Iterator[tuple[torch.
 
 
 def is_paged(tensor: Any) -> bool:
-    """Whether ``tensor`` is state of bitsandbytes that moves between a card and the host. torch takes it for the
-    host's, so that a copy of it moves all of it there."""
+    """Return whether ``tensor`` is a bitsandbytes state that moves between GPU and host.
+
+    torch takes it for a host tensor, so copying it would move all of it to the host.
+    """
     return getattr(tensor, "is_paged", False)
 
 
 def _wait_for_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """On Windows, and Linux inside of it, the host must not touch pages while the card computes, whatever that is."""
+    """Wait for the device: on Windows and WSL, the host must not touch pages while the GPU computes anything."""
     if any(map(is_paged, tensors)):
         torch.accelerator.synchronize()
 
 
 def _writes_gradients(optimizer: Optimizer) -> bool:
-    """Nesterov's foreach update adds to the gradients; fused updates under a GradScaler unscale them; those of
-    schedule-free optimizers, which have a ``train_mode``, are computed in their memory."""
+    """Return whether an update writes to the gradients.
+
+    Nesterov's foreach update adds to them, fused updates under a GradScaler unscale them, and schedule-free optimizers
+    (which have a ``train_mode``) compute in their memory.
+    """
     in_groups = any(group.get("nesterov") or "train_mode" in group for group in optimizer.param_groups)
     return in_groups or getattr(optimizer, "grad_scale", None) is not None
 
 
 def cut(pairs: Iterable[Pair], part_bytes: int | None) -> list[ParameterGroupPart]:
-    """Parts of at most ``part_bytes`` (a larger parameter is a part of its own), the largest parameters first."""
+    """Return parts of at most ``part_bytes`` (a larger parameter is its own part), the largest parameters first."""
     parts: list[list[Pair]] = []
     room = 0
     for parameter, gradient in sorted(pairs, key=lambda pair: pair[0].nbytes, reverse=True):

@@ -1,7 +1,7 @@
-"""What is known about optimizers, and making their state before there is anything to lose.
+"""What is known about optimizers, and creating their state early, when nothing can be lost yet.
 
-The state is most often the largest allocation of a run (AdamW: twice the weights), and comes at the first
-``optimizer.step()``, after the first batch has been worked through. ``preallocate`` makes it at once.
+The state is often the largest allocation of a run (AdamW: twice the weights), and is created at the first
+``optimizer.step()``, after the first batch has been processed. ``preallocate`` creates it at the start.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 logger = logging.getLogger(__name__)
 
-# Modules whose step() treats each parameter by itself and keeps no other state, so that parts give the whole.
+# Modules with a step() that treats each parameter independently and keeps no other state, so that steps over parts
+# equal one step over all.
 ONE_BY_ONE = frozenset(
     {f"torch.optim.{name}" for name in ("adadelta", "adagrad", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd")}
     | {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}
     | {"bitsandbytes.optim.optimizer", "torchao.optim.adam", "scu_trainer.train.step.muon"}
 )
 
-# The same, but what they keep is made from the first gradient (projections, and averages in their shape), or counts
+# The same, but their state is created from the first gradient (projections, and averages in their shape), or counts
 # only from the first batch on (schedule-free: ``train()`` moves weights that have a state).
 FROM_THE_FIRST_GRADIENT = frozenset(
     {"galore_torch.adamw", "galore_torch.adafactor", "apollo_torch.apollo"}
@@ -39,17 +40,17 @@ FROM_THE_FIRST_GRADIENT = frozenset(
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that updates the weights, without accelerate's wrapper."""
+    """Return the optimizer that updates the weights, without accelerate's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def step_module(optimizer: Optimizer) -> str:
-    """Module of the function that runs: a subclass that brings its own step() is another optimizer."""
+    """Return the module that defines the step that runs: a subclass with its own step() counts as another optimizer."""
     return type(optimizer).step.__module__
 
 
 def steps_one_by_one(optimizer: Optimizer) -> bool:
-    """Whether a step over some of the parameters, then over the others, is known to equal one step over all, where both
+    """Return whether a step over some parameters, then over the others, is known to equal one step over all, if both
     begin with the same values of the parameter groups."""
     return step_module(optimizer) in ONE_BY_ONE | FROM_THE_FIRST_GRADIENT
 
@@ -60,15 +61,15 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 
 
 def preallocate(optimizer: Optimizer) -> int:
-    """Make the optimizer's state as the first step would, and change nothing else. Returns its bytes.
+    """Create the optimizer's state as the first step would, and change nothing else. Returns its size in bytes.
 
-    Each parameter is stepped alone up to the first operation that would write to a weight or to the state: by then
-    the state is there, as fresh as the optimizer makes it. Weights, random numbers and gradients are untouched, so
-    training afterwards is bitwise what it would have been. Call it after the learning rate scheduler has been made.
+    Each parameter is stepped alone up to the first operation that would write to a weight or to the state: by then the
+    state exists, exactly as the optimizer creates it. Weights, random states and gradients are untouched, so training
+    afterwards is bitwise the same. Call it after the learning rate scheduler has been created.
 
-    0 if there is a state already (a resumed run), and, with a line in the log that says why, for optimizers that are
-    not known and for those that make their state from the first gradient (SGD with momentum, GaLore).
-    Raises OutOfMemory, the optimizer again without any state, if it does not fit.
+    Returns 0 if there is a state already (a resumed run), and, with a line in the log that says why, for unknown
+    optimizers and for those that create their state from the first gradient (SGD with momentum, GaLore). Raises
+    OutOfMemory if the state does not fit; the optimizer then has no state again.
     """
     optimizer = inner_optimizer(optimizer)
     name = type(optimizer).__name__
@@ -95,7 +96,7 @@ def preallocate(optimizer: Optimizer) -> int:
 
 
 def _make_states(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters that have their state now: not all if memory ran out."""
+    """Return the parameters that have their state now: not all if memory ran out."""
     made: list[torch.Tensor] = []
     whole = ParameterGroupPart(tuple((parameter, parameter.grad) for parameter in parameters))
     whole.hide()
@@ -113,14 +114,14 @@ def _make_states(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[t
 
 
 def _estimated_bytes(optimizer: Optimizer, made: list[torch.Tensor], parameters: list[torch.Tensor]) -> int:
-    """Bytes of the whole state, from the part that was made; before the first, AdamW's two values per weight."""
+    """Estimate the bytes of the whole state from the part that was made; without one, AdamW's two values per weight."""
     made_bytes = sum(parameter.nbytes for parameter in made)
     state_bytes_per_byte = _state_bytes(optimizer) / made_bytes if made_bytes else 2.0
     return int(sum(parameter.nbytes for parameter in parameters) * state_bytes_per_byte)
 
 
 def _make_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    parameter.grad = torch.empty_like(parameter)  # never read into anything that lasts
+    parameter.grad = torch.empty_like(parameter)  # only used as a placeholder
     try:
         with contextlib.suppress(_FirstWrite), _StopAtFirstWrite(optimizer, parameter):
             step_without_hooks(optimizer)
@@ -128,13 +129,13 @@ def _make_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
         parameter.grad = None
     state = optimizer.state[parameter]
     if "step" in state and not isinstance(state["step"], torch.Tensor):
-        state["step"] = 0  # counted before anything is written
+        state["step"] = 0  # the step counts before it writes anything
     if not any(isinstance(value, torch.Tensor) for value in state.values()):
         del optimizer.state[parameter]
 
 
 class _FirstWrite(Exception):
-    """The state is complete; the update proper was about to begin."""
+    """The state is complete; the actual update was about to begin."""
 
 
 class _StopAtFirstWrite(TorchDispatchMode):
@@ -158,11 +159,11 @@ class _StopAtFirstWrite(TorchDispatchMode):
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
-    """Addresses, by which views of one tensor are known as the same."""
+    """Return the addresses of the storages, which are equal for views of the same tensor."""
     return {part.untyped_storage().data_ptr() for value in values for part in stored(value)}
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors in the state; one that several parameters share counts once."""
+    """Return the bytes of all tensors in the state; a tensor that several parameters share counts once."""
     tensors = {id(v): v for entry in optimizer.state.values() for value in entry.values() for v in stored(value)}
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,6 +1,7 @@
-"""Errors that mean out of memory: recognizing them, what they wanted, and letting go of what they keep alive.
+"""Out-of-memory errors: recognizing them, reading how much they wanted, and releasing what they keep alive.
 
-Decided by type first; the texts are of errors that bear no such type. What a retry cannot cure is not counted.
+Errors are recognized by type first, and by text if they have no such type. An error that a retry cannot cure does not
+count.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from scu_trainer.errors import UserError
 
-# Texts of errors that are no torch.OutOfMemoryError. From the sources and binaries of torch 2.13 (c10/core/impl/
-# alloc_cpu, ATen/cuda/Exceptions, ATen/native/cudnn/Conv, ATen/mps), bitsandbytes 0.50 (csrc), cuDNN 9's list of
-# status codes, and from running oneDNN under RLIMIT_DATA, which gave "could not create a primitive" and
-# "std::bad_alloc". bitsandbytes' CUDA code usually prints its text and ends the process, which nobody can catch.
+# Texts of errors that are not a torch.OutOfMemoryError. From the sources and binaries of torch 2.13
+# (c10/core/impl/alloc_cpu, ATen/cuda/Exceptions, ATen/native/cudnn/Conv, ATen/mps), bitsandbytes 0.50 (csrc), cuDNN 9's
+# list of status codes, and from running oneDNN under RLIMIT_DATA, which gave "could not create a primitive" and
+# "std::bad_alloc". bitsandbytes' CUDA code usually prints its text and ends the process, which cannot be caught.
 _OUT_OF_MEMORY = re.compile(
     r"\b(?:CUDA|HIP|XPU|MPS backend) out of memory"
     # "CUDA error: out of memory", "CUDA driver error: out of memory", "Triton Error [CUDA]: out of memory",
@@ -41,43 +42,43 @@ _OUT_OF_MEMORY = re.compile(
     re.MULTILINE,
 )
 
-# Libraries of CUDA say this where they cannot make a handle. The card is full; or its context is broken, by an index
-# outside of a table for instance, and then the driver gives no figures either.
+# CUDA libraries report this if they cannot create a handle: the card is full, or its context is broken (for example by
+# an index out of bounds), and then the driver reports no memory either.
 _NO_HANDLE = re.compile(r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS)_STATUS_NOT_INITIALIZED")
 
 HANDLE_BYTES = 512 * 2**20
-"""Room enough for a handle and its workspace, which lie outside torch's allocator."""
+"""Enough room for a handle and its workspace, which are outside torch's allocator."""
 
-# Out of memory where a smaller micro-batch does not help: in a worker process or the pinning thread (host memory of
-# the data loader; torch re-raises it in the main process with the original's type), and in NCCL, whose communicator is
-# dead.
+# Out of memory for which a smaller micro-batch does not help: in a worker process or the pinning thread (host memory of
+# the data loader; torch re-raises it in the main process with the original's type), and in NCCL, because its
+# communicator is dead.
 _ELSEWHERE = re.compile(r"^Caught \w+ in (?:DataLoader worker process|pin memory thread)|\bNCCL error\b")
 
-# A worker's or the pinning thread's error, and what torch says of a worker that the kernel has ended: SIGKILL and
-# SIGBUS are how Linux says that the host's memory, or the shared memory of /dev/shm, is used up.
+# An error of a worker or of the pinning thread, and torch's message about a worker that the kernel has killed: Linux
+# sends SIGKILL or SIGBUS if the host's memory, or the shared memory of /dev/shm, is exhausted.
 _OF_LOADER = re.compile(r"^Caught \w+ in (?:DataLoader worker process|pin memory thread)")
 _ENDED_WORKER = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (?:Killed|Bus error)")
 
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E")
-# "Tried to allocate 20.00 MiB" (CUDA, HIP, XPU), "1.28 GB" (MPS before it wrote GiB; powers of 1024 all the same),
-# "256 bytes" (MPS), "you tried to allocate 1234 bytes" (CPU), "Unable to allocate 7.28 TiB" (NumPy)
+# "Tried to allocate 20.00 MiB" (CUDA, HIP, XPU), "1.28 GB" (older MPS, also in powers of 1024), "256 bytes" (MPS), "you
+# tried to allocate 1234 bytes" (CPU), "Unable to allocate 7.28 TiB" (NumPy)
 _WANTED = re.compile(
     r"(?:[Tt]ried|[Uu]nable) to allocate (?P<amount>\d+(?:\.\d+)?) (?P<prefix>[KMGTPE]?)(?:i?B|bytes)\b"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller micro-batch may cure this error.
+    """Return whether a smaller micro-batch may cure this error.
 
-    An error raised ``from`` one that is out of memory counts (compilers and checkpointing wrap), one merely raised
-    *while* such an error was handled does not: it is another fault, and hiding it behind a retry would lose it.
-    A UserError never counts: somebody has already decided what to tell the user.
+    An error raised ``from`` an out-of-memory error counts (compilers and checkpointing wrap it). An error raised
+    *while* one was handled does not: it is another fault, which a retry would hide. A UserError never counts, because
+    its message is already meant for the user.
     """
     return any(_says_out_of_memory(link) for link in _own_chain(error))
 
 
 def is_out_of_memory_in_loader(error: BaseException) -> bool:
-    """Whether a data loader's worker or pinning thread ran out of the host's memory."""
+    """Return whether a worker or the pinning thread of a data loader ran out of host memory."""
     text = str(error)
     if _ENDED_WORKER.search(text):
         return True
@@ -88,7 +89,7 @@ def is_out_of_memory_in_loader(error: BaseException) -> bool:
 
 
 def wanted_bytes(error: BaseException) -> Optional[int]:
-    """Size of the allocation that failed; None if the error does not say."""
+    """Return the size of the allocation that failed; None if the error does not say."""
     for link in _own_chain(error):
         if found := _WANTED.search(str(link)):
             return int(float(found["amount"]) * 1024 ** _PREFIXES.index(found["prefix"]))
@@ -96,7 +97,7 @@ def wanted_bytes(error: BaseException) -> Optional[int]:
 
 
 def forget_traceback(error: BaseException) -> None:
-    """Drop what the tracebacks of an error, and of those it came from, keep alive, but for frames that still run."""
+    """Drop what the tracebacks of an error and of its causes keep alive, except for frames that still run."""
     for link in _whole_chain(error):
         for frame, _ in traceback.walk_tb(link.__traceback__):
             _clear_variables(frame)
@@ -104,7 +105,7 @@ def forget_traceback(error: BaseException) -> None:
 
 
 def _own_chain(error: Optional[BaseException]) -> Iterator[Exception]:
-    """The error and those it was raised from, as far as they happened in this step's own work."""
+    """Yield the error and the errors that it was raised from, as far as they happened in the work of this step."""
     seen: set[int] = set()
     while isinstance(error, Exception) and not isinstance(error, UserError) and id(error) not in seen:
         if _ELSEWHERE.search(str(error)):
@@ -122,7 +123,7 @@ def _says_out_of_memory(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    # accelerate fails on an error whose argument is no text
+    # accelerate fails on an error with an argument that is not text
     if _NO_HANDLE.search(text):
         free_bytes = _driver_free_bytes()
         return free_bytes is not None and free_bytes < HANDLE_BYTES
@@ -130,7 +131,7 @@ def _says_out_of_memory(error: Exception) -> bool:
 
 
 def _driver_free_bytes() -> Optional[int]:
-    """Of the current card; None where there is none, or where it no longer answers."""
+    """Return the free memory of the current GPU; None if there is none, or if it no longer responds."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -152,8 +153,8 @@ def _whole_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _clear_variables(frame: FrameType) -> None:
-    # clearing a generator that caught the error and will go on would end it; dropping the traceback is enough for one
-    # that will not
+    # clearing a generator that caught the error and will continue would end it; for one that will not, dropping the
+    # traceback is enough
     if frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return
     with contextlib.suppress(RuntimeError):  # the frame still runs

@@ -1,10 +1,10 @@
-"""Work that runs out of memory: done once more after memory was freed, or reported in one line.
+"""Work that runs out of memory: repeated once after memory was freed, or reported in one line.
 
-    CatchOutOfMemory   around what can fail: how every recovery begins
-    second_try         something that changes nothing before it succeeds: measuring, copying, counting, joining
-    last_word          around all of a training or an evaluation: whatever else runs out of memory ends with our message
+    CatchOutOfMemory   around code that may fail: every recovery begins with it
+    second_try         for work that changes nothing before it succeeds: measuring, copying, counting, joining
+    last_word          around a whole training or evaluation: any other out-of-memory error ends with our message
 
-A micro-batch has smaller parts to try (``attempts.py``), the optimizer too (``optimizer_guard.py``); these have none.
+A micro-batch (``attempts.py``) and the optimizer (``optimizer_guard.py``) can try smaller parts; this work cannot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def more_room(instead: str) -> str:
-    """What to do about memory. ``instead``: settings that take less, in words."""
+    """Return advice on memory. ``instead``: settings that use less, in words."""
     return (
         "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use "
         f"{instead}; resume_from_checkpoint: true resumes from the newest checkpoint"
@@ -46,18 +46,17 @@ SMALLER_LOADER = (
 )
 
 TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
-"""The second is what a process says that has no room for the file in which a worker sends a batch."""
+"""The second one is the error of a process without room for the file in which a worker sends a batch."""
 
 LOADER_FILES = str(Path("torch", "utils", "data"))
-"""Where the frames of a data loader that reads in the main process lie."""
+"""Path that occurs in the frames of a data loader that reads in the main process."""
 
 
 class CatchOutOfMemory:
-    """``with CatchOutOfMemory() as caught:`` ends where its block runs out of memory; other errors pass through.
+    """``with CatchOutOfMemory() as caught:`` swallows an out-of-memory error of its block; other errors pass through.
 
-    Nothing of the block is kept alive then, so ``free_memory()`` after it (not inside) frees its tensors.
-    ``text``: first line of the error, None where the block ran through. ``wanted_bytes``: of the allocation that
-    failed, where the error says it.
+    The block's tensors are not kept alive, so ``free_memory()`` after it (not inside) frees them. ``text``: first line
+    of the error, None if there was none. ``wanted_bytes``: of the failed allocation, if the error says it.
     """
 
     text: Optional[str] = None
@@ -67,7 +66,7 @@ class CatchOutOfMemory:
         return self
 
     def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> bool:
-        if error is None:  # first, as it is nearly always
+        if error is None:  # first, because this is nearly always the case
             return False
         if not isinstance(error, RuntimeError | MemoryError | OSError) or not is_out_of_memory(error):
             return False
@@ -81,10 +80,10 @@ def retry_unchanged(
     unchanged: Iterable[torch.Tensor] = (),
     is_cured: Callable[[BaseException], bool] = is_out_of_memory,
 ) -> Result:
-    """``function()``; if it runs out of memory before it has written to any of ``unchanged``, once more after freeing.
+    """Return ``function()``; if it runs out of memory before it writes to any of ``unchanged``, free memory and repeat.
 
-    For gradient clipping, whose norms allocate and whose writes are counted by ``Tensor._version``. ``is_cured``: by
-    more memory. Raises the error of ``function`` if it has written already, or fails again.
+    For gradient clipping, because its norms allocate and ``Tensor._version`` counts its writes. ``is_cured``: whether
+    more memory cures the error. Raises the error of ``function`` if it has already written, or fails again.
     """
     versions = [(tensor, tensor._version) for tensor in unchanged]
     try:
@@ -100,44 +99,55 @@ def retry_unchanged(
 def second_try(
     function: Callable[[], Result], doing: str, advice: str = MORE_ROOM, unchanged: Iterable[torch.Tensor] = ()
 ) -> Result:
-    """``function()``; if it runs out of memory, once more after freeing.
+    """Return ``function()``; if it runs out of memory, free memory and call it once more.
 
-    function: changes nothing before it succeeds, or nothing but ``unchanged``, which are looked at before it is
-    repeated. doing: what a message calls it, such as "measuring S".
+    function: must change nothing before it succeeds, except ``unchanged``, which are checked before it is repeated.
+    doing: how a message names the work, such as "measuring S".
 
-    Raises OutOfMemory where it fails again, or has written already.
+    Raises OutOfMemory if it fails again, or has already written.
     """
     with CatchOutOfMemory() as caught:
         return retry_unchanged(function, unchanged)
-    raise OutOfMemory(f"{doing} does not fit in memory, even after memory was freed. {advice}. {_said(caught.text)}")
+    raise OutOfMemory(
+        f"{doing} does not fit in memory, even after memory was freed. {advice}. {_quoted_allocation(caught.text)}"
+    )
 
 
 @contextlib.contextmanager
 def last_word(doing: Callable[[], str]) -> Iterator[None]:
-    """Out of memory in here, where nothing could be repeated, ends with OutOfMemory: what, where, what to change. Too
-    many open files end with RequirementError.
+    """Inside, an out-of-memory error that cannot be recovered from becomes OutOfMemory: what, where, what to change.
 
-    doing: what was going on, asked when it is needed ("step 7 of training").
+    Too many open files become RequirementError. ``doing``: returns what was running ("step 7 of training"), called only
+    when needed.
     """
     try:
         yield
     except OutOfMemory:
         raise
-    except Exception as error:  # narrowed by the two questions below
+    except Exception as error:  # narrowed by the checks below
         if is_out_of_memory_in_loader(error):
-            _end(f"{doing()}: a worker of the data loader ran out of memory", SMALLER_LOADER, _last_line(error), error)
+            _raise_out_of_memory(
+                f"{doing()}: a worker of the data loader ran out of memory", SMALLER_LOADER, _last_line(error), error
+            )
         if any(words in str(error) for words in TOO_MANY_FILES):
-            raise RequirementError(f"{doing()} needs more open files than {_more_files()}, and {RUN_AGAIN}") from error
+            raise RequirementError(
+                f"{doing()} needs more open files than {_advice_on_open_files()}, and {RUN_AGAIN}"
+            ) from error
         if not is_out_of_memory(error):
             raise
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}"
         is_loading = any(LOADER_FILES in frame.filename for frame in frames)
-        found = f"{doing()} ran out of memory {'reading its rows' if is_loading else 'where nothing can be repeated'}"
-        _end(f"{found} ({place})", SMALLER_LOADER if is_loading else MORE_ROOM, _first_line(error), error)
+        problem = f"{doing()} ran out of memory {'reading its rows' if is_loading else 'where nothing can be repeated'}"
+        _raise_out_of_memory(
+            f"{problem} ({place})",
+            SMALLER_LOADER if is_loading else MORE_ROOM,
+            _first_line(error),
+            error,
+        )
 
 
-def _more_files() -> str:
+def _advice_on_open_files() -> str:
     try:
         import resource  # POSIX only
     except ImportError:
@@ -146,12 +156,12 @@ def _more_files() -> str:
     return f"the {most} that ulimit -n lets it have; raise that (ulimit -n {4 * most}) or lower dataloader_num_workers"
 
 
-def _end(found: str, advice: str, text: str, error: BaseException) -> NoReturn:
+def _raise_out_of_memory(problem: str, advice: str, text: str, error: BaseException) -> NoReturn:
     forget_traceback(error)
-    raise OutOfMemory(f"{found}. {advice}. {_said(text)}") from None
+    raise OutOfMemory(f"{problem}. {advice}. {_quoted_allocation(text)}") from None
 
 
-def _said(text: str) -> str:
+def _quoted_allocation(text: str) -> str:
     return f"The failed allocation said: {text}"
 
 
@@ -160,6 +170,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """A loader worker's error is the whole traceback of the worker, whose last line says what it was."""
+    """Return the last line, which names the error if a loader worker's error holds the worker's whole traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What a micro-batch changes, so that a failed one can be taken back: RNG, buffers, gradients, and own counters."""
+"""What a micro-batch changes, so that a failed one can be undone: random states, buffers, gradients and counters."""
 
 from __future__ import annotations
 
@@ -24,32 +24,35 @@ logger = logging.getLogger("scu_trainer")
 
 PutBack = Callable[[], None]
 Attributes = list[tuple[Any, dict[str, tuple[Any, Optional[PutBack]]], Optional[set[str]], Callable[[Any], bool]]]
-"""Owners, attributes of theirs with what puts contents back, the names that they have (None: new ones stay), and which
-values of new names go."""
+"""(owner, its attributes with a function that restores their contents, its attribute names (None: keep new attributes),
+which values of new attributes to delete)."""
 
 PLAIN = (bool, int, float, str, type(None))
 PLAIN_TYPES = frozenset(PLAIN)
 CONTAINERS = (OrderedDict, dict, list, set, deque)
 HOLDERS = (dict, list, set, deque, tuple)
 MOST_ENTRIES = 10_000
-"""Entries of a container up to which it is put back."""
+"""Containers with more entries are not restored."""
 
 OF_DATA = frozenset({"train_dataset", "eval_dataset", "data_collator", "callback_handler"})
-"""Attributes of a trainer that no loss writes to."""
+"""Attributes of a trainer that a loss never writes to."""
 
 OF_TORCH = frozenset(vars(nn.Module()))
-"""What torch itself keeps of a module: its mode, weights, buffers, hooks."""
+"""Attributes that torch itself keeps in a module: its mode, weights, buffers, hooks."""
 
 MOST_BYTES = 64 * 2**20
-"""Of a tensor that is no buffer, or of all in one container, put back where they are written to."""
+"""Tensors that are not buffers, and containers of tensors, are restored only up to this size."""
 
 COPIED_BYTES = 64 * 2**20
-"""Buffers that are copied at every snapshot, the smallest first: nobody has to tell whether they change. Larger ones
-are copied in the first window, and afterwards if they have been seen to change."""
+"""Buffers up to this total, the smallest first, are copied at every snapshot, whether they change or not. Larger ones
+are copied in the first window, and afterwards only if they have been seen to change."""
 
 
 class KeptBuffer(NamedTuple):
-    """``tensor``: None where a name was registered without one. ``copy``: None where there is no copy of it."""
+    """A buffer and its copy.
+
+    tensor: None if the name was registered without a tensor. copy: None if there is no copy.
+    """
 
     module: nn.Module
     name: str
@@ -61,18 +64,18 @@ class KeptBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptBuffers:
-    """``modules``: those that were there when the window began; what later ones register is their own affair."""
+    """``modules``: those that existed when the window began; buffers of modules registered later are not restored."""
 
     buffers: list[KeptBuffer]
     modules: list[nn.Module]
 
 
 class ChangingBuffers:
-    """What a forward may change of a model's buffers, put back: values, other tensors in their place, new names.
+    """Restores what a forward may change of a model's buffers: their values, the tensors themselves, and new names.
 
-    Small buffers are copied every time: batch_norm's kernels and ``.data`` write without counting in ``_version``. Of
-    those beyond ``COPIED_BYTES`` only the ones that change are, as ``_version`` shows. One that first changes in the
-    window that has to be taken back cannot be: ``restore`` says so by name.
+    Small buffers are always copied, because batch_norm's kernels and ``.data`` write without counting in ``_version``.
+    Of the buffers beyond ``COPIED_BYTES`` only those that change are copied, as ``_version`` shows. A buffer that first
+    changes in the window that has to be undone cannot be restored: ``restore`` raises an error that names it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,18 +88,18 @@ class ChangingBuffers:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of the model, as they were when the window began."""
+        """The modules of the model when the window began."""
         if self._modules is None:  # walking through adapters of a large model takes as long as copying its buffers
             self._modules = _all_modules(self._model)
         return self._modules
 
     def copies(self) -> KeptBuffers:
-        """The buffers as they are now, for ``restore``."""
+        """Return the current buffers, for ``restore``."""
         owners = [module for module in self.modules if module._buffers]
-        found = [(module, name, buffer) for module in owners for name, buffer in module._buffers.items()]
-        large = _large([buffer for _, _, buffer in found if buffer is not None])
+        named = [(module, name, buffer) for module in owners for name, buffer in module._buffers.items()]
+        large = _large([buffer for _, _, buffer in named if buffer is not None])
         kept = []
-        for module, name, buffer in found:
+        for module, name, buffer in named:
             is_large = id(buffer) in large
             copy = None
             if is_large:
@@ -109,30 +112,30 @@ class ChangingBuffers:
         return KeptBuffers(kept, self.modules)
 
     def _copy_of_large(self, module: nn.Module, name: str, buffer: torch.Tensor) -> Optional[torch.Tensor]:
-        """One copy for as long as the module's buffers stay as they are; None where it is taken for constant."""
+        """Return a copy, the same one while the module's buffers stay unchanged; None if they are taken as constant."""
         if not self._is_first and module not in self._changing:
             return None
         stamp, (known_stamp, copy) = _stamp(module), self._large_copies.get((module, name), (None, None))
         if stamp != known_stamp:
-            self._large_copies.pop((module, name), None)  # before the new one: not both at once
+            self._large_copies.pop((module, name), None)  # drop the old copy first, so that there are never two
             copy = buffer.clone() if module in self._changing else _clone_if_it_fits(buffer)
             self._large_copies[module, name] = stamp, copy
         return copy
 
     def end_window(self) -> None:
-        """After a step that stands: large buffers that it has changed are copied from now on."""
+        """Called after a successful step: from now on, copy the large buffers that it has changed."""
         self._changing |= {module for module, stamp in self._stamps.items() if stamp != _stamp(module)}
         constant = [module for module in self._stamps if module not in self._changing]
         if self._is_first and constant:
-            self._say_constant(constant)
+            self._log_constant(constant)
         for place in [place for place in self._large_copies if place[0] not in self._changing]:
             del self._large_copies[place]
         self._stamps, self._modules, self._is_first = {}, None, False
 
-    def _say_constant(self, modules: Sequence[nn.Module]) -> None:
+    def _log_constant(self, modules: Sequence[nn.Module]) -> None:
         names = [name for module in modules for name in _names(self._model, module)]
         logger.info(
-            "no copies are kept of %s: with the others they exceed %d MiB, and they did not change in the first "
+            "%s are not copied: with the other buffers they exceed %d MiB, and they did not change in the first "
             "step. If one of them first changes in a step that has to be undone, the run ends with a message",
             ", ".join(names),
             COPIED_BYTES // 2**20,
@@ -140,40 +143,45 @@ class ChangingBuffers:
 
     @torch.no_grad()
     def restore(self, kept: KeptBuffers) -> None:
-        """Raises OutOfMemory, with all others put back, where a buffer has changed of which there is no copy."""
-        touched = {one.module for one in kept.buffers if _is_touched(one)}
+        """Restore the buffers. Raises OutOfMemory, after restoring the others, if a buffer without a copy has
+        changed."""
+        touched = {kept_buffer.module for kept_buffer in kept.buffers if _is_touched(kept_buffer)}
         lost = []
-        for one in kept.buffers:
-            if one.copy is not None and (not one.is_large or one.module in touched):
-                _fill(one.tensor, one.copy)
-            elif one.copy is None and one.tensor is not None and _version(one.tensor) != one.version:
-                lost.append(one)
-            one.module._buffers[one.name] = one.tensor
-        known = {(one.module, one.name) for one in kept.buffers}
+        for kept_buffer in kept.buffers:
+            if kept_buffer.copy is not None and (not kept_buffer.is_large or kept_buffer.module in touched):
+                _fill(kept_buffer.tensor, kept_buffer.copy)
+            elif (
+                kept_buffer.copy is None
+                and kept_buffer.tensor is not None
+                and _version(kept_buffer.tensor) != kept_buffer.version
+            ):
+                lost.append(kept_buffer)
+            kept_buffer.module._buffers[kept_buffer.name] = kept_buffer.tensor
+        known = {(kept_buffer.module, kept_buffer.name) for kept_buffer in kept.buffers}
         for module in kept.modules:
             for name in [name for name in module._buffers if (module, name) not in known]:
                 del module._buffers[name]
         if lost:
-            self._changing |= {one.module for one in lost}
-            raise OutOfMemory(self._lost_text(lost))
+            self._changing |= {kept_buffer.module for kept_buffer in lost}
+            raise OutOfMemory(self._message_on_lost(lost))
 
-    def _lost_text(self, lost: Sequence[KeptBuffer]) -> str:
+    def _message_on_lost(self, lost: Sequence[KeptBuffer]) -> str:
         names = [
-            f"{name} ({one.tensor.nbytes / 2**20:.3g} MiB)"
-            for one in lost
-            for name in _names(self._model, one.module)
-            if name.rpartition(".")[2] == one.name
+            f"{name} ({kept_buffer.tensor.nbytes / 2**20:.3g} MiB)"
+            for kept_buffer in lost
+            for name in _names(self._model, kept_buffer.module)
+            if name.rpartition(".")[2] == kept_buffer.name
         ]
         return (
             f"the buffer {', '.join(names)} first changed in a step that has to be undone, and only up to "
-            f"{COPIED_BYTES // 2**20} MiB of buffers are copied before they change: the step cannot be repeated. Use "
-            "resume_from_checkpoint: true, which resumes from the newest checkpoint and copies it from its first step "
-            "on; or lower max_batch_size, so that no step runs out of memory"
+            f"{COPIED_BYTES // 2**20} MiB of buffers are copied before they change: the step cannot be repeated. "
+            "Use resume_from_checkpoint: true, which resumes from the newest checkpoint and copies this buffer "
+            "from its first step on; or lower max_batch_size, so that no step runs out of memory"
         )
 
 
 def _all_modules(model: nn.Module) -> list[nn.Module]:
-    """``model.modules()``, which nests one generator per level, in a tenth of the time."""
+    """Return ``model.modules()`` in a tenth of the time: the original nests one generator per level."""
     found: dict[nn.Module, None] = {}
     waiting: list[Optional[nn.Module]] = [model]
     while waiting:
@@ -186,14 +194,14 @@ def _all_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _clone_if_it_fits(buffer: torch.Tensor) -> Optional[torch.Tensor]:
-    """In the first window, where most of what is large is constant: None is no harm then."""
+    """Return a copy, or None if memory runs out: in the first window, most large buffers are constant anyway."""
     with CatchOutOfMemory():
         return buffer.clone()
     return None
 
 
 def _large(buffers: Sequence[torch.Tensor]) -> set[int]:
-    """Identities of the buffers beyond ``COPIED_BYTES``, counted from the smallest on."""
+    """Return the ids of the buffers beyond ``COPIED_BYTES``, counted from the smallest buffer on."""
     sizes = {id(buffer): buffer.nbytes for buffer in buffers}
     if sum(sizes.values()) <= COPIED_BYTES:
         return set()
@@ -206,7 +214,7 @@ def _large(buffers: Sequence[torch.Tensor]) -> set[int]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version
 
 
 def _stamp(module: nn.Module) -> tuple:
@@ -231,9 +239,11 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 
 def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
-    """Those of ``modules`` and ``owner`` that are plain values, arrays, tensors or containers. Of the state of a
-    trainer, which holds its log, no containers."""
-    seen: set[int] = set()  # a mask that all layers hold is copied once
+    """Return the attributes of ``modules`` and ``owner`` that are plain values, arrays, tensors or containers.
+
+    Containers of the state of a trainer, which hold its log, are left out.
+    """
+    seen: set[int] = set()  # a mask that all layers share is copied once
     attributes: Attributes = [(module, _plain_attributes(module, seen), None, is_small) for module in modules]
     if owner is not None:
         attributes.append((owner, _plain_attributes(owner, seen), set(vars(owner)), is_small))
@@ -241,19 +251,21 @@ def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attribu
 
 
 def put_back_attributes(attributes: Attributes, only: Callable[[Any], bool] = lambda _: True) -> None:
-    """As often as somebody changes them. Whoever holds a container, too, finds the entries of before in it. ``only``:
-    which values of now."""
-    for one, known, names, goes in attributes:
+    """Restore ``attributes``, as often as needed. Other references to a container see its restored entries too.
+
+    only: restore an attribute only if its current value passes.
+    """
+    for one, known, names, is_deleted in attributes:
         now = vars(one)
-        for name, (value, back) in known.items():
+        for name, (value, restore) in known.items():
             if not only(now.get(name)):
                 continue
             if name not in now or now[name] is not value:
                 now[name] = value
-            if back is not None:
-                back()
-        for name in [] if names is None else now.keys() - names:  # a counter that began inside
-            if goes(now[name]) and only(now[name]):
+            if restore is not None:
+                restore()
+        for name in [] if names is None else now.keys() - names:  # created since, such as a new counter
+            if is_deleted(now[name]) and only(now[name]):
                 del now[name]
 
 
@@ -274,8 +286,11 @@ def _plain_attributes(one: Any, seen: set[int]) -> dict[str, tuple[Any, Optional
 
 
 def bytes_held(container: Any) -> Optional[int]:
-    """Of tensors and arrays within. None where more than MOST_ENTRIES, or ten times as many in all, would have to be
-    looked at, or where one hangs on a graph: that is a loss, or what it came from, and nobody's state."""
+    """Return the bytes of tensors and arrays within ``container``.
+
+    Returns None if it has more than MOST_ENTRIES, or ten times as many in all levels, or if a tensor is part of a
+    graph: then it is a loss or an intermediate result, not a state.
+    """
     waiting, left, found = [container], 10 * MOST_ENTRIES, 0
     while waiting:
         one = waiting.pop()
@@ -296,15 +311,18 @@ def bytes_held(container: Any) -> Optional[int]:
 
 
 def is_small(value: Any) -> bool:
-    """A plain value, array, tensor or generator, or a container that can be put back."""
+    """Return whether ``value`` is a plain value, array, tensor or generator, or a container that can be restored."""
     if isinstance(value, HOLDERS):
         return bytes_held(value) is not None
     return isinstance(value, PLAIN) or is_array(value)
 
 
 def contents(value: Any, of_other: Callable[[Any], Optional[PutBack]], seen: set[int]) -> Optional[PutBack]:
-    """What gives a container its entries back, and those within theirs, as often as called. ``of_other``: the same of
-    what is no container. ``seen``: containers and tensors that are in hand: one may hold itself."""
+    """Return a function that restores the entries of a container and of those within; None if there is nothing to do.
+
+    of_other: does the same for values that are not containers. seen: ids of containers and tensors already handled,
+    because a container may hold itself.
+    """
     kind: Any = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
     if kind is not None or torch.is_tensor(value):
         if id(value) in seen:
@@ -316,20 +334,20 @@ def contents(value: Any, of_other: Callable[[Any], Optional[PutBack]], seen: set
         return None
     is_map = isinstance(value, dict)
     entries = dict(value) if is_map else kind(value)
-    within = [back for entry in _entries(value) if (back := contents(entry, of_other, seen))]
+    within = [restore for entry in _entries(value) if (restore := contents(entry, of_other, seen))]
 
     def put_back() -> None:
         if len(value) != len(entries) or any(map(operator.is_not, _entries(value), _entries(entries))):
-            kind.clear(value)  # outputs of models refuse their own
+            kind.clear(value)  # model outputs disable their own method
             (kind.extend if kind in (list, deque) else kind.update)(value, entries)
-        for back in within:
-            back()
+        for restore in within:
+            restore()
 
     return put_back
 
 
 def of_array(value: Any) -> Optional[PutBack]:
-    """What gives an array, tensor or generator its values back; None for everything else."""
+    """Return a function that restores the values of an array, tensor or generator; None for everything else."""
     if type(value) is np.ndarray:
         is_kept = value.flags.writeable and value.nbytes <= MOST_BYTES
         return functools.partial(np.copyto, value, value.copy()) if is_kept else None
@@ -343,7 +361,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_state(value: Any) -> bool:
-    """Whether it is kept from one loss to the next: a tensor, such as a queue or a mean that moves, or a generator."""
+    """Return whether ``value`` lasts from one loss to the next: a tensor (a queue, a moving mean), or a generator."""
     if type(value) is not torch.Tensor:
         return isinstance(value, GENERATORS)
     return not value.requires_grad and value.layout is torch.strided and value.nbytes <= MOST_BYTES
@@ -352,9 +370,9 @@ def is_state(value: Any) -> bool:
 def refill(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.device != value.device:
         tensor.data = value.clone()  # resized, or moved by ``.data``
-    # What nobody changed may be shared, and is left alone; without memory there is nothing to change.
+    # An unchanged tensor may be shared, so leave it alone; a meta tensor has no values.
     elif not value.is_meta and not torch.equal(tensor, value):
-        # By ``data``: a backward that still has to come may need this tensor, with the values of before.
+        # Through ``data``, because a later backward may need this tensor with its earlier values.
         tensor.data.copy_(value)
 
 
@@ -363,8 +381,11 @@ def _entries(container: Any) -> Iterable[Any]:
 
 
 class WindowSnapshot:
-    """The state of RNG, buffers and gradients before a micro-batch. ``parameters``: the trainable ones; ``counting``:
-    modules and their trainer, whose ``plain_attributes`` count or collect while a loss is computed."""
+    """The random states, buffers, gradients and counters before a micro-batch.
+
+    parameters: the trainable ones. counting: the modules and their trainer, with ``plain_attributes`` that count or
+    collect while a loss is computed.
+    """
 
     def __init__(
         self,
@@ -379,39 +400,39 @@ class WindowSnapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every buffer could be put back that the micro-batch may change."""
+        """Whether every buffer that the micro-batch may change could be restored."""
         return all(one.copy is not None or one.tensor is None for one in self.copies.buffers)
 
     def restore_surroundings(self) -> None:
-        """RNG, attributes and buffers, but no gradients. Raises as ``ChangingBuffers.restore``."""
+        """Restore random states, attributes and buffers, but no gradients. Raises like ``ChangingBuffers.restore``."""
         put_back(self.rng)
         put_back_attributes(self.attributes)
         self.buffers.restore(self.copies)
 
     def gradients_touched(self) -> bool:
-        """Whether a backward has reached any gradient since."""
+        """Return whether a backward has written to any gradient since."""
         return self.gradients != gradient_versions(self.parameters)
 
 
 def generators(devices: Iterable[torch.device] = ()) -> States:
-    """Those of torch (for the CPU and ``devices``), of numpy and of Python, as they are now."""
+    """Return the current random states of torch (CPU and ``devices``), numpy and Python."""
     return states() + of_devices(devices)
 
 
 def of_devices(devices: Iterable[torch.device]) -> States:
-    """Of the ``devices`` that are accelerators."""
+    """Return the random states of the ``devices`` that are accelerators."""
     modules = [(getattr(torch, one.type), one) for one in devices if one.type not in ("cpu", "meta")]
     return [(functools.partial(m.set_rng_state, device=one), m.get_rng_state(one)) for m, one in modules]
 
 
 def gradient_versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Of each parameter, what changes when its gradient does. No gradient is read, nothing waits for a device."""
+    """Return a value per parameter that changes when its gradient does. Reads no gradient and waits for no device."""
     return [(0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside, and afterwards what it was, be it the class's own."""
+    """Inside, ``owner.name`` is ``value``; afterwards it is what it was, even if the class defined it."""
     own = vars(owner)
     before, had_one = own.get(name), name in own
     own[name] = value
