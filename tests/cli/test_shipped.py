@@ -81,7 +81,7 @@ def test_deepspeed_takes_a_name(elsewhere, given):
 
 def test_the_configuration_that_a_launch_file_names_is_found_elsewhere(elsewhere, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero2.json")
-    assert deepspeed_start._found_by_accelerate() == str(ROOT / "ds_configs" / "zero2.json")
+    assert deepspeed_start._file_of_accelerate() == str(ROOT / "ds_configs" / "zero2.json")
     assert os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(ROOT / "ds_configs" / "zero2.json")
 
 

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_nothing_or_over_something_is_refused(tmp_path):
     with pytest.raises(ControlError, match="no training to save yet"):
         trainer.save(tmp_path / "mine")
     trained(trainer).save(tmp_path / "mine")
-    with pytest.raises(StorageError, match="is there already"):
+    with pytest.raises(StorageError, match="already exists"):
         trainer.save(tmp_path / "mine")
 
 

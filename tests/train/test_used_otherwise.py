@@ -45,7 +45,7 @@ def made(folder, kind=SCUTrainer, model=None, rows=None, **changes) -> Trainer:
     [
         ({}, ""),
         ({"target_modules": r".*\.q_proj"}, "target_modules was ['q_proj'], now"),
-        ({"lora_alpha": 99}, "lora_alpha was 8, now 99. Its weights are continued with"),
+        ({"lora_alpha": 99}, "lora_alpha was 8, now 99. Training continues with its weights"),
         ({"target_modules": ["o_proj"]}, "target_modules was ['q_proj'], now ['o_proj']. 8 weights are not in both"),
         ({"r": 2}, "r was 8, now 2. 4 weights are not in both or have another shape"),
         ({"layers_to_transform": [0]}, "layers_to_transform was None, now [0]. 2 weights are not in both"),

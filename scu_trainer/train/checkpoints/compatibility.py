@@ -1,8 +1,7 @@
-"""Is it the same run that goes on? What changed since the checkpoint, and what that means, before a step is trained.
+"""What changed between a checkpoint and the run that resumes from it, checked before a step is trained.
 
-A manifest says of which configuration, data, code and processes its checkpoint is. What changed is one of: harmless
-(where and how loudly the run is logged), to be refused (weights or optimizer state of another shape), or a line that
-says the consequence.
+A manifest records the configuration, data, code and processes of its checkpoint. A change is harmless (where and how
+the run is logged), refused (weights or optimizer state would have another shape), or reported with its consequence.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ HARMLESS = frozenset(
     "early_stopping_patience early_stopping_threshold retain_stop sample_prompts sample_max_new_tokens "
     "keep_freed_memory project trackio_space_id trackio_bucket_id trackio_static_space_id".split()
 )
-"""Settings that change no weight."""
+"""Settings that do not affect the weights."""
 
 OF_A_MACHINE = frozenset(
     "output_dir run_name resume_from_checkpoint cache_dir report_to disable_tqdm log_level log_level_replica "
@@ -48,7 +47,7 @@ OF_A_MACHINE = frozenset(
     "peak_tflops dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
     "dataloader_prefetch_factor preprocessing_num_workers".split()
 )
-"""Settings that may differ between the machines of one run: paths, and what follows from the devices."""
+"""Settings that may differ between the machines of one run: paths, and what depends on the devices."""
 
 OTHER_SHAPE = frozenset(
     "task model_name_or_path adapter_name_or_path tuning peft_type lora_r lora_target_modules use_rslora use_dora "
@@ -60,7 +59,7 @@ OTHER_SHAPE = frozenset(
 )
 CARRIED = frozenset("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon".split())
 SAME_STATE = ("adamw_torch", "adamw_torch_fused")
-"""Kinds of ``optim`` that read each other's state, in which is said whether one kernel computes the step."""
+"""Values of ``optim`` that read each other's state; the state also says whether one kernel computes the step."""
 SCHEDULE = frozenset("max_steps num_train_epochs warmup_steps lr_scheduler_type lr_scheduler_kwargs".split())
 ORDER = frozenset(
     "seed data_seed per_device_train_batch_size gradient_accumulation_steps train_sampling_strategy "
@@ -86,7 +85,10 @@ KINDS = {"configuration": dict, "data": dict, "weights": dict, "versions": dict,
 
 @dataclass(frozen=True)
 class Change:
-    """``name`` was ``before`` and is ``now``. ``is_refused``: going on would train something else, or fail."""
+    """``name`` was ``before`` and is ``now``.
+
+    is_refused: resuming would train something else, or fail.
+    """
 
     name: str
     before: Any
@@ -96,7 +98,7 @@ class Change:
 
     @property
     def is_carried(self) -> bool:
-        """The value of before goes on, whatever the settings say."""
+        """Whether the previous value stays in effect, whatever the settings say."""
         is_same_state = self.name == "optim" and self.before in SAME_STATE and self.now in SAME_STATE
         return is_same_state or self.name in CARRIED
 
@@ -106,7 +108,7 @@ class Change:
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
-    """What is known of the run that wrote ``checkpoint``: its manifest, else training_config.json beside it, or {}."""
+    """Return what is known about the run of ``checkpoint``, from its manifest or training_config.json, or {}."""
     manifest = sound(read_manifest(checkpoint))
     if "configuration" in manifest:
         return manifest
@@ -115,16 +117,18 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:
-    """What decides which rows a step gets and how the optimizer moves: the part of a description that a trainer
-    without a command can give."""
+    """Return the part of a description that a trainer without a command knows: what decides the rows of a step, and how
+    the optimizer moves."""
     found = {name: getattr(arguments, name) for name in sorted(ORDER | CARRIED | SCHEDULE | {"optim", WORKERS})}
     found[SEEDABLE] = arguments.accelerator_config.use_seedable_sampler
     return {"configuration": found, "world_size": arguments.world_size}
 
 
 def digest_of_weights(weights: Iterable[torch.Tensor]) -> Optional[str]:
-    """Tells a model that was trained again, or another one, by a few values of each tensor, in no time. None without
-    weights, or where not all are at hand: sharded, offloaded, or packed by a library."""
+    """Return a digest that differs for another or a retrained model, from a few values of each tensor, in no time.
+
+    None without weights, or if some are not available: sharded, offloaded, or packed by a library.
+    """
     read = []
     for weight in weights:
         values = weight.data
@@ -135,80 +139,89 @@ def digest_of_weights(weights: Iterable[torch.Tensor]) -> Optional[str]:
 
 
 def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_chosen: bool, is_stream: bool) -> None:
-    """The stock Trainer counts the position in an epoch in steps, whatever one was made of, and takes rates and state
-    of the optimizer from the checkpoint, whatever its arguments say. ``are_rows_chosen``: by a loop, which says itself
-    what becomes of their order. ``is_stream``: the rows come from an IterableDataset."""
+    """Warn about what changed since ``checkpoint``.
+
+    The stock Trainer counts the position in an epoch in steps, whatever their size was, and takes learning rate and
+    optimizer state from the checkpoint, whatever its arguments say. are_rows_chosen: by a loop, which reports what
+    happens to their order itself. is_stream: the rows come from an IterableDataset.
+    """
     before, now = facts_of(checkpoint), {**facts_of_arguments(arguments), "data": {}}
     now["configuration"]["streaming"] = is_stream
     found = changes(before, now)
     if is_stream:
         workers = (before.get("configuration", {}).get(WORKERS), now["configuration"].get(WORKERS))
-        if {*workers} != {0, 1}:  # one worker reads the whole stream, as none does
-            found += _of_fact(WORKERS, *workers, SHARED_STREAM)
+        if {*workers} != {0, 1}:  # one worker reads the whole stream, as zero workers do
+            found += _change_of_fact(WORKERS, *workers, SHARED_STREAM)
     for change in found:
         if not (are_rows_chosen and change.name in (*ORDER, "world_size")):
             logger.warning("changed since %s: %s", checkpoint.name, change.line)
 
 
 def sound(facts: dict[str, Any]) -> dict[str, Any]:
-    """Without what cannot be compared: a file may have been edited, or be of another program."""
+    """Return ``facts`` without entries of the wrong type: the file may have been edited, or be from another program."""
     return {name: fact for name, fact in facts.items() if isinstance(fact, KINDS.get(name, object))}
 
 
 def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], harmless: frozenset[str] = HARMLESS
 ) -> dict[str, tuple[Any, Any]]:
-    """Name -> (before, now) of every setting but the ``harmless``, which act on no weight. What one side does not know
-    does not count: a newer version has settings that the older one had not."""
+    """Return name -> (before, now) for every changed setting that is not in ``harmless``.
+
+    Settings that only one side knows are left out: a newer version may have more settings.
+    """
     plain = json.loads(json.dumps(dict(now), default=str))
     names = [name for name in before if name in plain and name not in harmless]
     return {name: (before[name], plain[name]) for name in names if _differ(before[name], plain[name])}
 
 
 def _differ(before: Any, now: Any) -> bool:
-    """A path may be written in several ways."""
+    """Return whether two values differ; two spellings of one path do not."""
     if before != now and isinstance(before, str) and isinstance(now, str):
-        with contextlib.suppress(OSError, ValueError):  # no path, or of something that is gone
+        with contextlib.suppress(OSError, ValueError):  # not a path, or it no longer exists
             return not os.path.samefile(before, now)
     return before != now
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
-    """Both: descriptions as in training_config.json (configuration, world_size, data, weights, versions, git_commit).
-    ``has_plan``: the curriculum's loop plans the rows of an epoch, and knows which of them were seen."""
+    """Return what changed between two descriptions as in training_config.json.
+
+    Their keys: configuration, world_size, data, weights, versions, git_commit. has_plan: the curriculum loop plans the
+    rows of an epoch and knows which of them were seen.
+    """
     was, here = before.get("configuration", {}), now["configuration"]
     changed = changed_settings(was, here)
     keeps_order = _seed_of_rows(was) == _seed_of_rows(here)
     if keeps_order:
-        changed.pop("data_seed", None)  # given now, it is the seed of before, as the refusal of another one asks for
+        # the new data_seed equals the seed from before, as our message for another one advises
+        changed.pop("data_seed", None)
     keeps = {"seed"} if keeps_order else set()
     if _rows_of_a_step(before) == _rows_of_a_step(now) is not None:
         keeps |= {*ROWS_OF_A_STEP}
-    found = [_setting(name, *values, keeps, has_plan) for name, values in changed.items()]
-    found += _of_split(before, now)
+    found = [_change_of_setting(name, *values, keeps, has_plan) for name, values in changed.items()]
+    found += _change_of_split(before, now)
     text = "ranks get other rows than in the previous run"
-    found += _of_fact("world_size", before.get("world_size"), now.get("world_size"), text)
+    found += _change_of_fact("world_size", before.get("world_size"), now.get("world_size"), text)
     goes_on = "if as many rows of the same lengths are left, the" if has_plan else "the"
     text = (
         f"the data differ from those of the previous run; {goes_on} position in the epoch is kept by number, so rows "
         "may be seen twice or not at all"
     )
-    found += _of_fact("data", before.get("data", {}).get("fingerprint"), now["data"].get("fingerprint"), text)
+    found += _change_of_fact("data", before.get("data", {}).get("fingerprint"), now["data"].get("fingerprint"), text)
     text = "its weights are not those of the previous run, with which the steps so far were trained"
     for name in ("base", "teacher"):
         was, here = (facts.get("weights", {}).get(name) for facts in (before, now))
-        found += _of_fact(f"fingerprint of the {name}", was, here, text)
+        found += _change_of_fact(f"fingerprint of the {name}", was, here, text)
     here = now.get("versions") or {}
     for name, version in (before.get("versions") or {}).items():
         if name in here and name != "platform" and version != here[name]:
             text = "another version; results may differ, by rounding or more"
             found.append(Change(name, version, here[name], text))
     text = "the code has changed; results may differ from those of a single run"
-    return found + _of_fact("git_commit", before.get("git_commit"), now.get("git_commit"), text)
+    return found + _change_of_fact("git_commit", before.get("git_commit"), now.get("git_commit"), text)
 
 
 def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
-    """What changed since ``checkpoint``. Raises CheckpointError naming all of it that cannot go on."""
+    """Return what changed since ``checkpoint``. Raises CheckpointError for all changes that prevent a resume."""
     before = facts_of(checkpoint)
     found = changes(before, now, has_plan) if before else []
     refused = [change.line for change in found if change.is_refused]
@@ -220,34 +233,36 @@ def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool
     return found
 
 
-def _is_shuffled_alone(configuration: Mapping[str, Any]) -> bool:
-    """Whether no sampler looks at lengths or at the batch."""
+def _is_plain_sampling(configuration: Mapping[str, Any]) -> bool:
+    """Return whether the sampler considers neither lengths nor the batch."""
     return configuration.get("train_sampling_strategy", "random") in ("random", "sequential")
 
 
 def _is_seeded(configuration: Mapping[str, Any]) -> bool:
-    """Of a command, which keeps its ``accelerator_config``, or of a trainer."""
+    """Return whether the sampler is seedable. A command keeps all of ``accelerator_config``, a trainer only the key."""
     launched = configuration.get(LAUNCHED)
     return (launched if isinstance(launched, dict) else configuration).get(SEEDABLE, True)
 
 
 def _seed_of_rows(configuration: Mapping[str, Any]) -> Any:
-    """A sampler without a seed of its own draws from the generator of the process, whatever data_seed says."""
+    """Return the seed that decides the order of rows. A sampler that is not seedable draws from the generator of the
+    process, whatever data_seed says."""
     seed, data_seed = map(configuration.get, ("seed", "data_seed"))
-    follows_seed = data_seed is None or not _is_seeded(configuration) or not _is_shuffled_alone(configuration)
+    follows_seed = data_seed is None or not _is_seeded(configuration) or not _is_plain_sampling(configuration)
     return seed if follows_seed else data_seed
 
 
 def _rows_of_a_step(facts: Mapping[str, Any]) -> Optional[int]:
-    """Where the rows of a step follow from their number alone, that number, else None."""
+    """Return the number of rows of a step, if that number alone decides which rows they are, else None."""
     configuration = facts.get("configuration", {})
     factors = [facts.get("world_size"), *map(configuration.get, ROWS_OF_A_STEP)]
-    is_known = all(isinstance(factor, int) for factor in factors) and _is_shuffled_alone(configuration)
-    by_turns = configuration.get("streaming") and (configuration.get(WORKERS) or 0) > 1  # workers give whole batches
-    return None if configuration.get("dataloader_drop_last") or by_turns or not is_known else math.prod(factors)
+    is_known = all(isinstance(factor, int) for factor in factors) and _is_plain_sampling(configuration)
+    # workers deliver whole batches in turn
+    alternates = configuration.get("streaming") and (configuration.get(WORKERS) or 0) > 1
+    return None if configuration.get("dataloader_drop_last") or alternates or not is_known else math.prod(factors)
 
 
-def _setting(name: str, before: Any, now: Any, keeps: Collection[str], has_plan: bool) -> Change:
+def _change_of_setting(name: str, before: Any, now: Any, keeps: Collection[str], has_plan: bool) -> Change:
     carried = "no effect, the optimizer and schedule state in the checkpoint have the previous value"
     if (change := Change(name, before, now, carried)).is_carried:
         return change
@@ -272,16 +287,16 @@ def _setting(name: str, before: Any, now: Any, keeps: Collection[str], has_plan:
     return Change(name, before, now, text, is_refused=name in OTHER_SHAPE)
 
 
-def _of_fact(name: str, before: Any, now: Any, consequence: str) -> list[Change]:
-    """What one side does not know does not count."""
+def _change_of_fact(name: str, before: Any, now: Any, consequence: str) -> list[Change]:
+    """Return a change if both sides know the value and it differs."""
     return [] if before is None or now is None or before == now else [Change(name, before, now, consequence)]
 
 
-def _of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Where a share of the data themselves is held out. Runs of older versions knew one seed for everything."""
+def _change_of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return a change if other rows would be held out. Older versions used one seed for everything."""
     was, here, settings = before.get("split_seed", before.get("seed")), now.get("split_seed"), now["configuration"]
     data = [facts.get("data", {}).get("fingerprint") for facts in (before, now)]
-    is_same = None not in data and data[0] == data[1]  # as where a manifest says what is held out
+    is_same = None not in data and data[0] == data[1]  # for example if a manifest says what is held out
     is_split = settings.get("validation_split_percentage") and settings.get("eval_dataset") is None and not is_same
     if None in (was, here) or was == here or not is_split:
         return []

@@ -1,12 +1,12 @@
-"""What one checkpoint is like, as far as can be known without loading it.
+"""The condition of a checkpoint, as far as it can be known without loading it.
 
-Three kinds of findings, and who minds them:
+Three kinds of findings:
 
-    damage      what must not be gone on from: no folder, no readable trainer_state.json, a file that training reads
-                is shorter than it was written or cannot be opened, a torn manifest. Never chosen; refused by name
-    changes     what is not as it was written, but reads: an edited file, one that is gone, other weights in its place.
-                Chosen unasked only where nothing is whole; by name it is gone on from, with a warning
-    spare       a file that going on does not need is gone. Chosen, with a warning
+    damage      must not be resumed from: no folder, no readable trainer_state.json, a torn manifest, or a file that
+                training reads is shorter than written or cannot be opened. Never chosen; refused if named
+    changes     readable, but not as written: a file was edited, is gone, or has been replaced. Chosen by default only
+                if no checkpoint is complete; if named, resumed from with a warning
+    spare       a file that resuming does not need is gone. Chosen, with a warning
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from scu_trainer.train.checkpoints.format import MANIFEST, Difference, differenc
 from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS, misfit, read_state
 
 OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
-"""Of the stock Trainer, of FSDP (whole, in parts), of DeepSpeed."""
+"""Files of the stock Trainer, of FSDP (whole, in parts), of DeepSpeed."""
 
 WEIGHTS_ONLY_HINT = (
     "--weights_only, in Python safety=SafetySettings(weights_only=True), uses its weights and starts the optimizer over"
 )
 
 EPOCH_START = "epoch_start"
-"""Folder of a checkpoint: the random numbers that its epoch began with. Samplers that draw from the generators of the
-process (group_by_length, or without use_seedable_sampler) find the order of before by them. Where no loop is on, there
-is none: the stock Trainer draws another order."""
+"""Folder of a checkpoint with the random states from the start of its epoch.
+
+Samplers that draw from the generators of the process (group_by_length, or without use_seedable_sampler) need them to
+repeat the order of the epoch. Without loops there is no such folder: the stock Trainer draws another order.
+"""
 
 STATE = "trainer_state.json"
 WEIGHTS = re.compile(r"(adapter_|pytorch_)?model[^/]*\.(safetensors|bin)")
@@ -44,7 +46,7 @@ READ = re.compile(
     rf"{WEIGHTS.pattern}|(pytorch_)?model[^/]*\.index\.json|(adapter_)?config\.json|optimizer\..*|scheduler\.pt|scaler\.pt"
     r"|rng_state.*\.pth|trainer_state\.json|latest|.*/.*"
 )
-"""Files that a resume of the stock Trainer opens, those of DeepSpeed and FSDP in folders among them."""
+"""Files that a resume of the stock Trainer opens, including those of DeepSpeed and FSDP in folders."""
 
 NEEDED_OF_STATE = {
     **dict.fromkeys(("global_step", "num_input_tokens_seen"), int),
@@ -54,14 +56,14 @@ NEEDED_OF_STATE = {
     "log_history": list,
     "stateful_callbacks": Union[dict, list, None],
 }
-"""Of trainer_state.json, what a training goes on with. The rest is computed again."""
+"""Keys of trainer_state.json that a resumed training needs. The others are computed again."""
 
 FIELDS_OF_STATE = {field.name for field in dataclasses.fields(TrainerState)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """About one checkpoint, in words; see the module's text."""
+    """Findings about one checkpoint, in words; see the docstring of the module."""
 
     damage: Optional[str] = None
     changes: tuple[str, ...] = ()
@@ -69,16 +71,16 @@ class Findings:
 
     @property
     def fault(self) -> Optional[str]:
-        """What keeps it from being chosen before an older one; None if nothing does."""
+        """Why an older checkpoint should be preferred; None if there is no reason."""
         return self.damage or (self.changes[0] if self.changes else None)
 
 
 def examine(checkpoint: Path, world_size: Optional[int], weights_only: bool = False, hashes: bool = True) -> Findings:
-    """All that can be known of ``checkpoint`` without loading it, for ``world_size`` ranks (None: any number of them).
-    ``hashes``: contents are compared, not only sizes.
+    """Return all that can be known about ``checkpoint`` without loading it.
 
-    Of one that the stock Trainer has written (no manifest): rank 0 writes trainer_state.json last, but the other ranks
-    write their random state without waiting for it.
+    world_size: the ranks that would resume; None: any number. hashes: compare contents, not only sizes. In a checkpoint
+    of the stock Trainer (no manifest), rank 0 writes trainer_state.json last, but the other ranks write their random
+    states without waiting for it.
     """
     try:
         return _examined(checkpoint, world_size, weights_only, hashes)
@@ -99,12 +101,12 @@ def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, h
     changes = [one.text for one in found if one.text not in spare]
     changes += [f"{name} is missing" for name in random_states(world_size) if not (checkpoint / name).is_file()]
     changes += _torn_states(checkpoint)
-    changes += _of_another_step(checkpoint)
+    changes += _step_mismatch(checkpoint)
     return Findings(None, tuple(dict.fromkeys(changes)), tuple(spare))
 
 
 def _is_spare(checkpoint: Path, one: Difference) -> bool:
-    if one.name == "config.json":  # read where it is there
+    if one.name == "config.json":  # optional: read only if it exists
         return not (checkpoint / one.name).exists()
     return not READ.fullmatch(one.name) and one.name not in OF_LOOPS
 
@@ -121,7 +123,7 @@ def _damage(checkpoint: Path, found: list[Difference]) -> Optional[str]:
 
 
 def _is_torn(path: Path, name: str) -> bool:
-    """Of a file that is shorter than it was: one that is complete in itself was written so by somebody."""
+    """Return whether a file that is shorter than written is really torn: a complete file was replaced on purpose."""
     if name == MANIFEST:
         return True
     if not READ.fullmatch(name):
@@ -146,7 +148,7 @@ def _damage_of_state(path: Path) -> Optional[str]:
 
 
 def _unreadable(checkpoint: Path) -> Optional[str]:
-    """Weights and optimizer whose end, or beginning, is missing; no content is read."""
+    """Return which weights or optimizer file lacks its end or its beginning. No content is read."""
     for path in sorted(checkpoint.glob("*.safetensors")):
         if WEIGHTS.fullmatch(path.name) and not is_safetensors(path):
             return f"{path.name} is damaged"
@@ -166,7 +168,10 @@ def _unreadable(checkpoint: Path) -> Optional[str]:
 
 
 def _is_torn_zip(path: Path) -> bool:
-    """``torch.save`` writes a zip archive, whose directory comes last; what begins otherwise is an older format."""
+    """Return whether a file of ``torch.save``, a zip archive with its directory at the end, is torn.
+
+    A file that begins differently has an older format.
+    """
     if not path.is_file():
         return True
     with open(path, "rb") as file:
@@ -175,14 +180,14 @@ def _is_torn_zip(path: Path) -> bool:
 
 
 def _lost_weights(checkpoint: Path, found: list[Difference]) -> Optional[str]:
-    """Files of weights that are gone, and none in their place: weights may be cut into other files by anybody."""
+    """Return which weights are gone, if no other files replace them: weights may be split into files in any way."""
     lost = [one for one in found if WEIGHTS.fullmatch(one.name) and not (checkpoint / one.name).exists()]
     others = [path for path in checkpoint.iterdir() if WEIGHTS.fullmatch(path.name)]
     return lost[0].text if lost and not others else None
 
 
 def _rotten(checkpoint: Path, found: list[Difference]) -> Optional[str]:
-    """A changed archive of torch says by its own checksums whether somebody wrote it so."""
+    """Return which changed torch archive is corrupted, as its own checksums show, and not replaced on purpose."""
     for one in found:
         path = checkpoint / one.name
         if any(path.match(pattern) for pattern in ZIPPED) and zipfile.is_zipfile(path):
@@ -196,9 +201,9 @@ def _rotten(checkpoint: Path, found: list[Difference]) -> Optional[str]:
 
 
 def _torn_states(checkpoint: Path) -> list[str]:
-    """Of the loops. Whoever runs without them needs none of it."""
-    there = [checkpoint / name for name in TENSORS if os.path.lexists(checkpoint / name)]
-    torn = [f"{path.name} is missing" for path in there if not is_safetensors(path)]
+    """Return which states of loops are torn. A run without these loops does not need them."""
+    existing = [checkpoint / name for name in TENSORS if os.path.lexists(checkpoint / name)]
+    torn = [f"{path.name} is missing" for path in existing if not is_safetensors(path)]
     for name in SHAPES:
         if os.path.lexists(checkpoint / name):
             try:
@@ -208,19 +213,19 @@ def _torn_states(checkpoint: Path) -> list[str]:
     return torn
 
 
-def _of_another_step(checkpoint: Path) -> list[str]:
-    """By its name; a copy under another one would be the newest of all."""
+def _step_mismatch(checkpoint: Path) -> list[str]:
+    """Return a finding if the step differs from the folder's name: a renamed copy would count as the newest."""
     step, named = step_inside(checkpoint), step_of(checkpoint)
     return [f"{STATE} is of step {step}"] if named not in (-1, step) else []
 
 
 def step_inside(checkpoint: Path) -> int:
-    """Of one without damage."""
+    """Return the step of an undamaged checkpoint."""
     return int(json_object(checkpoint / STATE)["global_step"])
 
 
 def random_states(world_size: Optional[int]) -> list[str]:
-    """Files of a checkpoint that each rank writes itself."""
+    """Return the names of the files that each rank writes itself."""
     if world_size is None:
         return []
     return ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]

@@ -1,12 +1,12 @@
-"""A checkpoint is whole or absent: written beside, listed with sizes and hashes, synced, then renamed.
+"""A checkpoint is complete or absent: it is written to a staging folder, listed with sizes and hashes, synced, renamed.
 
-    staging-checkpoint-40/checkpoint-40/    being written; what a killed run leaves behind
+    staging-checkpoint-40/checkpoint-40/    being written, or left behind by a killed run
         model.safetensors, optimizer.pt, ...
-        manifest.json                       last: names, sizes and hashes of all others
-    checkpoint-40/                          renamed: there as a whole, or not at all
+        manifest.json                       written last: names, sizes and hashes of all other files
+    checkpoint-40/                          after the rename: there as a whole, or not at all
 
-A rename is atomic, but it is on the disk for certain only when what it renamed was synced before it, and the folder
-above after it. Hashes tell a file that was cut or changed later. Stock programs read the folder as they always did.
+A rename is atomic, but it is certain to be on the disk only if the renamed files were synced before it, and the parent
+folder after it. Hashes detect a file that was cut or changed later. Stock programs read the folder as usual.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 STAGING = "staging-"
 SUPERSEDED = "superseded-"
-"""Prefix of checkpoints of a past that the run was taken back from."""
+"""Prefix of checkpoints that are newer than the one from which the run resumed."""
 
 OURS = re.compile(rf"({STAGING})?checkpoint-\d+")
-BYTES_PER_READ = 1 << 20  # fits the processor's cache: a quarter faster than 4 MiB
+BYTES_PER_READ = 1 << 20  # fits into the processor's cache, a quarter faster than 4 MiB
 
 
 def step_of(checkpoint: Path) -> int:
-    """N of checkpoint-N; -1 for any other name."""
+    """Return N of checkpoint-N; -1 for any other name."""
     number = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
     return int(number[1]) if number else -1
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Every checkpoint-N folder of ``run``, whole or not, the newest first."""
+    """Return every checkpoint-N folder of ``run``, complete or not, the newest first."""
     return [path for path in named_as_one(run) if path.is_dir()]
 
 
 def named_as_one(run: Path) -> list[Path]:
-    """Everything in ``run`` that is called checkpoint-N, the newest first: also files, pipes and links to nowhere."""
+    """Return everything in ``run`` with the name checkpoint-N, the newest first: also files, pipes and broken links."""
     return sorted((path for path in run.glob("checkpoint-*") if step_of(path) >= 0), key=step_of, reverse=True)
 
 
@@ -60,14 +60,14 @@ def size_bytes(checkpoint: Path) -> int:
 
 
 def staging_of(run: Path, step: int) -> Path:
-    """The folder in which checkpoint-``step`` is written before it is renamed."""
+    """Return the folder in which checkpoint-``step`` is written before it is renamed."""
     return run / f"{STAGING}checkpoint-{step}"
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Bring all files of ``folder`` to the disk and list them in its manifest, ``facts`` beside the list."""
+    """Sync all files of ``folder`` to the disk and list them in its manifest, together with ``facts``."""
     give_usual_mode(_files(folder))
-    with ThreadPoolExecutor(1) as hashing:  # the processor hashes while the disk takes what was written
+    with ThreadPoolExecutor(1) as hashing:  # hash in another thread while the disk syncs
         found = [(path, hashing.submit(_hash_of_new, path)) for path in _files(folder)]
         for path, _ in found:
             sync(path)
@@ -86,9 +86,10 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Give a sealed folder its name. One that has it already is put aside first, and is gone afterwards."""
+    """Rename a sealed folder to its final name. A folder with that name is first moved aside, and removed last."""
     staging = staged.parent
-    if os.path.lexists(final):  # on a kill between the two renames the older checkpoints and the sealed one are there
+    # after a kill between the two renames, the older checkpoints and the sealed one still exist
+    if os.path.lexists(final):
         final.rename(staging / f"replaced-{final.name}")
     staged.rename(final)
     sync(final.parent)
@@ -96,9 +97,9 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def clear_staging(run: Path) -> tuple[list[str], list[str]]:
-    """Remove what killed runs were writing; a sealed checkpoint that only lacked its name gets it.
+    """Remove what killed runs were writing, and give a sealed checkpoint that was not renamed yet its name.
 
-    Returns the names of (checkpoints that were named, folders that were removed).
+    Returns (names of the renamed checkpoints, names of the removed folders).
     """
     named, cleared = [], []
     for staging in sorted(run.glob(f"{STAGING}checkpoint-*")):
@@ -116,17 +117,17 @@ def clear_staging(run: Path) -> tuple[list[str], list[str]]:
 
 
 def rotate(run: Path, newest: Path, limit: Optional[int], best: Optional[Path]) -> list[str]:
-    """Remove the oldest checkpoints: ``limit`` whole ones stay, ``best`` among them. Returns names of those removed.
+    """Remove the oldest checkpoints, keep ``limit`` complete ones including ``best``, and return the removed names.
 
-    ``newest`` is never removed, and what is newer than it is of another past and not touched. One that is not whole
-    does not count: it cannot stand in for one that is.
+    ``newest`` is never removed, and newer ones, of an abandoned past, are not touched. An incomplete checkpoint does
+    not count, because it cannot replace a complete one.
     """
     if limit is None or limit <= 0:
         return []
     older = [path for path in checkpoints(run) if step_of(path) < step_of(newest)]
     kept = {newest.name} | {path.name for path in older if best is not None and path.name == best.name}
     for path in older:
-        # by sizes: hashes of all that is kept would be read at every save
+        # by size only: otherwise the hashes of all kept files would be computed at every save
         if len(kept) < limit and fault_of_files(path, hashes=False) is None:
             kept.add(path.name)
     removed = [path.name for path in older if path.name not in kept]
@@ -136,15 +137,17 @@ def rotate(run: Path, newest: Path, limit: Optional[int], best: Optional[Path]) 
 
 
 def set_aside(run: Path, step: int, kept: Optional[Path] = None) -> list[str]:
-    """Give checkpoints after ``step`` another name: the run goes on from there, and writes its own. ``kept``: the one
-    that is gone on from, whatever its number. Returns names."""
+    """Rename the checkpoints after ``step``, because the run resumes there and writes its own; return their names.
+
+    kept: the checkpoint that the run resumes from, whatever its number.
+    """
     later = [path for path in checkpoints(run) if step_of(path) > step and path != kept] if run.is_dir() else []
     for path in later:
-        path.rename(_free(run / f"{SUPERSEDED}{path.name}"))
+        path.rename(_unused_path(run / f"{SUPERSEDED}{path.name}"))
     return [path.name for path in reversed(later)]
 
 
-def _free(path: Path) -> Path:
+def _unused_path(path: Path) -> Path:
     candidate, number = path, 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}.{number}"), number + 1
@@ -159,7 +162,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def json_object(path: Path) -> Optional[dict[str, Any]]:
-    """Of a regular file that holds one; None for anything else. A pipe would be waited for."""
+    """Return the JSON object in a regular file; None for anything else, such as a pipe, on which reading would wait."""
     try:
         content = json.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
@@ -168,13 +171,13 @@ def json_object(path: Path) -> Optional[dict[str, Any]]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Content of the manifest; empty where there is none (stock checkpoints) or it is torn."""
+    """Return the content of the manifest; empty if there is none (stock checkpoints) or it is torn."""
     return json_object(folder / MANIFEST) or {}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the manifest and the file ``name``, in words. ``is_torn``: bytes that were written are not there."""
+    """A difference between the manifest and the file ``name``, in words. ``is_torn``: written bytes are missing."""
 
     name: str
     text: str
@@ -182,9 +185,9 @@ class Difference:
 
 
 def differences(folder: Path, *, hashes: bool = True) -> list[Difference]:
-    """Empty where nothing differs from the manifest, or there never was one (a stock checkpoint).
+    """Return how the files differ from the manifest; empty if they do not, or if there is none (a stock checkpoint).
 
-    ``hashes``: also compare contents, not only sizes.
+    hashes: also compare contents, not only sizes.
     """
     if not os.path.lexists(folder / MANIFEST):
         return []
@@ -197,7 +200,7 @@ def differences(folder: Path, *, hashes: bool = True) -> list[Difference]:
 
 
 def fault_of_files(folder: Path, *, hashes: bool = True) -> Optional[str]:
-    """The first of the ``differences``, in words; None without any."""
+    """Return the text of the first of the ``differences``; None if there are none."""
     found = differences(folder, hashes=hashes)
     return found[0].text if found else None
 
@@ -230,7 +233,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _hash_of_new(path: Path) -> str:
-    """As ``_hash``, in less than half its time: what was written just now lies in memory, where nothing can fail."""
+    """Like ``_hash``, in less than half the time: a file written just now is in memory, where reading cannot fail."""
     if path.stat().st_size == 0:
         return _hash(path)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -238,9 +241,9 @@ def _hash_of_new(path: Path) -> str:
 
 
 def _hash(path: Path) -> str:
-    """xxHash (XXH3, 128 bits) of the content: an error check at the speed of memory, no protection from forgery."""
-    found = xxhash.xxh3_128()
+    """Return the xxHash (XXH3, 128 bits) of the content: an error check at memory speed, no protection from forgery."""
+    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while block := file.read(BYTES_PER_READ):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()

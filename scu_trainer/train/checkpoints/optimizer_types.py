@@ -1,7 +1,7 @@
-"""The types of an optimizer's state, which torch casts to that of the weights as it loads a checkpoint.
+"""Keeps the dtypes of an optimizer's state, which torch casts to the dtype of the weights when it loads a checkpoint.
 
-Some optimizers keep float32 beside weights in 16 bits (Adafactor; NAdam's product of its momenta; many of one's own):
-cast, a resumed run would be another one than the run that was not interrupted.
+Some optimizers keep float32 next to 16-bit weights (Adafactor; NAdam's product of its momenta; many custom ones): after
+a cast, a resumed run would differ from an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F6
 
 @contextlib.contextmanager
 def types_kept(trainer: Any, checkpoint: Optional[str]) -> Iterator[None]:
-    """Inside, what the optimizer of ``trainer`` loads keeps the types that it was saved in, where its weight has one of
-    those in ``checkpoint``: beside weights that are loaded in another type than they were saved in, it is cast.
+    """Inside, the state that the optimizer of ``trainer`` loads keeps its saved dtypes, if the weight has one of the
+    dtypes in ``checkpoint``; if weights are loaded in another dtype than they were saved in, their state is cast.
 
-    Nothing where no loop is on, and where launchers load it in their own way."""
+    Does nothing without loops, or if a launcher loads the state in its own way.
+    """
     optimizer = inner_optimizer(trainer.optimizer)
-    is_loaded_by_torch = hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")  # not where a wrapper lacks them
+    is_loaded_by_torch = hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")  # some wrappers lack these hooks
     is_of_launcher = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if checkpoint is None or trainer.is_stock or is_of_launcher or not is_loaded_by_torch:
         yield
@@ -38,19 +39,22 @@ def types_kept(trainer: Any, checkpoint: Optional[str]) -> Iterator[None]:
     saved: dict[str, Any] = {}
     types = _types_of_weights(Path(checkpoint))
 
-    def note(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def remember_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
         saved.update(state)
 
-    def put_back(optimizer: Optimizer) -> None:
+    def restore_types(optimizer: Optimizer) -> None:
         numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
         weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for number, weight in zip(numbers, weights, strict=True):
             entry = saved["state"].get(number) if weight.dtype in types else None
             state = optimizer.state[weight] if isinstance(entry, dict) else {}
             names = [name for name in state if name in entry and name != "step"]
-            state.update({name: tree_map(_as_saved, state[name], entry[name]) for name in names})
+            state.update({name: tree_map(_in_saved_type, state[name], entry[name]) for name in names})
 
-    hooks = (optimizer.register_load_state_dict_pre_hook(note), optimizer.register_load_state_dict_post_hook(put_back))
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(remember_state),
+        optimizer.register_load_state_dict_post_hook(restore_types),
+    )
     try:
         yield
     finally:
@@ -58,8 +62,8 @@ def types_kept(trainer: Any, checkpoint: Optional[str]) -> Iterator[None]:
             hook.remove()
 
 
-def _as_saved(loaded: Any, saved: Any) -> Any:
-    """Also of those in lists, as Shampoo and SOAP keep them."""
+def _in_saved_type(loaded: Any, saved: Any) -> Any:
+    """Return ``loaded`` in its saved dtype; called for tensors in lists too, as Shampoo and SOAP keep them."""
     return saved.to(loaded.device) if torch.is_tensor(saved) and loaded.dtype != saved.dtype else loaded
 
 

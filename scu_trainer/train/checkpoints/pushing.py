@@ -1,7 +1,7 @@
-"""Checkpoints to the Hub while training goes on (``push_to_hub``, ``hub_strategy``), in the background.
+"""Uploads checkpoints to the Hub in the background during training (``push_to_hub``, ``hub_strategy``).
 
-What is sent is a whole checkpoint, held by hard links until it has arrived: the next ones may replace it in the run
-meanwhile. It goes as one commit. A push that fails costs the run nothing and is reported.
+A complete checkpoint is sent as one commit, and hard links keep its files until it has arrived, because the run may
+rotate it away meanwhile. A failed push does not affect the run and is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ OURS = re.compile(rf"{HELD}checkpoint-\d+")
 
 
 class Pushes:
-    """Of one trainer. notices: one line per checkpoint that did not reach the Hub."""
+    """The uploads of one trainer.
+
+    notices: one line per checkpoint that did not reach the Hub.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -41,12 +44,12 @@ class Pushes:
         self._has_branch = False
 
     def begin(self, checkpoint_folder: str) -> None:
-        """What the stock ``_push_from_checkpoint`` does, for a checkpoint that has the name that it keeps."""
+        """Do what the stock ``_push_from_checkpoint`` does, for a checkpoint that already has its final name."""
         trainer, checkpoint = self.trainer, Path(checkpoint_folder)
         if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
             return
-        going_on = trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()
-        if going_on and not trainer.args.hub_always_push:
+        is_pushing = trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()
+        if is_pushing and not trainer.args.hub_always_push:
             logger.info(
                 "%s is not pushed: an earlier push is still running; hub_always_push sends all", checkpoint.name
             )
@@ -55,25 +58,25 @@ class Pushes:
         job = self._send(checkpoint)
         if job is None:
             return
-        if going_on:
+        if is_pushing:
             trainer.push_in_progress.jobs.append(job)
         else:
             trainer.push_in_progress = PushInProgress([job])
 
-    def _started(self, run: Path) -> HfApi:
-        """One for all pushes: it has one worker, so that an older checkpoint never comes after a newer one."""
+    def _shared_api(self, run: Path) -> HfApi:
+        """Return the API object of all pushes, with one worker, so that a newer checkpoint arrives last."""
         if self._api is None:
-            for path in run.glob(f"{HELD}checkpoint-*"):  # of a start that was killed
+            for path in run.glob(f"{HELD}checkpoint-*"):  # left by a killed start
                 remove_inside(run, path.name, OURS)
             self._api = HfApi(token=self.trainer.args.hub_token)
         return self._api
 
     def _send(self, checkpoint: Path) -> Optional[Future]:
         try:
-            api = self._started(checkpoint.parent)
+            api = self._shared_api(checkpoint.parent)
             held = _hold(checkpoint)
-        except (OSError, StorageError) as error:  # a full disk costs this push, and not the run
-            self._tell(checkpoint.name, str(error))
+        except (OSError, StorageError) as error:  # a full disk prevents this push, but not the run
+            self._report_failure(checkpoint.name, str(error))
             return None
         job = api.run_as_future(self._commit, held, checkpoint.name)
         job.add_done_callback(lambda done: self._finished(done, held, checkpoint.name))
@@ -82,7 +85,8 @@ class Pushes:
     def _commit(self, held: Path, name: str) -> None:
         end_stalls()
         args = self.trainer.args
-        if args.hub_revision is not None and not self._has_branch:  # the stock Trainer makes the repository alone
+        # the stock Trainer creates the repository, but no branch
+        if args.hub_revision is not None and not self._has_branch:
             self._api.create_branch(self.trainer.hub_model_id, branch=args.hub_revision, exist_ok=True)
             self._has_branch = True
         self._api.create_commit(
@@ -93,22 +97,22 @@ class Pushes:
         )
 
     def _finished(self, job: Future, held: Path, name: str) -> None:
-        with contextlib.suppress(StorageError):  # what is left is removed with the next one
+        with contextlib.suppress(StorageError):  # the next push removes what is left
             remove_inside(held.parent, held.name, OURS)
         error = job.exception()
         if error is None:
             logger.info("%s is on the Hub: %s", name, self.trainer.hub_model_id)
         else:
             line = hub_line(error, self.trainer.hub_model_id) or " ".join(str(error).split())[:200]
-            self._tell(name, without_again(line))
+            self._report_failure(name, without_again(line))
 
-    def _tell(self, name: str, reason: str) -> None:
+    def _report_failure(self, name: str, reason: str) -> None:
         self.notices.append(f"{name} was not pushed to the Hub: {reason}")
         logger.warning("%s; the run continues", self.notices[-1])
 
 
 def _hold(checkpoint: Path) -> Path:
-    """A folder with other names of the same files; copies where the disk knows no hard links."""
+    """Return a folder with hard links to the same files; copies if the file system does not support hard links."""
     held = checkpoint.with_name(f"{HELD}{checkpoint.name}")
     remove_inside(held.parent, held.name, OURS)
     shutil.copytree(checkpoint, held, copy_function=_linked)
@@ -124,7 +128,8 @@ def _linked(source: str, target: str) -> str:
 
 
 def _operations(held: Path, name: str, strategy: HubStrategy) -> list[CommitOperationAdd]:
-    """The model in the root of the repository, and the whole checkpoint in a folder where the strategy says so."""
+    """Return the model for the root of the repository, and if the strategy says so, the whole checkpoint in a
+    folder."""
     found = [
         CommitOperationAdd(file, held / file) for file in names_like(held, (*ADAPTER, *model_files(held), *PROCESSOR))
     ]

@@ -1,7 +1,7 @@
-"""What the loops write into a checkpoint, read with suspicion: a file may be cut, edited, or of another program.
+"""Reads the loops' files in a checkpoint with validation: a file may be cut, edited, or from another program.
 
-``SHAPES`` says what each state file holds, by the very classes that it is read into. Whoever loads one gets a whole
-one or a CheckpointError; whoever chooses among checkpoints asks before anything is loaded.
+``SHAPES`` declares what each state file holds, by the classes that it is read into. A reader gets a valid state or a
+CheckpointError; the choice among checkpoints validates them before anything is loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "content": Optional[int],
     },
 }
-"""Keys that must be there, by file. Others may be."""
+"""Required keys of each file, with their types. Other keys are allowed."""
 
 WATCHES: dict[str, dict[str, Any]] = {
     "divergence": {"state": divergence.DivergenceState, "notices": list[str]},
@@ -68,51 +68,48 @@ WATCHES: dict[str, dict[str, Any]] = {
         "skipped_steps": int,
     },
 }
-"""Keys inside of safety_state.json, of what was watched."""
+"""Required keys of the sections of safety_state.json."""
 
 TENSORS = ("scu_prior.safetensors", "curriculum_state.safetensors", "ema.safetensors")
 OF_LOOPS = (*SHAPES, *TENSORS)
 """Files of a checkpoint that only the loops read."""
 
 NOT_A_STATE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, SafetensorError)
-"""What reading goes wrong with where a file is not what it should be."""
+"""Errors that reading a malformed file raises."""
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Content of the state file ``path``: a JSON object, of the shape in ``SHAPES`` where the file is one of ours.
+    """Return the content of the state file ``path``: a JSON object, validated by ``SHAPES`` if the file is one of ours.
     Raises CheckpointError for anything else."""
     content = json_object(path)
     if content is None:
-        raise CheckpointError(f"{path.name} in {path.parent} is damaged: {_way_out(path)}")
+        raise CheckpointError(f"{path.name} in {path.parent} is damaged: {_advice(path)}")
     found = _misfit_of_keys(content, SHAPES.get(path.name, {})) or _misfit_inside(content)
     if found is not None:
-        raise CheckpointError(f"{path} is not what a run writes there ({found}): {_way_out(path)}")
+        raise CheckpointError(f"{path} is not what a run writes there ({found}): {_advice(path)}")
     return content
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file. Raises CheckpointError where it is torn."""
+    """Return the tensors of a safetensors file. Raises CheckpointError if it is torn."""
     with reading(path):
         return load_file(path)
 
 
 @contextlib.contextmanager
 def reading(path: Path, reader: str = "") -> Iterator[None]:
-    """Around what only takes over the content of ``path``: where that does not fit there is one CheckpointError.
-    ``reader``: whose code it is, for its message."""
+    """Inside, errors from reading the content of ``path`` become a CheckpointError. ``reader``: names the code."""
     try:
         yield
     except CheckpointError:
         raise
     except (*NOT_A_STATE, OSError) as error:
-        said = " ".join(str(error).split())[:200]
+        text = " ".join(str(error).split())[:200]
         by = f" by {reader}" if reader else ""
-        raise CheckpointError(
-            f"{path} cannot be read{by} ({type(error).__name__}: {said}): {_way_out(path)}"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read{by} ({type(error).__name__}: {text}): {_advice(path)}") from error
 
 
-def _way_out(path: Path) -> str:
+def _advice(path: Path) -> str:
     return f"resume from a checkpoint other than {path.parent.name}, or put the file back from a copy"
 
 
@@ -120,8 +117,8 @@ def _way_out(path: Path) -> str:
 
 
 def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
-    """What keeps ``value``, from JSON, from being a ``hint``; None if nothing does. Numbers are numbers, and a float
-    may be missing: JSON has no NaN."""
+    """Return why ``value``, from JSON, is not a ``hint``; None if it is. An int passes as a float, and a float may be
+    None, because JSON has no NaN."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return None
@@ -137,15 +134,19 @@ def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
         return _misfit_of_dataclass(value, hint, name)
     if origin is tuple and parts[-1] is Ellipsis:
         return misfit(value, list[parts[0]], name)
-    if origin is tuple:  # which JSON writes as a list
+    if origin is tuple:  # JSON writes a tuple as a list
         fits = isinstance(value, list) and len(value) == len(parts)
         if not fits:
             return _as_line(name, value)
-        return _first(misfit(item, part, name) for item, part in zip(value, parts, strict=True))
+        return _first_not_none(misfit(item, part, name) for item, part in zip(value, parts, strict=True))
     if not isinstance(value, origin or hint):
         return _as_line(name, value)
     inner = parts[0] if origin is list else None
-    return _first(misfit(item, inner, f"{name}[{i}]") for i, item in enumerate(value)) if inner is not None else None
+    return (
+        _first_not_none(misfit(item, inner, f"{name}[{i}]") for i, item in enumerate(value))
+        if inner is not None
+        else None
+    )
 
 
 def _misfit_of_dataclass(value: Any, kind: type, name: str) -> Optional[str]:
@@ -159,29 +160,29 @@ def _misfit_of_dataclass(value: Any, kind: type, name: str) -> Optional[str]:
     missing = next((key for key in required if key not in value), None)
     if missing is not None:
         return f"{name}.{missing} is missing"
-    if hasattr(kind, "from_dict"):  # some of its fields are written otherwise
+    if hasattr(kind, "from_dict"):  # some of its fields are written in another form
         try:
             kind.from_dict(value)
         except NOT_A_STATE as error:
             return f"{name}: {type(error).__name__} {error}"
     plain = {key: hint for key, hint in hints.items() if key in value and not hasattr(hint, "from_dict")}
-    return _first(misfit(value[key], hint, f"{name}.{key}") for key, hint in plain.items())
+    return _first_not_none(misfit(value[key], hint, f"{name}.{key}") for key, hint in plain.items())
 
 
 def _misfit_of_keys(content: dict[str, Any], shape: dict[str, Any]) -> Optional[str]:
     missing = next((key for key in shape if key not in content), None)
     if missing is not None:
         return f"{missing} is missing"
-    return _first(misfit(content[key], hint, key) for key, hint in shape.items())
+    return _first_not_none(misfit(content[key], hint, key) for key, hint in shape.items())
 
 
 def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
-    """Of what has a ``from_dict`` of its own, or is there in some runs only."""
+    """Return the first misfit in values that have their own ``from_dict``, or that only some runs write."""
     state = content.get("state", {})
     if "cost" in state:
         return misfit(state["cost"]["observations"], list[tuple[int, int, int]], "state.cost.observations")
     watches = [(content[name], shape) for name, shape in WATCHES.items() if content.get(name) is not None]
-    return _first(_misfit_of_keys(watch, shape) for watch, shape in watches)
+    return _first_not_none(_misfit_of_keys(watch, shape) for watch, shape in watches)
 
 
 def _as_line(name: str, value: Any) -> str:
@@ -189,5 +190,5 @@ def _as_line(name: str, value: Any) -> str:
     return f"{name} is {text if len(text) <= 40 else text[:37] + '...'}"
 
 
-def _first(found: typing.Iterable[Optional[str]]) -> Optional[str]:
+def _first_not_none(found: typing.Iterable[Optional[str]]) -> Optional[str]:
     return next((text for text in found if text is not None), None)

@@ -1,4 +1,4 @@
-"""Which checkpoint can be gone on from, and which is chosen unasked; ``findings.py`` says what one is like."""
+"""Which checkpoint a run can resume from, and which one it chooses by default, given the findings about each."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ logger = logging.getLogger("scu_trainer")
 def newest_checkpoint(
     run: Path, world_size: Optional[int], weights_only: bool = False, tells: bool = True
 ) -> tuple[Optional[Path], list[str]]:
-    """The newest one in ``run`` from which ``world_size`` ranks can go on, or where none is whole, the newest that can
-    be read; and why newer ones were skipped, which the log says, too, if it ``tells``."""
+    """Return the newest checkpoint in ``run`` that ``world_size`` ranks can resume from, and why others were skipped.
+
+    If none is complete, the newest readable one. tells: also log why.
+    """
     skipped: list[str] = []
     changed: Optional[tuple[Path, Findings]] = None
     for checkpoint in named_as_one(run):
         found = examine(checkpoint, world_size, weights_only)
-        fault = found.fault or _past_the_run(checkpoint)
+        fault = found.fault or _newer_than_run(checkpoint)
         if fault is None:
             _warn(checkpoint, found, tells)
             return checkpoint, skipped
-        if changed is None and found.damage is None and _past_the_run(checkpoint) is None:
+        if changed is None and found.damage is None and _newer_than_run(checkpoint) is None:
             changed = checkpoint, found
         if tells:
             logger.warning("%s is skipped: %s", checkpoint, fault)
@@ -43,7 +45,8 @@ def newest_checkpoint(
 
 
 def whole_checkpoint(run: Path, weights_only: bool, tells: bool = True) -> tuple[Path, list[str]]:
-    """The newest one in ``run``, for any number of ranks, and why newer ones were skipped. Raises CheckpointError."""
+    """Return the newest checkpoint in ``run``, for any number of ranks, and why newer ones were skipped. Raises
+    CheckpointError if there is none."""
     newest, skipped = newest_checkpoint(run, None, weights_only, tells)
     if newest is None:
         raise CheckpointError(
@@ -54,11 +57,12 @@ def whole_checkpoint(run: Path, weights_only: bool, tells: bool = True) -> tuple
 
 
 def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, is_main: bool) -> Any:
-    """The checkpoint of ``train(resume_from_checkpoint=wanted)``; True: the newest whole one in ``output_dir``.
+    """Return the checkpoint for ``train(resume_from_checkpoint=wanted)``; True: the newest complete one in
+    ``output_dir``.
 
-    What is not there at all, or no path, is returned as it is: the stock Trainer says what is wrong with it.
-    ``is_main``: the rank that tells what it finds, and also compares the contents of one that is named. Raises
-    CheckpointError.
+    A value that does not exist or is not a path is returned unchanged, and the stock Trainer reports what is wrong with
+    it.
+    is_main: this rank logs, and also compares the contents of a named checkpoint. Raises CheckpointError.
     """
     if wanted is True:
         run = Path(output_dir)
@@ -73,7 +77,7 @@ def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, is_mai
 
 
 def damaged(checkpoint: Path, damage: str, weights_only: bool) -> CheckpointError:
-    """For one that was named, with what to give instead."""
+    """Return the error for a damaged checkpoint that was named, with what to use instead."""
     others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
     whole = next((path for path in others if examine(path, None, weights_only).fault is None), None)
     instead = "no other checkpoint next to it is complete; start over without it (--no_resume)"
@@ -88,8 +92,8 @@ def _warn(checkpoint: Path, found: Findings, tells: bool) -> None:
         logger.warning("%s was changed since it was written, but the run resumes from it: %s", checkpoint, differing)
 
 
-def _past_the_run(checkpoint: Path) -> Optional[str]:
-    """A run that was taken back to an earlier checkpoint leaves later ones of another past behind."""
+def _newer_than_run(checkpoint: Path) -> Optional[str]:
+    """Return a reason if the checkpoint is later than its run, which has resumed from an earlier checkpoint since."""
     step = content_of(checkpoint.parent / "run.json").get("step")
     if not isinstance(step, int) or step_of(checkpoint) <= step:
         return None
@@ -97,7 +101,7 @@ def _past_the_run(checkpoint: Path) -> Optional[str]:
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """Of a JSON file; {} where there is none. Raises StorageError for what is no object."""
+    """Return the object in a JSON file; {} if there is no file. Raises StorageError for other content."""
     content = read_json(path) if path.is_file() else {}
     if not isinstance(content, dict):
         raise StorageError(f"{path} holds {json.dumps(content)[:40]} instead of an object; delete it or restore it")

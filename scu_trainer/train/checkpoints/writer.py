@@ -1,7 +1,7 @@
-"""The stock ``Trainer._save_checkpoint``, whole or not at all: into a folder beside, which gets its name last.
+"""Makes the stock ``Trainer._save_checkpoint`` atomic: it writes to a staging folder, which is renamed at the end.
 
-The stock method asks the trainer where the run is (``_get_output_dir``); while a checkpoint is being written the answer
-is the staging folder, so everything that the stock Trainer, DeepSpeed, FSDP and the controllers write goes there.
+The stock method asks the trainer for the run's folder (``_get_output_dir``); while a checkpoint is written, the trainer
+returns the staging folder, so the stock Trainer, DeepSpeed, FSDP and the controllers all write there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from scu_trainer.train.checkpoints.findings import random_states
 logger = logging.getLogger("scu_trainer")
 
 ROOM = 1.05
-"""Free bytes that must be there, in sizes of the last checkpoint: optimizer states grow a little in the first steps."""
+"""Required free space in sizes of the last checkpoint: optimizer states grow a little in the first steps."""
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one trainer.
 
-    facts: what every manifest says of its run beside the step; empty where no command has started it. before: called
-    before anything is written. notices: one line per checkpoint that could not be written.
+    facts: what every manifest records about its run besides the step; empty if no command has started it.
+    before: called before anything is written.
+    notices: one line per checkpoint that could not be written.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -47,8 +48,11 @@ class CheckpointWriter:
         self._written_bytes = 0
 
     def save(self, trial: Any, stock_save: Callable[[], None]) -> None:
-        """Every rank calls it. Raises StorageError where several ranks write and one of them cannot; without any loop
-        and ``safety`` what the stock Trainer raises, for it would not go on either."""
+        """Write a checkpoint. Every rank calls this.
+
+        Raises StorageError if several ranks write and one of them cannot. Without loops and ``safety`` it raises what
+        the stock Trainer raises, which would not continue either.
+        """
         trainer = self.trainer
         run = Path(trainer._get_output_dir(trial))
         final = run / f"checkpoint-{trainer.state.global_step}"
@@ -57,21 +61,20 @@ class CheckpointWriter:
         if trainer.is_stock:
             self._save_or_raise(staging, stock_save, lambda: self._seal(staging / final.name, final))
         else:
-            problem = self._written(staging, final, stock_save)
+            problem = self._save_or_explain(staging, final, stock_save)
             if problem is not None:
-                self._give_up(staging, final, problem)
+                self._continue_without(staging, final, problem)
                 return
         self.newest = final
-        self._name_best(final)  # on the ranks that did not write, too: they load it in the end
+        self._name_best(final)  # also on the ranks that did not write, because they load it in the end
         if self._waiting_push is not None:
             push, self._waiting_push = self._waiting_push, None
             push(str(final))
 
     def save_as(self, final: Path, stock_save: Callable[[], None]) -> None:
-        """The same under a name of its own, beside those that are rotated and pushed. Every rank calls it. Raises
-        StorageError."""
+        """Write a checkpoint under another name, not rotated or pushed. Every rank calls it. Raises StorageError."""
         if final.exists():
-            raise StorageError(f"{final} is there already, and a checkpoint needs its own folder; give another path")
+            raise StorageError(f"{final} already exists, and a checkpoint needs its own folder; give another path")
         step = self.trainer.state.global_step
         staging = files.staging_of(final.parent, step)
         try:
@@ -81,18 +84,18 @@ class CheckpointWriter:
             self._waiting_push = None
 
     def push_later(self, push: Callable[[str], None]) -> None:
-        """Uploads go on in the background, so they begin when the folder has the name that it keeps."""
+        """Push after the folder has its final name, because uploads run in the background."""
         self._waiting_push = push
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _save_or_raise(self, staging: Path, stock_save: Callable[[], None], name: Callable[[], None]) -> None:
-        """``name`` gives the finished checkpoint its name; the rank that writes calls it."""
+        """Write a checkpoint, or raise. ``name``: renames the finished checkpoint; called on the writing rank only."""
         try:
             if self.trainer.args.should_save:
                 _rebuild(staging)
             self._fill(staging, stock_save)
-            self._wait()  # a slower rank still writes its random state under the name that goes
+            self._wait()  # a slower rank may still be writing its random state into the staging folder
             if self.trainer.args.should_save:
                 name()
             self._wait()
@@ -100,16 +103,16 @@ class CheckpointWriter:
             self._clear(staging)
             raise
 
-    def _written(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> Optional[str]:
-        """What went wrong, None if nothing did."""
+    def _save_or_explain(self, staging: Path, final: Path, stock_save: Callable[[], None]) -> Optional[str]:
+        """Write a checkpoint and return what went wrong; None if nothing did."""
         problem, writes = self._lack_of_room(final.parent), self.trainer.args.should_save
         if problem is None and writes:
-            problem = self._problem(lambda: _rebuild(staging))
+            problem = self._write_problem(lambda: _rebuild(staging))
         if problem is None:
-            problem = self._problem(lambda: self._fill(staging, stock_save))
+            problem = self._write_problem(lambda: self._fill(staging, stock_save))
             self._wait()
         if problem is None:
-            problem = self._problem(lambda: self._seal(staging / final.name, final)) if writes else None
+            problem = self._write_problem(lambda: self._seal(staging / final.name, final)) if writes else None
             self._wait()
         return problem
 
@@ -120,7 +123,7 @@ class CheckpointWriter:
             stock_save()
         finally:
             self.staging = None
-            self.trainer.state.best_model_checkpoint = best  # it was looked for in staging, where nothing stays
+            self.trainer.state.best_model_checkpoint = best  # the stock Trainer looked for it in the staging folder
 
     def _seal(self, staged: Path, final: Path) -> None:
         trainer = self.trainer
@@ -129,46 +132,46 @@ class CheckpointWriter:
         try:
             self._publish(staged, final)
         except BaseException:
-            trainer.state.best_model_checkpoint = before  # this one may have been named, and is not there
+            trainer.state.best_model_checkpoint = before  # it may name this checkpoint, which does not exist
             raise
         self._written_bytes = files.size_bytes(final)
         best, limit = trainer.state.best_model_checkpoint, trainer.args.save_total_limit
-        if trainer.is_stock:  # the oldest are those that were written first, whoever wrote them
+        if trainer.is_stock:  # the stock order: by modification time
             rotate_checkpoints(str(final.parent), limit, best, use_mtime=True)
         else:
             files.rotate(final.parent, final, limit, None if best is None else Path(best))
 
     def _publish(self, staged: Path, final: Path) -> None:
-        self._tell_of_other_folders(staged, final)
+        self._warn_about_separate_folders(staged, final)
         self.trainer.state.save_to_json(str(staged / "trainer_state.json"))
         states = {loop.state_file: type(loop).__name__ for loop in self.trainer.loops if loop.state_file is not None}
         facts = self.facts or facts_of_arguments(self.trainer.args)
         files.seal(staged, {"step": self.trainer.state.global_step, "loops": states, **facts})
         files.publish(staged, final)
 
-    def _tell_of_other_folders(self, staged: Path, final: Path) -> None:
-        """What other ranks wrote is elsewhere where a machine has a folder of its own under the same name."""
+    def _warn_about_separate_folders(self, staged: Path, final: Path) -> None:
+        """Warn if files of other ranks are missing, because a machine has its own folder under the same name."""
         args = self.trainer.args
         if args.world_size == 1 or args.save_only_model or args.save_on_each_node or self.newest is not None:
             return
         missing = [name for name in random_states(args.world_size) if not (staged / name).is_file()]
         if missing:
             logger.warning(
-                "%s is without %s, which another process wrote to a folder that is not seen here, so a run that "
-                "resumes from it would draw other random numbers: set output_dir to a folder that all machines share",
+                "%s is without %s, which another process wrote to a folder that is not visible here, so a run that "
+                "resumes from it would draw other random numbers: set output_dir to a folder that all machines "
+                "share",
                 *(final.name, ", ".join(missing)),
             )
 
     def _name_best(self, final: Path) -> None:
-        """The stock Trainer looks for the best checkpoint beside this one."""
+        """Set the path of the best checkpoint, which the stock Trainer expects next to this one."""
         state = self.trainer.state
         best = None if not state.best_global_step else final.with_name(f"checkpoint-{state.best_global_step}")
         if best is not None and (best == final or best.exists()):
             state.best_model_checkpoint = str(best)
 
     def last_is_better(self) -> bool:
-        """Whether the weights of the last step are better than the best that could be written; the best of all could
-        not."""
+        """Return whether the last weights are better than the best checkpoint, if a better one was not written."""
         if not self.notices:
             return False
         state, args = self.trainer.state, self.trainer.args
@@ -180,6 +183,7 @@ class CheckpointWriter:
         return last > written if args.greater_is_better else last < written
 
     def _lack_of_room(self, run: Path) -> Optional[str]:
+        """Return why the disk has too little room, on any rank; None if there is enough."""
         if not self._written_bytes:
             newest = next(iter(files.checkpoints(run)), None) if run.is_dir() else None
             self._written_bytes = 0 if newest is None else files.size_bytes(newest)
@@ -191,8 +195,8 @@ class CheckpointWriter:
             enough = all(gather_object([enough]))
         return None if enough else f"the disk has {readable(free)} free, and the last one took {readable(took)}"
 
-    def _give_up(self, staging: Path, final: Path, problem: str) -> None:
-        """The run goes on without this checkpoint, and says so; ranks cannot know how far each of them came."""
+    def _continue_without(self, staging: Path, final: Path, problem: str) -> None:
+        """Report that the run continues without this checkpoint; ranks cannot know how far each of them got."""
         older = files.checkpoints(final.parent) if final.parent.is_dir() else []
         newest = f"the newest is {older[0].name}" if older else "there is none yet"
         line = f"{final.name} could not be written: {problem}; {newest}"
@@ -206,15 +210,14 @@ class CheckpointWriter:
             with contextlib.suppress(StorageError):  # a folder that cannot be written cannot be cleaned either
                 remove_inside(staging.parent, staging.name, files.OURS)
 
-    def _problem(self, write: Callable[[], None]) -> Optional[str]:
-        """Why ``write`` could not write, in words; None if it could. Where other ranks wait for this one it ends the
-        run."""
+    def _write_problem(self, write: Callable[[], None]) -> Optional[str]:
+        """Return why ``write`` failed, in words, or None. Raises StorageError if other ranks wait for this one."""
         try:
             write()
         except Exception as error:  # tokenizers raise nothing more narrow
             if not is_write_error(error):
                 raise
-            text = _in_short(error)
+            text = _short_text(error)
             if self.trainer.args.world_size > 1:
                 raise StorageError(
                     f"a checkpoint could not be written: {text}; the one before it is complete. "
@@ -236,21 +239,23 @@ def _rebuild(staging: Path) -> None:
 
 @contextlib.contextmanager
 def written_or_refused(what: str) -> Iterator[None]:
-    """Raises StorageError where ``what`` cannot be written, whichever library tried."""
+    """Inside, a failure to write ``what`` raises StorageError, whichever library tried to write."""
     try:
         yield
     except Exception as error:  # tokenizers raise nothing more narrow
         if isinstance(error, StorageError) or not is_write_error(error):
             raise
-        raise StorageError(f"{what} could not be written: {_in_short(error)}; {make_room()} and {RUN_AGAIN}") from error
+        raise StorageError(
+            f"{what} could not be written: {_short_text(error)}; {make_room()} and {RUN_AGAIN}"
+        ) from error
 
 
-def _in_short(error: BaseException) -> str:
+def _short_text(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
 def is_write_error(error: BaseException) -> bool:
-    """Whether a file could not be written: torch, safetensors and tokenizers wrap what the system said, or lose it."""
+    """Return whether a file could not be written: torch, safetensors and tokenizers wrap or lose the system's error."""
     if isinstance(error, (OSError, SafetensorError, StorageError)):
         return True
     if isinstance(error, RuntimeError):

@@ -1,4 +1,4 @@
-"""The directory of a run: decided on by rank 0, locked, and cleared of what killed runs left half-done."""
+"""The directory of a run: chosen by rank 0, locked, and cleared of what killed runs left half-written."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from scu_trainer.train.step.distributed.deepspeed_rules import launched_under
 
 T = TypeVar("T")
 
-MOST_SAID = 5
-"""Differences between ranks that a message names."""
+MOST_LISTED = 5
+"""The number of differences between ranks that a message lists."""
 
 
 class RunDirectoryLock:
-    """The directory of a run, decided on and locked until this is closed. Rank 0 looks, the others receive it.
+    """The directory of a run, chosen and locked until this is closed. Rank 0 decides for all ranks.
 
-    Raises CheckpointError, and StorageError where another process is writing there, then on all ranks: a rank that
+    Raises CheckpointError, and StorageError if another process writes there; both on all ranks, because a rank that
     only waited would hang.
     """
 
@@ -59,18 +59,18 @@ class RunDirectoryLock:
             weights_only,
             launched_under(training),
         )
-        self.start: Start = from_first_rank(lambda: self._claimed(request), training)
+        self.start: Start = from_first_rank(lambda: self._locked_start(request), training)
 
-    def _claimed(self, request: Request) -> Start:
+    def _locked_start(self, request: Request) -> Start:
         start = decide(request)
         if start.is_done:
             return start
         self._lock = RunLock(start.output_dir)
         try:
-            # What a killed run was writing is nobody's now; sealed and only without its name, it is the newest.
+            # A sealed checkpoint that a killed run had not renamed yet is the newest one now, so decide again.
             named, cleared = clear_staging(start.output_dir)
             start = decide(request) if named else start
-            start = _checked(start, request) if request.is_explicit else start
+            start = _validated_start(start, request) if request.is_explicit else start
             notes = [start.line] if start.line else []
             if cleared:
                 notes.append(f"removed files that a killed run had left half-written: {', '.join(cleared)}")
@@ -80,12 +80,15 @@ class RunDirectoryLock:
         return replace(start, line="\n".join(notes))
 
     def put_aside(self) -> list[str]:
-        """Once it is certain that the run goes on: checkpoints of a past that it does not go on with. Their names."""
+        """Rename checkpoints that are newer than the one from which the run resumes, and return their names.
+
+        Called once it is certain that the run continues.
+        """
         if self._lock is None:
             return []
         if self.start.checkpoint is None:
             return set_aside(self.start.output_dir, 0)
-        checkpoint = Path(str(self.start.checkpoint))  # which may have any name
+        checkpoint = Path(str(self.start.checkpoint))  # a named checkpoint may have any name
         return set_aside(self.start.output_dir, step_inside(checkpoint), checkpoint)
 
     def close(self) -> None:
@@ -96,16 +99,18 @@ class RunDirectoryLock:
         return self
 
     def __exit__(self, kind: object, error: Optional[BaseException], traceback: object) -> None:
-        """Raises StorageError where the folder was renamed or deleted, which is why nothing could be written."""
-        lost = self._lock.lost() if self._lock is not None and error is not None and is_write_error(error) else None
+        """Raise StorageError if writing failed because the folder was renamed or deleted."""
+        change = self._lock.lost() if self._lock is not None and error is not None and is_write_error(error) else None
         self.close()
-        if lost is not None:
-            back = "" if lost == DELETED else "put it back, and "
-            raise StorageError(f"the folder of this run, {self.start.output_dir}, {lost}; {back}{RUN_AGAIN}") from error
+        if change is not None:
+            back = "" if change == DELETED else "move it back, and "
+            raise StorageError(
+                f"the folder of this run, {self.start.output_dir}, {change}; {back}{RUN_AGAIN}"
+            ) from error
 
 
-def _checked(start: Start, request: Request) -> Start:
-    """The checkpoint that was asked for by name, or as the newest, if it is whole. Raises CheckpointError."""
+def _validated_start(start: Start, request: Request) -> Start:
+    """Return ``start`` with the named or newest checkpoint. Raises CheckpointError if it is not complete."""
     if start.checkpoint is True:
         newest, skipped = whole_checkpoint(request.output_dir, request.weights_only)
         return Start(request.output_dir, str(newest), going_on(newest, skipped))
@@ -117,7 +122,7 @@ def _checked(start: Start, request: Request) -> Start:
 
 
 def from_first_rank(decision: Callable[[], T], training: TrainingArguments) -> T:
-    """``decision()``, taken by rank 0 and sent to all; a UserError of it is raised on all of them."""
+    """Return ``decision()`` of rank 0 on all ranks. If it raises a UserError, all ranks raise it."""
     outcome: list[Any] = [_result_or_error(decision) if training.process_index == 0 else None]
     if training.world_size > 1:
         from accelerate.utils import broadcast_object_list
@@ -129,23 +134,25 @@ def from_first_rank(decision: Callable[[], T], training: TrainingArguments) -> T
 
 
 def require_alike(found: dict[str, Any], training: TrainingArguments) -> None:
-    """Who starts a run on several machines types its command on each. Raises SettingsError on all ranks where one has
-    ``found`` other settings or data than the first: it would train otherwise, or wait for the others at another step.
+    """Raise SettingsError on all ranks if one has other settings or data in ``found`` than rank 0.
+
+    The user types the command on each machine. A rank that differs would train something else, or wait for the others
+    at another step.
     """
     if training.world_size == 1:
         return
     from accelerate.utils import gather_object
 
     own = json.loads(json.dumps(found, default=str))
-    odd = changed_settings(from_first_rank(lambda: own, training), own, OF_A_MACHINE)
+    different = changed_settings(from_first_rank(lambda: own, training), own, OF_A_MACHINE)
     rank = training.process_index
-    said = gather_object(
-        [f"{name}: {short(now)} on rank {rank}, {short(first)} on rank 0" for name, (first, now) in odd.items()]
+    differences = gather_object(
+        [f"{name}: {short(now)} on rank {rank}, {short(first)} on rank 0" for name, (first, now) in different.items()]
     )
     require(
-        not said,
-        f"the ranks (processes) of this run differ in {first_few(said, MOST_SAID, '; ')}. Start the same command with "
-        "the same files on every machine",
+        not differences,
+        f"the ranks (processes) of this run differ in {first_few(differences, MOST_LISTED, '; ')}. Start the same "
+        "command with the same files on every machine",
     )
 
 

@@ -1,4 +1,4 @@
-"""The directory that a run writes: locked once, described before the first step, kept up to date while it goes."""
+"""The directory that a run writes: its name, its description before the first step, and its status during training."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "tokenize
 
 
 def free_name(output_dir: Path) -> Path:
-    """``output_dir``, or the first of output_dir-2, output_dir-3, ... that holds nothing: a run never overwrites
-    another."""
+    """Return the first free one of ``output_dir``, output_dir-2, output_dir-3, ...: a run never overwrites another."""
     candidate, number = output_dir, 2
     while candidate.exists() and not holds_nothing(candidate):
         candidate, number = output_dir.with_name(f"{output_dir.name}-{number}"), number + 1
@@ -34,7 +33,7 @@ def free_name(output_dir: Path) -> Path:
 
 
 def names_in_use(output_dir: Path) -> list[Path]:
-    """Those of output_dir, output_dir-2, output_dir-3, ... that are there, gaps between them or not."""
+    """Return those of output_dir, output_dir-2, output_dir-3, ... that exist, with or without gaps."""
     pattern = re.compile(re.escape(output_dir.name) + r"(-[1-9]\d*)?")
     siblings = output_dir.parent.iterdir() if output_dir.parent.is_dir() else ()
     return [path for path in siblings if pattern.fullmatch(path.name) and path.is_dir()]
@@ -46,7 +45,7 @@ def versions() -> dict[str, Optional[str]]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What trained, in words and bytes. ``device``: of the weights; ``gpus``: all that this process sees."""
+    """Return the hardware of a training, in words and bytes. ``device``: of the weights; ``gpus``: all visible GPUs."""
     cpu = profiled_cpu()
     return {
         "device": device.type,
@@ -59,7 +58,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def git_commit() -> Optional[str]:
-    """Commit of the checkout that this package runs from; None when it was installed from elsewhere."""
+    """Return the commit of the checkout that this package runs from; None if it was installed in another way."""
     here = Path(__file__).resolve().parent
     try:
         answer = subprocess.run(
@@ -71,7 +70,7 @@ def git_commit() -> Optional[str]:
 
 
 class RunStatusCallback(TrainerCallback):
-    """Keeps run.json true: step, loss and the time that is left, at most once a second."""
+    """Keeps run.json up to date: step, loss and remaining time, at most once a second."""
 
     def __init__(self, status: RunStatus) -> None:
         self.status = status
@@ -81,7 +80,7 @@ class RunStatusCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._started_s, self._first_step = time.monotonic(), state.global_step
         self.status.update(status="running", pid=os.getpid(), step=state.global_step, max_steps=state.max_steps)
-        self.status.flush()  # a run that was taken back must not be seen at the step where it was before
+        self.status.flush()  # a run that resumes from an earlier step must not show its previous step
 
     def on_step_end(self, args, state, control, **kwargs):
         eta_s = seconds_left(state, self._first_step, self._started_s)

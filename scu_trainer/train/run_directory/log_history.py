@@ -1,7 +1,7 @@
-"""``log_history.json``: every row that training logs, readable at any moment and after any end.
+"""``log_history.json``: every row that training logs, readable at any time and after any kind of end.
 
-The stock Trainer keeps these rows in memory and writes them with a checkpoint, so a run that is killed takes the newest
-ones with it. TensorBoard and every other reporter get the same rows.
+The stock Trainer keeps these rows in memory and writes them with a checkpoint, so a killed run loses the newest ones.
+TensorBoard and every other reporter get the same rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LOG_FILE = "log_history.json"
 
 
 class LogHistoryCallback(TrainerCallback):
-    """Appends each logged row with its step while ``train`` runs; only in the process that leads. The last step has a
-    row as well, whatever ``logging_steps`` is.
+    """Appends each logged row with its step while ``train`` runs, only in the main process. The last step always has a
+    row, whatever ``logging_steps`` is.
 
     A resumed run drops the rows after its checkpoint and writes them again.
     """
@@ -32,11 +32,11 @@ class LogHistoryCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps and args.logging_strategy != "no":
-            control.should_log = True  # the steps since the last row would be in none
+            control.should_log = True  # otherwise no row would include the steps since the last one
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.history is not None and state.log_history:
-            row = state.log_history[-1]  # ``logs`` may lack what a callback before this one has taken out
+            row = state.log_history[-1]  # an earlier callback may have removed values from ``logs``
             self.history.append({"step": row["step"], **{name: plain(value) for name, value in row.items()}})
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -46,7 +46,7 @@ class LogHistoryCallback(TrainerCallback):
 
 
 def plain(value: Any) -> Any:
-    """A logged value as JSON has it: numbers of numpy and torch as numbers, what is not finite as text."""
+    """Return a logged value as JSON has it: numbers of numpy and torch as numbers, other values as text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if getattr(value, "size", None) == 1 or (callable(getattr(value, "numel", None)) and value.numel() == 1):

@@ -1,5 +1,5 @@
-"""Who says what, where. The console belongs to the run: our lines and errors. Everything that libraries say, and every
-warning, goes to logs/train.log, also what was said before the run directory existed."""
+"""Where log records go. The console shows the run's own lines and errors; logs/train.log gets all records of libraries
+and all warnings, including those from before the run directory existed."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ KEPT_RECORDS = 10_000
 
 
 class _OncePerRun(logging.Filter):
-    """bitsandbytes says of each 8-bit layer at each forward that it rounds the input; once is enough."""
+    """Drops repeated messages of bitsandbytes, which logs at every 8-bit layer in every forward that it rounds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[str] = set()
+        self._seen_messages: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.name.startswith("bitsandbytes"):
             return True
-        said, text = self._said, record.getMessage()
-        is_new = text not in said
-        said.add(text)
+        seen, text = self._seen_messages, record.getMessage()
+        is_new = text not in seen
+        seen.add(text)
         return is_new
 
 
 class RedactingFormatter(logging.Formatter):
-    """The whole line without secrets, tracebacks and arguments included."""
+    """Removes secrets from the whole line, including tracebacks and arguments."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
-    """Lines that a full disk does not take wait for room; a traceback for each would bury the run's own words."""
+    """A log file that ignores a full disk: printing a traceback for each lost line would hide the run's own output."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -69,7 +69,7 @@ class _LogFile(logging.FileHandler):
 
 
 class RunLog:
-    """Records of one run: kept in memory until there is a directory for them."""
+    """The log records of one run, kept in memory until there is a directory for them."""
 
     def __init__(self) -> None:
         self._buffer = logging.handlers.MemoryHandler(KEPT_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
@@ -78,19 +78,20 @@ class RunLog:
         self.console: logging.Handler = logging.NullHandler()
 
     def open(self, output_dir: Path) -> None:
-        """From here on records go to ``output_dir``/logs/train.log; the kept ones first."""
+        """Write records to ``output_dir``/logs/train.log from now on, beginning with those kept in memory."""
         folder = output_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         file = _LogFile(folder / "train.log")
         file.setFormatter(RedactingFormatter(FORMAT))
         self._buffer.setTarget(file)
         self._buffer.flush()
-        # Every record at once: a killed run must not take its last words with it.
+        # Flush after every record, so that a killed run leaves its latest records.
         self._buffer.flushLevel = logging.NOTSET
         self._handlers.append(file)
 
     def show(self, level: int) -> None:
-        """On the console, of this project and of transformers; by default warnings of this project."""
+        """Show records of this project and of transformers on the console from ``level`` on; the default is warnings of
+        this project."""
         self.console.setLevel(level)
         logging.getLogger("scu_trainer").setLevel(min(level, logging.INFO))
         logging.getLogger("transformers").addHandler(self.console)
@@ -102,9 +103,9 @@ class RunLog:
 
 @contextlib.contextmanager
 def run_log() -> Iterator[RunLog]:
-    """Catch the records of this project and of the libraries; afterwards their loggers are as before."""
+    """Capture the records of this project and of the libraries; afterwards their loggers are restored."""
     with without_collector(freeze=True):
-        _import_talkative_libraries()
+        _import_logging_libraries()
     remember_environment()
     log = RunLog()
     ours = logging.getLogger("scu_trainer")
@@ -117,7 +118,7 @@ def run_log() -> Iterator[RunLog]:
     shown_by = warnings.showwarning
     logging.captureWarnings(True)
     were_captured = warnings.showwarning is shown_by
-    of_strangers, logging.lastResort = logging.lastResort, _redacting_last_resort()
+    last_resort_before, logging.lastResort = logging.lastResort, _redacting_last_resort()
     for logger in loggers:
         logger.handlers = [log._buffer]
         logger.propagate = False
@@ -128,7 +129,7 @@ def run_log() -> Iterator[RunLog]:
             yield log
     finally:
         logging.captureWarnings(were_captured)
-        logging.lastResort = of_strangers
+        logging.lastResort = last_resort_before
         for logger, handlers, propagate, level in before:
             logger.handlers, logger.propagate = handlers, propagate
             logger.setLevel(level)
@@ -136,27 +137,27 @@ def run_log() -> Iterator[RunLog]:
 
 
 def _redacting_last_resort() -> logging.Handler:
-    """Where warnings of libraries that are not among LIBRARIES go when nobody has set up logging."""
+    """Return the handler for warnings of libraries outside of LIBRARIES when logging is not configured."""
     handler = logging.StreamHandler()  # stderr
     handler.setLevel(logging.WARNING)
     handler.setFormatter(RedactingFormatter("%(message)s"))
     return handler
 
 
-def _import_talkative_libraries() -> None:
-    """Loggers that are set up at import would put their console handlers back after we took them away."""
+def _import_logging_libraries() -> None:
+    """Import libraries that add console handlers at import, so that they cannot do it after we removed them."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.get_logger("transformers")
     if not torch.cuda.is_available():
-        # DeepSpeed, where it is installed, otherwise writes to the console that it looked for a GPU in vain.
+        # otherwise DeepSpeed, if installed, prints to the console that it found no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """The bars of loading and saving are over in a blink and tear the lines of the console apart."""
+    """Turn off the bars of loading and saving, which last an instant and break the lines of the console."""
     from transformers.utils import logging as transformers_logging
 
     active = transformers_logging.is_progress_bar_enabled()

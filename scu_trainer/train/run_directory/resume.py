@@ -1,8 +1,8 @@
-"""Where a run writes and what it goes on from: decided once, by rank 0, before anything is written.
+"""Where a run writes and which checkpoint it resumes from: decided once, by rank 0, before anything is written.
 
-``resume_from_checkpoint`` takes a path, ``true`` (the newest in output_dir), or ``auto``: go on with the run that is
-there and unfinished, else start one. Without it, an unfinished run of the same configuration goes on all the same
-(``resume: false`` starts another one beside it). Checkpoints are taken only as they were written: hashes are compared.
+``resume_from_checkpoint`` takes a path, ``true`` (the newest checkpoint in output_dir), or ``auto``: resume the
+unfinished run that is there, else start one. Without it, an unfinished run of the same configuration is resumed anyway
+(``resume: false`` starts another one next to it). Checkpoints must be as they were written: hashes are compared.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from scu_trainer.train.step.distributed.deepspeed_rules import needed_launch
 
 AUTO = "auto"
 ASKED_FOR = "output_dir_asked_for"
-"""Key of training_config.json: the name in place of which the run took the one that it has."""
+"""Key of training_config.json: the output_dir that was asked for, if the run took another name."""
 
 START_NUMBER = "start_number"
-"""Key of training_config.json: which of the starts that were given the same output_dir this is."""
+"""Key of training_config.json: the number of this start among those that were given the same output_dir."""
 
 OF_A_RUN = ("run.json", "training_config.json")
 
@@ -39,9 +39,10 @@ RESTARTED = "restarted by the launcher"
 
 @dataclass(frozen=True)
 class Start:
-    """``checkpoint``: what the stock ``train(resume_from_checkpoint=...)`` takes. ``line``: what the user reads.
+    """The decision where to start.
 
-    ``is_done``: an earlier start of this same launch has finished the run.
+    checkpoint: the value for the stock ``train(resume_from_checkpoint=...)``. line: what the user reads. is_done: an
+    earlier start of this same launch has finished the run.
     """
 
     output_dir: Path
@@ -52,11 +53,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, and what the launcher knows.
+    """What the user asked for, and what the launcher knows.
 
-    ``restarted_since_s``: when a launch began that has restarted its processes, in seconds since 1970; else None.
-    ``configuration``: an unfinished run of the same one goes on unasked; None: it does not. ``weights_only``: also from
-    a checkpoint without optimizer state. ``launched``: as ``launched_under`` says; None where that is not known.
+    restarted_since_s: when a launch began that has restarted its processes, in seconds since 1970; else None.
+    configuration: an unfinished run with the same one is resumed by default; None: it is not.
+    weights_only: also resume from a checkpoint without optimizer state.
+    launched: as ``launched_under`` returns it; None if unknown.
     """
 
     wanted: Optional[str | bool]
@@ -73,7 +75,7 @@ class Request:
 
 
 def wanted_checkpoint(training: TrainingArguments) -> Optional[str | bool]:
-    """``resume_from_checkpoint`` as a path, True for the newest, "auto", or None."""
+    """Return ``resume_from_checkpoint`` as a path, True for the newest, "auto", or None."""
     wanted = str(training.resume_from_checkpoint or "")
     if wanted.lower() in ("", "false"):
         return None
@@ -81,9 +83,10 @@ def wanted_checkpoint(training: TrainingArguments) -> Optional[str | bool]:
 
 
 def check_resumable(training: TrainingArguments) -> None:
-    """Raise CheckpointError for a wish that no run of this configuration could ever be granted."""
+    """Raise CheckpointError for a value of ``resume_from_checkpoint`` that can never work with this configuration."""
     wanted, output_dir = wanted_checkpoint(training), Path(training.output_dir)
-    if wanted is None or (wanted != AUTO and restart_count() > 0):  # an old checkpoint may be rotated away by now
+    # after a restart, an old checkpoint may have been rotated away
+    if wanted is None or (wanted != AUTO and restart_count() > 0):
         return
     if wanted == AUTO:
         if training.save_only_model:
@@ -105,14 +108,14 @@ def check_resumable(training: TrainingArguments) -> None:
 
 
 def restart_count() -> int:
-    """How often torchrun has started this process again after a failure. A node that was replaced counts from zero."""
+    """Return how often torchrun has restarted this process after a failure. A replaced node counts from zero."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def restarted_since_s(world_size: int) -> Optional[float]:
-    """When this launch began, in seconds since 1970, if it has restarted its processes.
+    """Return when this launch began, in seconds since 1970, if it has restarted its processes; else None.
 
-    Ranks on a replaced node know nothing of a restart, so the oldest launcher and the highest count hold.
+    Ranks on a replaced node know nothing of a restart, so the oldest launcher and the highest count apply.
     """
     seen = [(restart_count(), _launcher_began_s())] if "TORCHELASTIC_RESTART_COUNT" in os.environ else [(0, 0.0)]
     if world_size > 1:
@@ -132,34 +135,35 @@ def _launcher_began_s() -> float:
 
 
 def decide(request: Request) -> Start:
-    """Looks at the disk only. Raises CheckpointError where going on would silently train something else."""
+    """Return the start, from what is on the disk. Raises CheckpointError if a resume would silently train something
+    else."""
     if request.is_explicit:
-        return _asked_for(request)
+        return _explicit_start(request)
     run = latest_run(request.output_dir)
     ours = run is not None and _is_of_this_launch(run, request)
     if run is None:
-        return _beside(request.output_dir)
+        return _new_start(request.output_dir)
     if not ours:
-        run = _begun_alike(request) or run
+        run = _unfinished_run_alike(request) or run
     if not (ours or request.wanted == AUTO):
-        return _unasked(run, request)
+        return _default_start(run, request)
     if not _is_finished(run):
-        start = _go_on(run, request)
+        start = _resumed_start(run, request)
         return replace(start, line=f"{RESTARTED}: {start.line}") if ours else start
     if ours:
         return Start(run, line=f"{run} was finished before this restart; nothing is left to do", is_done=True)
-    return _beside(request.output_dir)
+    return _new_start(request.output_dir)
 
 
-def _begun_alike(request: Request) -> Optional[Path]:
-    """The last run that this configuration began, if it is unfinished: others may have been started since."""
-    alike = [run for run in _runs_of(request.output_dir) if _changed(run, request) == {}]
+def _unfinished_run_alike(request: Request) -> Optional[Path]:
+    """Return the last run that this configuration began, if it is unfinished; others may have been started since."""
+    alike = [run for run in _runs_of(request.output_dir) if _changed_configuration(run, request) == {}]
     run = max(alike, key=_start_order, default=None)
     return None if run is None or _is_finished(run) else run
 
 
-def _changed(run: Path, request: Request) -> Optional[dict[str, tuple[Any, Any]]]:
-    """What differs from the configuration that began ``run``; None where one of them is not known."""
+def _changed_configuration(run: Path, request: Request) -> Optional[dict[str, tuple[Any, Any]]]:
+    """Return what differs from the configuration that began ``run``; None if one of them is unknown."""
     before = _description(run)
     if "configuration" not in before or request.configuration is None:
         return None
@@ -169,37 +173,37 @@ def _changed(run: Path, request: Request) -> Optional[dict[str, tuple[Any, Any]]
     return changed
 
 
-def _unasked(run: Path, request: Request) -> Start:
-    """Goes on with an unfinished run if it is the one that this configuration began."""
+def _default_start(run: Path, request: Request) -> Start:
+    """Resume an unfinished run if it was begun by this configuration, else start a new one."""
     if _is_finished(run) or request.configuration is None:
-        return _beside(request.output_dir)
-    changed = _changed(run, request)
+        return _new_start(request.output_dir)
+    changed = _changed_configuration(run, request)
     if changed != {}:
-        return _beside(request.output_dir, _differing(run, changed or {}, request))
-    start = _go_on(run, request)
+        return _new_start(request.output_dir, _difference_line(run, changed or {}, request))
+    start = _resumed_start(run, request)
     if start.checkpoint is not None:
         return replace(start, line=f"{start.line} (--no_resume starts over)")
     if checkpoints(run):
-        return _beside(request.output_dir, f"no checkpoint of {run} can be resumed from, see the log")
+        return _new_start(request.output_dir, f"no checkpoint of {run} can be resumed from, see the log")
     return start
 
 
-def _differing(run: Path, changed: dict[str, tuple[Any, Any]], request: Request) -> str:
+def _difference_line(run: Path, changed: dict[str, tuple[Any, Any]], request: Request) -> str:
     differ = (f"{name} {shown(before)}, now {shown(now)}" for name, (before, now) in changed.items())
     named = first_few(differ, between="; ")
     what = f"another configuration ({named})" if changed else "an unknown configuration"
-    return f"{run} holds an unfinished run of {what}; {_way_back(run, request)}"
+    return f"{run} holds an unfinished run of {what}; {_how_to_resume(run, request)}"
 
 
-def _way_back(run: Path, request: Request) -> str:
-    """What resumes an unfinished run of other settings: auto refuses some of them."""
+def _how_to_resume(run: Path, request: Request) -> str:
+    """Return how to resume an unfinished run with other settings, some of which auto refuses."""
     before, settings = _description(run), request.configuration or {}
     seed = settings.get("seed") if settings.get("data_seed") is None else settings["data_seed"]
     now = {"configuration": settings, "split_seed": seed, "data": {}}
     refused = [change for change in changes(before, now) if change.is_refused]
     if any(change.name != SPLIT for change in refused):
         return "only its own settings would resume it"
-    if needed := _launch_needed(run, request):
+    if needed := _launch_for_newest(run, request):
         return f"to resume it, start it {needed}, as before"
     if before.get("world_size", request.world_size) != request.world_size:
         return "to resume it, start as many processes as before, or name its checkpoint in resume_from_checkpoint"
@@ -207,58 +211,59 @@ def _way_back(run: Path, request: Request) -> str:
     return f"{own}resume_from_checkpoint: auto would resume it"
 
 
-def _launch_needed(run: Path, request: Request) -> Optional[str]:
-    """As ``needed_launch`` says of the newest checkpoint of ``run``."""
+def _launch_for_newest(run: Path, request: Request) -> Optional[str]:
+    """Return ``needed_launch`` for the newest checkpoint of ``run``."""
     newest = next(iter(checkpoints(run)), None)
     return None if newest is None else needed_launch(newest, request.launched, request.weights_only)
 
 
-def _asked_for(request: Request) -> Start:
-    """The checkpoint that was named; after a restart what this launch has written since."""
+def _explicit_start(request: Request) -> Start:
+    """Return the checkpoint that was named or, after a restart, what this launch has written since."""
     run = request.output_dir
     folder = run.resolve() if request.wanted is True else Path(str(request.wanted)).resolve().parent
-    own = [one for one in (run, *_runs_of(run)) if one.resolve() == folder]
+    own = [path for path in (run, *_runs_of(run)) if path.resolve() == folder]
     run = own[0] if own else latest_run(run) or run
-    if _is_of_this_launch(run, request) and _went_on_from(run, request.wanted):
-        since, _ = newest_checkpoint(run, request.world_size, request.weights_only)
-        if since is not None:
-            return Start(run, str(since), f"{RESTARTED}: {going_on(since)}")
-    elif not own and (_is_finished(run) or _changed(run, request) != {}):
-        return replace(_beside(request.output_dir), checkpoint=request.wanted)
+    if _is_of_this_launch(run, request) and _has_resumed_from(run, request.wanted):
+        newest, _ = newest_checkpoint(run, request.world_size, request.weights_only)
+        if newest is not None:
+            return Start(run, str(newest), f"{RESTARTED}: {going_on(newest)}")
+    elif not own and (_is_finished(run) or _changed_configuration(run, request) != {}):
+        return replace(_new_start(request.output_dir), checkpoint=request.wanted)
     return Start(run, request.wanted)
 
 
-def _went_on_from(run: Path, wanted: Optional[str | bool]) -> bool:
-    """A run is described again when its training begins: until then its checkpoints are of the past that it leaves."""
+def _has_resumed_from(run: Path, wanted: Optional[str | bool]) -> bool:
+    """Return whether the run has already resumed from ``wanted``. Its description is rewritten when its training
+    begins; until then its checkpoints belong to the past that it abandons."""
     return wanted in (True, _description(run).get("configuration", {}).get("resume_from_checkpoint", wanted))
 
 
-def _beside(output_dir: Path, reason: str = "") -> Start:
+def _new_start(output_dir: Path, reason: str = "") -> Start:
     free = free_name(output_dir)
-    reason = reason or f"{output_dir} {_holding(output_dir)}"
+    reason = reason or f"{output_dir} {_content_in_words(output_dir)}"
     return Start(free, line="" if free == output_dir else f"{reason}; this one goes to {free}")
 
 
-def _holding(folder: Path) -> str:
-    """What is in the way of a run; a folder with other files alone is not called a run."""
+def _content_in_words(folder: Path) -> str:
+    """Return what prevents a run in ``folder``. A folder with only other files is not called a run."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not names or any(name in OF_A_RUN or name.startswith("checkpoint-") for name in names):
         return "already holds a run"
     return f"holds no run, but other files ({first_few(names)})"
 
 
-def _go_on(run: Path, request: Request) -> Start:
+def _resumed_start(run: Path, request: Request) -> Start:
     if checkpoints(run):
         _require_same_ranks(run, request)
     newest, skipped = newest_checkpoint(run, request.world_size, request.weights_only)
     if newest is None:
         line = f"{run} holds a run without a usable checkpoint; it starts over there"
-        return Start(run, line=line + _saved_before(run, request))
+        return Start(run, line=line + _hint_at_earlier_run(run, request))
     return Start(run, str(newest), going_on(newest, skipped))
 
 
-def _saved_before(run: Path, request: Request) -> str:
-    """Where the run that was started last has saved nothing, an earlier one may have."""
+def _hint_at_earlier_run(run: Path, request: Request) -> str:
+    """Return a hint at an earlier unfinished run with a checkpoint, if the latest run has not saved any."""
     for other in sorted(_runs_of(request.output_dir), key=_start_order, reverse=True):
         if other == run or _is_finished(other):
             continue
@@ -269,7 +274,7 @@ def _saved_before(run: Path, request: Request) -> str:
 
 
 def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
-    """What the user reads."""
+    """Return the line that tells the user which checkpoint is used."""
     return f"resuming from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
 
 
@@ -279,7 +284,7 @@ def _require_same_ranks(run: Path, request: Request) -> None:
         anyway = ", or name the checkpoint in resume_from_checkpoint to resume anyway"
         raise CheckpointError(
             f"{run} was trained by {before} processes, this launch has {now}: the optimizer would see other batches "
-            f"from here; start {before} processes{'' if _launch_needed(run, request) else anyway}"
+            f"from here; start {before} processes{'' if _launch_for_newest(run, request) else anyway}"
         )
 
 
@@ -287,15 +292,15 @@ def _require_same_ranks(run: Path, request: Request) -> None:
 
 
 def latest_run(output_dir: Path) -> Optional[Path]:
-    """The run in ``output_dir``, or one that took output_dir-2, ... in its place: that which was started last.
+    """Return the run that was started last, in ``output_dir`` or in an output_dir-2, ... that was used instead of it.
 
-    None where no run of ours is.
+    None if there is no such run.
     """
     return max(_runs_of(output_dir), key=_start_order, default=None)
 
 
 def next_start_number(output_dir: Path) -> int:
-    """Of the starts that were given ``output_dir``. Clocks are set back; numbers are not."""
+    """Return the number of the next start in ``output_dir``. Clocks may be set back; numbers are not."""
     return 1 + max((_start_number(run) for run in _runs_of(output_dir)), default=0)
 
 
@@ -311,7 +316,7 @@ def _start_number(run: Path) -> int:
 def _runs_of(output_dir: Path) -> list[Path]:
     return [
         run
-        for run in names_in_use(output_dir)  # output_dir-2 may as well be what another job was given
+        for run in names_in_use(output_dir)  # output_dir-2 may also be the output_dir of another job
         if (run == output_dir or _description(run).get(ASKED_FOR) == output_dir.name)
         and (run / "run.json").is_file()
         and not holds_nothing(run)
@@ -331,13 +336,13 @@ def _is_finished(run: Path) -> bool:
 
 
 def _updated_s(run: Path) -> float:
-    """Seconds since 1970."""
+    """Return when run.json was last updated, in seconds since 1970."""
     try:
         return datetime.fromisoformat(_status(run)["updated"]).timestamp()
-    except (KeyError, TypeError, ValueError):  # not yet written, or not by us
+    except (KeyError, TypeError, ValueError):  # not written yet, or by another program
         return 0.0
 
 
 def _is_of_this_launch(run: Path, request: Request) -> bool:
-    """Whether processes that the launcher has restarted since wrote this run."""
+    """Return whether this launch wrote the run before it restarted its processes."""
     return request.restarted_since_s is not None and _updated_s(run) >= request.restarted_since_s

@@ -1,7 +1,7 @@
-"""One run directory, one run: a second start is refused while the first one lives.
+"""One run per run directory: a second start is refused while the first one is alive.
 
-A POSIX record lock belongs to the process: the system gives it back however the process ends, and loader workers, which
-inherit open files, do not hold it. So a lock that is left behind on the disk never keeps anybody out.
+A POSIX record lock belongs to the process: the system releases it however the process ends, and loader workers, which
+inherit open files, do not hold it. So a lock file that is left on the disk never blocks anyone.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from scu_trainer.errors import StorageError
 from scu_trainer.run_files import make_room
 
 LOCK_FILE = "_run.lock"
-"""The stock Trainer's uploads leave out ``_*``: reading the file, as an upload does, would give the lock back."""
+"""The stock Trainer's uploads skip ``_*``: an upload reads the file, and closing it would release the lock."""
 
 DELETED = "was deleted while it was being written"
 
 LAID_READY = {"run.json", "background"}
-"""What a background run writes while it waits. A run that began has described itself in training_config.json."""
+"""What a background run writes while it waits. A run that has begun also has a training_config.json."""
 
 
 class RunLock:
-    """Locks ``run`` until ``release``, or the end of this process. Raises StorageError if another process has it, or
-    if it cannot be written.
+    """Locks ``run`` until ``release``, or the end of this process. Raises StorageError if another process has it, or if
+    it cannot be written.
 
-    Makes the folder if it is not there; ``release`` takes it away again if nothing was written to it.
+    Creates the folder if needed; ``release`` removes it again if nothing was written to it.
     """
 
     def __init__(self, run: Path) -> None:
@@ -41,8 +41,8 @@ class RunLock:
             raise StorageError(
                 f"{run} cannot be written ({error.strerror}); change its permissions or set another output_dir"
             ) from error
-        if not _locked(self._descriptor):
-            holder = _holder(run)
+        if not _try_lock(self._descriptor):
+            holder = _holder_of_lock(run)
             os.close(self._descriptor)
             raise StorageError(
                 f"{run} is being written by {holder}; wait for it or stop it, or give this run another output_dir"
@@ -50,29 +50,30 @@ class RunLock:
         try:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:  # it has no name of a file in it
+        except OSError as error:  # the system's message does not name the file
             self.release()
             raise StorageError(
                 f"{run / LOCK_FILE} cannot be written ({error.strerror}); {make_room()} or set another output_dir"
             ) from error
 
     def lost(self) -> Optional[str]:
-        """What became of the folder while it was locked; None: it is where it was."""
+        """Return what happened to the folder while it was locked; None if it is still in its place."""
         own = os.fstat(self._descriptor)
         try:
             if os.path.samestat(own, os.stat(self.run / LOCK_FILE)):
                 return None
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except OSError:  # it cannot be looked at, which says nothing
+        except OSError:  # it cannot be read, so nothing is known
             return None
         if not own.st_nlink:
             return DELETED
-        link = Path(f"/proc/self/fd/{self._descriptor}")  # of Linux
+        link = Path(f"/proc/self/fd/{self._descriptor}")  # Linux only
         return f"is now at {link.readlink().parent}" if link.is_symlink() else "was renamed"
 
     def release(self) -> None:
-        """Closing twice is harmless. The name of the file stays: deleting it would race with the next start."""
+        """Release the lock; calling this twice is harmless. The file stays, because deleting it would race with the
+        next start."""
         if self._descriptor < 0:
             return
         if self._made and self.lost() is None and [path.name for path in self.run.iterdir()] == [LOCK_FILE]:
@@ -89,20 +90,21 @@ class RunLock:
 
 
 def holds_nothing(run: Path) -> bool:
-    """Whether a folder is empty but for the lock of a start that came to nothing, or is laid ready for training."""
+    """Return whether a folder is empty, except for the lock of a start that wrote nothing, or is prepared for a
+    background run."""
     names = {path.name for path in run.iterdir()} - {LOCK_FILE} if run.is_dir() else {"not a folder"}
     return not names or ("background" in names and names <= LAID_READY)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # POSIX allows either where another process has it
+    except (BlockingIOError, PermissionError):  # POSIX allows either error if another process has the lock
         return False
     return True
 
 
-def _holder(run: Path) -> str:
+def _holder_of_lock(run: Path) -> str:
     with contextlib.suppress(FileNotFoundError):
         pid = (run / LOCK_FILE).read_text().strip()
         if pid.isdigit():

@@ -192,8 +192,8 @@ class AccumulationWindow:
         return [micro_batch for micro_batch in map(self._micro_batch, parts) if micro_batch.weight != 0]
 
     def _halved_to_cap(self, rows: tuple[Row, ...], token_cap: Optional[int], min_rows: int) -> list[tuple[Row, ...]]:
-        """Return ``rows`` in parts within the cap: each time axis is padded to its own longest row, which may exceed
-        it."""
+        """Return ``rows`` in parts within the cap: each time axis is padded to its own longest row, which can exceed
+        the cap even if every row fits."""
         if token_cap is None or len(rows) < 2 * min_rows or len(rows) * self._length(rows) <= token_cap:
             return [rows]
         middle = len(rows) // 2

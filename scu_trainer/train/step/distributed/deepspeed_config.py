@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration against DeepSpeed's own reading of it, and against the settings of the run.
+"""Checks a DeepSpeed configuration against DeepSpeed's own parser, and against the settings of the run.
 
-DeepSpeed drops unknown keys of the top level without a word, and the stock Trainer reports contradictions only after
-the model is loaded; here both come first.
+DeepSpeed silently drops unknown keys at the top level, and the stock Trainer reports contradictions only after the
+model is loaded. Here both are checked first.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from scu_trainer.train.step.distributed.deepspeed_start import FILE_VARIABLE
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""``lr_scheduler_type`` that each of DeepSpeed's schedules stands for."""
+"""DeepSpeed's schedules, and the ``lr_scheduler_type`` that each of them corresponds to."""
 
 OURS_ONLY = {"msamp"}
-"""Keys that accelerate reads, not DeepSpeed."""
+"""Keys that accelerate reads, and DeepSpeed does not."""
 
 BY_LAUNCHER = "deepspeed_config of accelerate launch"
-"""What a launch file or its flags say about DeepSpeed, where they name no JSON file."""
+"""Name of the configuration if a launch file, or its flags, configure DeepSpeed without a JSON file."""
 
 
 def source_of(training: TrainingArguments) -> str:
-    """What to call the configuration in a message: its file where it has one."""
+    """Return the name of the configuration for messages: its file, if it has one."""
     if training.deepspeed:
         is_file = isinstance(training.deepspeed, str) and os.path.exists(training.deepspeed)
         return str(training.deepspeed) if is_file else "the DeepSpeed configuration"
@@ -37,8 +37,10 @@ def source_of(training: TrainingArguments) -> str:
 
 
 def fill(training: TrainingArguments) -> dict[str, Any]:
-    """The configuration, of ``--deepspeed`` or ``accelerate launch``, with every "auto" that the settings decide filled
-    in; the stock Trainer does that after the model is loaded. Raises SettingsError where the two contradict each other.
+    """Return the configuration of ``--deepspeed`` or ``accelerate launch``, with each "auto" filled in.
+
+    The stock Trainer does that after the model is loaded. Raises SettingsError if configuration and settings contradict
+    each other.
     """
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -54,46 +56,49 @@ def fill(training: TrainingArguments) -> dict[str, Any]:
 
 
 def _refuse_mismatches(mismatches: list[str], source: str) -> None:
-    """``mismatches``: as transformers words them, "- ds gradient_clipping=2.0 vs hf max_grad_norm=1.0"."""
-    found = [re.fullmatch(r"- ds (\S+?)=(.*) vs hf (.+?)=(.*)", line, re.DOTALL) for line in mismatches]
+    """Raise SettingsError for ``mismatches`` as transformers words them, "- ds gradient_clipping=2.0 vs hf
+    max_grad_norm=1.0"."""
+    matches = [re.fullmatch(r"- ds (\S+?)=(.*) vs hf (.+?)=(.*)", line, re.DOTALL) for line in mismatches]
     lines = [
         f"{match[1]} {match[2]}, the configuration says {match[3]} {match[4]}" if match else line
-        for match, line in zip(found, mismatches, strict=True)
+        for match, line in zip(matches, mismatches, strict=True)
     ]
     if lines:
         raise SettingsError(f'{source} says {"; and ".join(lines)}; set "auto" there, or the same value')
 
 
 def check_schedule(config: dict[str, Any], training: TrainingArguments, source: str) -> None:
-    """Raise SettingsError where the file's optimizer or learning rates would replace what the settings ask for."""
+    """Raise SettingsError if the optimizer or schedule of the file would replace what the settings ask for."""
     schedule = config.get("scheduler", {})
-    meant = SCHEDULES.get(schedule.get("type"))
-    asked = plain(training.lr_scheduler_type)
-    if schedule and meant != asked:
+    equivalent = SCHEDULES.get(schedule.get("type"))
+    requested = plain(training.lr_scheduler_type)
+    if schedule and equivalent != requested:
         raise SettingsError(
-            f"{source} says scheduler {schedule.get('type')}, the configuration says lr_scheduler_type {asked}; remove "
-            f"scheduler from the file, or set lr_scheduler_type: {meant or 'that'} for {' or '.join(SCHEDULES)}"
+            f"{source} says scheduler {schedule.get('type')}, the configuration says lr_scheduler_type {requested}; "
+            f"remove scheduler from the file, or set lr_scheduler_type: {equivalent or 'that'} for "
+            f"{' or '.join(SCHEDULES)}"
         )
     if schedule:
         _check_lengths(schedule.get("params", {}), training, source)
     optimizer = config.get("optimizer", {}).get("type")
-    asked = plain(training.optim)
-    if optimizer and not (optimizer.lower() in ("adam", "adamw") and asked.startswith("adamw_torch")):
+    requested = plain(training.optim)
+    if optimizer and not (optimizer.lower() in ("adam", "adamw") and requested.startswith("adamw_torch")):
         raise SettingsError(
-            f"{source} says optimizer {optimizer}, the configuration says optim {asked}; remove optimizer from the "
+            f"{source} says optimizer {optimizer}, the configuration says optim {requested}; remove optimizer from the "
             "file, which then trains with optim"
         )
 
 
 def _check_lengths(params: dict[str, Any], training: TrainingArguments, source: str) -> None:
-    """The stock Trainer compares these two when it knows the number of steps: after everything is loaded."""
+    """Raise SettingsError for other lengths than in the settings. The stock Trainer compares these two when it knows
+    the number of steps: after everything is loaded."""
     steps = training.max_steps
     warmup = max(1, training.get_warmup_steps(steps)) if steps > 0 else None
     for name, value in {"total_num_steps": steps if steps > 0 else None, "warmup_num_steps": warmup}.items():
-        found = params.get(name, "auto")
-        if found not in ("auto", value):
+        matches = params.get(name, "auto")
+        if matches not in ("auto", value):
             says = "the number of steps follows from the data" if value is None else f"the configuration says {value}"
-            raise SettingsError(f'{source} says scheduler.params.{name} {found}, {says}; set "auto" there')
+            raise SettingsError(f'{source} says scheduler.params.{name} {matches}, {says}; set "auto" there')
 
 
 def check_keys(config: dict[str, Any], source: str) -> None:
@@ -104,13 +109,13 @@ def check_keys(config: dict[str, Any], source: str) -> None:
     if config["zero_optimization"].get("stage") not in (0, 1, 2, 3):
         stage = config["zero_optimization"].get("stage", "missing")
         raise SettingsError(f"{source}: zero_optimization.stage is {stage}; allowed: 0, 1, 2, 3")
-    # Batch sizes are compared with the settings already; here DeepSpeed multiplies them for itself.
+    # Batch sizes have already been compared with the settings; here DeepSpeed would multiply them itself.
     others = {name: value for name, value in config.items() if name not in BATCH_KEYS}
     recorder = Recorder({**others, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
     try:
         DeepSpeedConfig(recorder)
     except ValidationError as error:
-        raise SettingsError(f"{source}: {_first(error)}") from error
+        raise SettingsError(f"{source}: {_first_error(error)}") from error
     except (AssertionError, ValueError, DeepSpeedConfigError) as error:
         raise SettingsError(f"{source}: {error}") from error
     unknown = [f"{name!r}{nearest(name, recorder.names)}" for name in config if name not in recorder.names | OURS_ONLY]
@@ -119,7 +124,7 @@ def check_keys(config: dict[str, Any], source: str) -> None:
 
 
 class Recorder(dict):
-    """A dict that notes which keys are asked for in ``names``."""
+    """A dict that records in ``names`` which keys are read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -138,21 +143,21 @@ class Recorder(dict):
         return super().get(name, default)
 
     def keys(self):
-        return self  # "name in config.keys()" is a question, too
+        return self  # so that "name in config.keys()" is recorded too
 
 
-def _first(error) -> str:
-    """The first thing that pydantic found, with the nearest known name for an unknown one."""
-    found = error.errors()[0]
-    name = ".".join(map(str, found["loc"]))
-    if found["type"] != "extra_forbidden":
-        return f"{name} is {found['input']!r}: {found['msg'][0].lower()}{found['msg'][1:]}"
-    *sections, last = found["loc"]
+def _first_error(error) -> str:
+    """Return the first error of pydantic, with the nearest known name for an unknown one."""
+    matches = error.errors()[0]
+    name = ".".join(map(str, matches["loc"]))
+    if matches["type"] != "extra_forbidden":
+        return f"{name} is {matches['input']!r}: {matches['msg'][0].lower()}{matches['msg'][1:]}"
+    *sections, last = matches["loc"]
     return f"unknown key {name!r}{nearest(str(last), _names_in(error.title, sections))}; remove it, or correct it"
 
 
 def _names_in(title: str, sections: list[str]) -> list[str]:
-    """Keys that DeepSpeed knows in ``sections`` of the configuration class called ``title``, as a file has them."""
+    """Return the keys of ``sections`` in the configuration class ``title``, as a DeepSpeed file writes them."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     kinds = [DeepSpeedConfigModel]

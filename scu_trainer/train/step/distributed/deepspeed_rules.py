@@ -1,4 +1,4 @@
-"""What goes together with DeepSpeed, and what does not: asked before any work is spent."""
+"""What can be combined with DeepSpeed and what cannot, checked before any work is done."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from scu_trainer.train.step.distributed.sharded import (
 
 WITHOUT = "without DeepSpeed and FSDP"
 LATEST = "latest"
-"""The file in which DeepSpeed says where the rest is."""
+"""The file in which DeepSpeed writes the name of the folder with everything else."""
 WANT_SHAPES = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw")
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 def uses_deepspeed(training: TrainingArguments) -> bool:
-    """Whether ``--deepspeed`` or ``accelerate launch`` asked for it."""
+    """Return whether ``--deepspeed`` or ``accelerate launch`` asked for DeepSpeed."""
     return training.deepspeed_plugin is not None
 
 
 def zero_stage(training: TrainingArguments) -> Optional[int]:
-    """0 to 3, None without DeepSpeed."""
+    """Return the ZeRO stage, 0 to 3; None without DeepSpeed."""
     return training.deepspeed_plugin.zero_stage if uses_deepspeed(training) else None
 
 
@@ -47,8 +47,8 @@ def check_deepspeed(
     memory: MemorySettings,
     regularization: Optional[RegularizationSettings],
 ) -> None:
-    """Fill the DeepSpeed configuration, if there is one, from the settings. Raises SettingsError where it contradicts
-    them or itself, ControlError for a loop that cannot work with it."""
+    """Fill the DeepSpeed configuration, if there is one, from the settings. Raises SettingsError if it contradicts them
+    or itself, ControlError for a loop that cannot work with it."""
     if not uses_deepspeed(training):
         return
     share_process_group()
@@ -62,13 +62,16 @@ def check_deepspeed(
     _check_model(model, training)
     _check_optimizer(config, training)
     _check_loops(training, memory, regularization)
-    if memory.acts:  # before a model is loaded; a script of one's own meets the same refusal when training begins
+    if memory.acts:  # before a model is loaded; your own script gets the same error when training begins
         refuse_timers(source, config.get("flops_profiler", {}).get("enabled"), config.get("wall_clock_breakdown"))
 
 
 def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only: bool) -> None:
-    """Raise CheckpointError for what this launch cannot read: FSDP reads files of its own, DeepSpeed what as many ranks
-    have written in the same stage, and the stock Trainer would start over, which ``weights_only`` asks for."""
+    """Raise CheckpointError for a checkpoint that this launch cannot read.
+
+    FSDP has its own file formats, and DeepSpeed reads only what the same number of ranks wrote in the same stage. The
+    stock Trainer would start the optimizer over, which is what ``weights_only`` asks for.
+    """
     here = launched_under(training)
     saved = needed_launch(checkpoint, here, weights_only)
     if not uses_deepspeed(training) and (saved is None or not (checkpoint / LATEST).is_file()):
@@ -88,20 +91,22 @@ def _under(stage: int, ranks: int) -> str:
 
 
 def _under_fsdp(form: Optional[str]) -> str:
-    """FSDP reads what it has written whole under either name for that."""
+    """Return the launch in words; FSDP reads a full state dict under either of its two names."""
     return f"under FSDP with fsdp_state_dict_type: {form if form == IN_SHARDS else WHOLE}" if form else WITHOUT
 
 
 def needed_launch(checkpoint: Path, here: Optional[str], weights_only: bool) -> Optional[str]:
-    """Which launch alone reads the optimizer state of ``checkpoint``. None where ``here`` (of ``launched_under``) does,
-    or starts it over, or only DeepSpeed can tell."""
+    """Return the only launch that reads the optimizer state of ``checkpoint``.
+
+    None if ``here`` (of ``launched_under``) reads it or starts it over, or if only DeepSpeed can tell.
+    """
     saved = saved_under(checkpoint)
     starts_over = weights_only and here == WITHOUT and saved_form(checkpoint) is None
     return None if starts_over or here in (None, saved) else saved
 
 
 def saved_under(checkpoint: Path) -> Optional[str]:
-    """Which launch reads its optimizer state. None where only DeepSpeed can tell."""
+    """Return the launch that reads the optimizer state of ``checkpoint``; None if only DeepSpeed can tell."""
     latest = checkpoint / LATEST
     if not latest.is_file():
         return _under_fsdp(saved_form(checkpoint)) if checkpoint.is_dir() else None
@@ -111,7 +116,7 @@ def saved_under(checkpoint: Path) -> Optional[str]:
 
 
 def launched_under(training: TrainingArguments) -> Optional[str]:
-    """Which launch this is, in the words of ``saved_under``."""
+    """Return the launch of this process, in the words of ``saved_under``."""
     if not uses_deepspeed(training):
         return _under_fsdp(form_of_fsdp(training))
     config, stage = training.deepspeed_plugin.deepspeed_config, zero_stage(training)
@@ -145,7 +150,8 @@ def _check_model(model: ModelSettings, training: TrainingArguments) -> None:
 
 
 def _check_optimizer(config: dict[str, Any], training: TrainingArguments) -> None:
-    """ZeRO hands the optimizer one flat row of numbers per group of weights, a slice of it on each rank."""
+    """Raise SettingsError for an optimizer that needs shapes: ZeRO passes it one flat vector per group of weights, and
+    each rank a slice of it."""
     if "optimizer" in config or zero_stage(training) == 0:
         return
     name = plain(training.optim)
@@ -161,7 +167,8 @@ def _check_loops(
     training: TrainingArguments, memory: MemorySettings, regularization: Optional[RegularizationSettings]
 ) -> None:
     stage = zero_stage(training)
-    if regularization is not None and regularization.steers:  # S alone is left out where it cannot be measured
+    # without steering, S is simply not reported if it cannot be measured
+    if regularization is not None and regularization.steers:
         refuse_stage(stage, regularization.resolved_actuator)
     if memory.acts and stage == 0:
         raise ControlError(

@@ -1,4 +1,4 @@
-"""What must hold before DeepSpeed starts, and how its processes part."""
+"""What must be set up before DeepSpeed starts, and how its processes end."""
 
 from __future__ import annotations
 
@@ -16,68 +16,74 @@ from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.hardware.probe import free_port
 
 FILE_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-"""Where ``accelerate launch`` says which configuration it was given."""
+"""In this variable, ``accelerate launch`` passes the configuration that it was given."""
 
 BY_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-"""Set by mpirun of Open MPI, of MPICH and Intel, of MVAPICH: there DeepSpeed finds rank and address itself."""
+"""Set by mpirun of Open MPI, of MPICH and Intel, and of MVAPICH: DeepSpeed then finds rank and address itself."""
 
 
 def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
-    """Make the process ready for DeepSpeed; does nothing without it. Call it before ``TrainingArguments`` are made.
+    """Prepare this process for DeepSpeed, if it is used. Call it before ``TrainingArguments`` are created.
 
     deepspeed: value of ``--deepspeed``; ``accelerate launch`` asks through the environment. use_cpu: no GPU is used.
-    Raises RequirementError where DeepSpeed is not installed.
+    Raises RequirementError if DeepSpeed is not installed.
     """
     if not deepspeed and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return
     if find_spec("deepspeed") is None:
         raise RequirementError("DeepSpeed is requested but not installed; pip install 'scu-trainer[deepspeed]'")
-    _check_file(deepspeed or _found_by_accelerate())
-    _stand_alone()
-    _keep_builds_with_the_environment()
+    _check_file(deepspeed or _file_of_accelerate())
+    _be_the_only_process()
+    _build_in_environment()
     if use_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that there is none
-        _build_nothing_for_communication()
+        # otherwise DeepSpeed looks for a GPU and warns that there is none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        _disable_shared_memory_build()
 
 
 @contextlib.contextmanager
 def builds_are_said(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``say`` gets a line where DeepSpeed compiles, which takes minutes silently, or waits for another build.
-    A killed build leaves a lock file behind, for which torch waits forever."""
+    """Inside, call ``say`` with a line when DeepSpeed compiles, silently for minutes, or waits for another build.
+
+    A killed build leaves a lock file behind, for which torch waits forever.
+    """
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _get_build_directory
 
     build = OpBuilder.jit_load
 
-    def said(builder: Any, *args: Any, **kwargs: Any) -> Any:
+    def reported_build(builder: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(_get_build_directory(builder.name, False))
         lock = folder / "lock"
         if lock.exists():
             say(
-                f"DeepSpeed waits until another process has compiled {builder.name}; if there is none, because it was "
-                f"killed, delete {lock}"
+                f"DeepSpeed waits until another process has compiled {builder.name}; if there is none, because it "
+                f"was killed, delete {lock}"
             )
         elif not (folder / f"{builder.name}.so").is_file():
-            say(f"DeepSpeed compiles {builder.name} into {folder}: a matter of minutes, at the first start only")
+            say(
+                f"DeepSpeed compiles {builder.name} into {folder}: this takes minutes, and happens only at the "
+                "first start"
+            )
         return build(builder, *args, **kwargs)
 
-    OpBuilder.jit_load = said
+    OpBuilder.jit_load = reported_build
     try:
         yield
     finally:
         OpBuilder.jit_load = build
 
 
-def _found_by_accelerate() -> Optional[str]:
-    """The configuration that its launch file names, where that lies: its processes read the variable, too."""
-    named = os.environ.get(FILE_VARIABLE)
-    if named:
-        os.environ[FILE_VARIABLE] = shipped.deepspeed(named)
+def _file_of_accelerate() -> Optional[str]:
+    """Return the configuration that the launch file names, and resolve its path in the variable, which others read."""
+    file_name = os.environ.get(FILE_VARIABLE)
+    if file_name:
+        os.environ[FILE_VARIABLE] = shipped.deepspeed(file_name)
     return os.environ.get(FILE_VARIABLE)
 
 
 def _check_file(deepspeed: Optional[str]) -> None:
-    """Raise SettingsError for a path without a configuration. The JSON itself, or nothing, is left to transformers."""
+    """Raise SettingsError for a path without a configuration. Inline JSON, or nothing, is left to transformers."""
     if not deepspeed or not (deepspeed.endswith(".json") or os.path.isfile(deepspeed)):
         return
     if not os.path.isfile(deepspeed):
@@ -97,7 +103,7 @@ def _check_file(deepspeed: Optional[str]) -> None:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """DeepSpeed refuses a key that is given twice, but gets the file from transformers, which keeps the last."""
+    """Raise ValueError for a repeated key. DeepSpeed would too, but transformers reads the file and keeps the last."""
     names = [name for name, _ in pairs]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
@@ -105,31 +111,39 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _stand_alone() -> None:
-    """Without a launcher: be the only process. DeepSpeed would ask mpi4py, which few have."""
+def _be_the_only_process() -> None:
+    """Without a launcher, set the address of a single process. DeepSpeed would use mpi4py, which few have installed."""
     if "RANK" in os.environ or any(name in os.environ for name in BY_MPI):
         return
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **address)
 
 
-def _keep_builds_with_the_environment() -> None:
-    """What DeepSpeed compiles (only where its file names an optimizer) belongs to one torch: not into the home."""
+def _build_in_environment() -> None:
+    """Put what DeepSpeed compiles into the virtual environment, not the home folder, because it fits only one torch.
+
+    DeepSpeed compiles only if its file names an optimizer.
+    """
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
-def _build_nothing_for_communication() -> None:
-    """DeepSpeed compiles its shared-memory communication for a minute at the first start on a CPU, and an interrupted
-    build leaves a lock that the next start waits for forever. Without it gloo is used. There is no public switch."""
+def _disable_shared_memory_build() -> None:
+    """Use gloo instead of DeepSpeed's shared-memory communication, which first compiles for a minute on a CPU.
+
+    An interrupted build would leave a lock for which the next start waits forever. There is no public switch.
+    """
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def share_process_group() -> None:
-    """Let DeepSpeed know the processes that ``TrainingArguments`` have connected on a CPU. It would find out when
-    training begins: too late for ZeRO-3, which cuts weights for as many ranks as it knows while a model is loaded."""
+    """Tell DeepSpeed about the process group that ``TrainingArguments`` have created on a CPU.
+
+    It would find out when training begins: too late for ZeRO-3, which divides weights among the known ranks while a
+    model is loaded.
+    """
     import deepspeed
     import torch.distributed as dist
 
@@ -139,21 +153,23 @@ def share_process_group() -> None:
 
 @contextlib.contextmanager
 def process_group_kept() -> Iterator[None]:
-    """Afterwards this process is in no group in which it was not before: settings with DeepSpeed begin one."""
+    """Afterwards, leave a process group that was created inside, as settings with DeepSpeed do."""
     import torch.distributed as dist
 
-    was_there = dist.is_available() and dist.is_initialized()
+    existed = dist.is_available() and dist.is_initialized()
     try:
         yield
     finally:
-        if not was_there:
+        if not existed:
             leave_process_group(succeeded=False)
 
 
 @contextlib.contextmanager
 def models_kept_whole(training: Any) -> Iterator[None]:
-    """Inside, transformers makes models as it does without ZeRO-3, which would divide their weights among processes:
-    for models that are only looked at. ``training``: TrainingArguments."""
+    """Inside, transformers makes models as without ZeRO-3, which would divide their weights among processes.
+
+    For models that are only inspected. training: TrainingArguments.
+    """
     zero = getattr(training, "hf_deepspeed_config", None)
     if zero is None:
         yield
@@ -168,8 +184,11 @@ def models_kept_whole(training: Any) -> Iterator[None]:
 
 
 def leave_process_group(succeeded: bool) -> None:
-    """The last thing that a launched process does. After success the ranks wait for each other: the first holds the
-    store that the others talk to while they close their connections. One that failed alone would wait forever."""
+    """Leave the process group, as the last thing that a launched process does.
+
+    After success the ranks wait for each other, because rank 0 holds the store that the others use while they close
+    their connections. After a failure this rank does not wait, because it would wait forever.
+    """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

@@ -1,6 +1,6 @@
-"""A rank, its launcher and the other ranks: whether there is a launcher, and that a rank does not outlive it.
+"""A rank, its launcher and the other ranks: whether there is a launcher, and how a rank ends with it.
 
-Imports nothing heavy, so that a rank can ask for its end before it spends seconds on imports, or waits for the others.
+Imports nothing heavy, so that a rank can set this up before it spends seconds on imports, or waits for the others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ logger = logging.getLogger("scu_trainer")
 
 
 def is_launched() -> bool:
-    """Whether torchrun, accelerate or deepspeed started this process."""
+    """Return whether torchrun, accelerate or deepspeed started this process."""
     return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"))
 
 
 def end_with_launcher() -> None:
-    """Ask the system (Linux) for a SIGTERM when the launcher dies: a rank must not go on alone, nor lose its work."""
+    """Ask Linux for a SIGTERM when the launcher dies: a rank must neither continue on its own nor lose its work."""
     if not is_launched() or sys.platform != "linux":
         return
     import ctypes
@@ -32,21 +32,23 @@ def end_with_launcher() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0) != 0:
         logger.warning("the run would outlive its launcher: prctl failed with error %d", ctypes.get_errno())
-    elif os.getppid() != parent:  # it died in between
+    elif os.getppid() != parent:  # the launcher died in between
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether an exchange failed because another rank is gone."""
+    """Return whether a collective call failed because another rank is gone."""
     from torch.distributed import DistError
 
-    return isinstance(error, DistError) or "gloo/transport/" in str(error)  # gloo has no class of its own
+    return isinstance(error, DistError) or "gloo/transport/" in str(error)  # gloo has no error class
 
 
 @contextlib.contextmanager
 def lost_ranks_said() -> Iterator[None]:
-    """Inside, an exchange that fails because another rank is gone raises ControlError: what this rank was doing then
-    explains nothing, and its traceback would bury the words of the rank that knows."""
+    """Inside, a collective call that fails because another rank is gone raises ControlError.
+
+    The traceback of this rank would explain nothing, and hide the message of the rank that knows the cause.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Which rules a launcher has for micro-batches, and what cannot follow any."""
+"""The rules for micro-batches under each launcher, and what memory control cannot work with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from scu_trainer.train.step.distributed.sharded import is_fsdp
 
 
 def ranks_for(trainer) -> Ranks:
-    """The launcher's rules for a ``trainer`` whose model is wrapped, as it is when training begins. Raises ControlError
-    for launchers and models whose micro-batches could hang or train something else."""
+    """Return the launcher's rules for a ``trainer`` with a wrapped model, as it is when training begins.
+
+    Raises ControlError for launchers and models with which micro-batches could hang or train something else.
+    """
     refuse_arguments(trainer)
     if trainer.is_deepspeed_enabled:
         return deepspeed_ranks(trainer)
@@ -36,11 +38,11 @@ def ranks_for(trainer) -> Ranks:
 
 
 def refuse_arguments(trainer) -> None:
-    """Raise ControlError for training arguments that memory control cannot work with; needs no wrapped model."""
+    """Raise ControlError for training arguments that memory control cannot work with. Needs no wrapped model."""
     args = trainer.args
     if args.n_gpu > 1:
         raise ControlError(
-            f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts batches by itself; start one process per "
+            f"one process drives {args.n_gpu} GPUs (DataParallel), which cuts batches itself; start one process per "
             f"GPU with torchrun or accelerate launch, or {OFF}"
         )
     refuse_fields(args)
@@ -54,8 +56,11 @@ def refuse_arguments(trainer) -> None:
 
 
 def refuse_fields(args: TrainingArguments) -> None:
-    """Of these, what needs no trainer to be seen. The number of GPUs is not among that: a model may lie on several, and
-    a comparison, which asks as well, gives each of its runs one."""
+    """Raise ControlError for those arguments that can be checked without a trainer.
+
+    The number of GPUs is not among them: a model may be spread over several, and a comparison, which also calls this,
+    gives each of its runs one.
+    """
     if args.auto_find_batch_size:
         raise ControlError(
             "auto_find_batch_size restarts training with a smaller batch, but memory control fits the requested "
@@ -70,7 +75,7 @@ def refuse_fields(args: TrainingArguments) -> None:
 
 
 def _refuse_split_models(trainer) -> None:
-    """A sequence or a layer spread over ranks: its collectives must match micro-batch by micro-batch."""
+    """Raise ControlError if layers or sequences are spread over ranks, with collective calls in every micro-batch."""
     sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     for name, size in sizes.items():
         if size > 1:

@@ -1,20 +1,20 @@
-"""What the memory loop needs from the launcher: micro-batches that may fail alone, and one reduction over ranks.
+"""What the memory loop needs from the launcher: micro-batches that may fail on one rank, and one reduction over ranks.
 
     with ranks.window():                          # nothing in here communicates, so a micro-batch may run again
         for i, micro_batch in enumerate(micro_batches):
             with ranks.micro_batch(last=i == len(micro_batches) - 1):
                 ...                               # forward and backward; gradients add up on this rank
-        # out of memory: ranks.drop_gradients(), then the window's micro-batches from the first one on
+        # out of memory: ranks.drop_gradients(), then run the micro-batches of the window again
         shared = ranks.all_reduce_max([...])      # every rank learns what happened on any of them
     # Left without an exception: gradients are what stock training has before its optimizer step.
     ranks.finish()                                # at the last accumulation batch: DeepSpeed's optimizer step
 
-Synchronizing in the last backward, as stock training does, cannot be undone: a rank that fails there leaves its peers
-waiting. Here all local work is done before anybody waits for anybody, and an exception leaves ``window`` without
+Synchronizing in the last backward, as stock training does, cannot be undone: a rank that fails there leaves the others
+waiting. Here all local work is done before any rank waits for another, and an exception leaves ``window`` without
 communication: ranks that agreed to stop may all raise inside it.
 
-Not seen, and fatal under several ranks: a model that communicates in its own forward, because ranks run different
-numbers of micro-batches. Of a loss that does, ``loss/analysis/exchange.py`` reads it, and batches stay whole.
+Not detected, and fatal with several ranks: a model that communicates in its own forward, because ranks run different
+numbers of micro-batches. ``loss/analysis/exchange.py`` detects a loss that communicates, and batches then stay whole.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from scu_trainer.train.step.recovery.snapshot import replaced
 T = TypeVar("T")
 
 BUCKET_BYTES = 25 * 2**20
-"""Small gradients travel together: what the reduction itself needs of memory. DDP's default."""
+"""Small gradients are reduced together in buckets of this size, the memory that a reduction needs. DDP's default."""
 
 ALONE_BYTES = 2**20
-"""Gradients of this size travel as they are: copying them twice would cost more than a message of their own."""
+"""Gradients of this size are reduced in place: copying them twice would cost more than a separate message."""
 
 OFF = "set memory_control: false"
 
 
 class Ranks:
-    """One process: nothing to share. Base of what the launchers need.
+    """One process, which has nothing to share. The base class for launchers.
 
-    ``recoverable``: a micro-batch that ran out of memory may run again. ``even_micro_batches``: all ranks must run the
-    same number of micro-batches, or their collectives no longer match. ``weights``: what is trained.
+    recoverable: a micro-batch that ran out of memory may run again.
+    even_micro_batches: all ranks must run the same number of micro-batches, or their collective calls no longer match.
+    weights: the trained weights.
     """
 
     recoverable = True
@@ -62,23 +63,27 @@ class Ranks:
 
     @contextmanager
     def window(self, completes: bool = True) -> Iterator[None]:
-        """All forward and backward work of one optimizer step. ``completes``: whether the step is taken then."""
+        """Context of all forward and backward work of one optimizer step. ``completes``: the step is taken then."""
         self._completes = completes
         with self._sync_gradients(False):
             yield
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
-        """Forward and backward of one micro-batch; ``last``: no other follows in this window. Nothing communicates
-        here, but a loss may look for the last backward before an optimizer step, as TRL's GRPO does."""
+        """Context of forward and backward of one micro-batch; ``last``: no other follows in this window.
+
+        Nothing communicates here, but a loss may check for the last backward before an optimizer step, as in TRL's
+        GRPO.
+        """
         return self._sync_gradients(True) if last and self._completes else nullcontext()
 
     def drop_gradients(self) -> None:
-        """Forget all that was accumulated in this window."""
+        """Drop everything that was accumulated in this window."""
         for weight in self.weights:
             weight.grad = None
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """The largest of each value over all ranks. Every rank must call it at the same place, with as many values."""
+        """Return the maximum of each value over all ranks. Every rank must call it at the same place, with the same
+        number of values."""
         if self.world_size == 1:
             return list(values)
         shared = torch.tensor(values, dtype=torch.int64, device=self._accelerator.device)
@@ -86,16 +91,16 @@ class Ranks:
         return shared.tolist()
 
     def _fill_unused(self, weights: Iterable[nn.Parameter], used: Sequence[bool]) -> None:
-        """Zero gradients where only other ranks used a weight. ``used``: whether this rank has a gradient of each."""
+        """Set zero gradients for weights that only other ranks used. ``used``: by this rank, for each weight."""
         for weight, used_here, used_anywhere in zip(weights, used, self.all_reduce_max(used), strict=True):
             if used_anywhere and not used_here:
                 weight.grad = torch.zeros_like(weight)
 
     def finish(self) -> None:
-        """What the launcher itself does at the end of an optimizer window, after its gradients are complete."""
+        """Do what the launcher does at the end of an optimizer window, after its gradients are complete."""
 
     def _sync_gradients(self, value: bool) -> AbstractContextManager[None]:
-        """Inside, what accelerate says on whether the next backward completes a window."""
+        """Inside, accelerate reports ``value`` for whether the next backward completes a window."""
         return replaced(self._accelerator.gradient_state, "sync_gradients", value)
 
 
@@ -116,7 +121,7 @@ class DdpRanks(Ranks):
         self._average_gradients()
 
     def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers for everybody, once per window as in stock training, and not in a forward."""
+        """Broadcast rank 0's buffers once per window, as stock training does, but outside of a forward."""
         self._ddp.require_forward_param_sync = False
         if not self._ddp.broadcast_buffers:
             return
@@ -131,13 +136,13 @@ class DdpRanks(Ranks):
         self._fill_unused(self._shared, [weight.grad is not None for weight in self._shared])
         gradients = [weight.grad for weight in self._shared if weight.grad is not None]
         for flat in in_buckets(gradients):
-            # Before the sum, and as a product: the order in which DDP rounds.
+            # Before the sum, and as a product, because that is how DDP rounds.
             flat.mul_(1.0 / self.world_size)
             dist.all_reduce(flat, group=self._ddp.process_group)
 
 
 class ShardedRanks(Ranks):
-    """FSDP and ZeRO-3: every forward and backward communicates, so a rank that fails inside one cannot be helped."""
+    """FSDP and ZeRO-3: every forward and backward communicates, so a rank that fails inside one cannot recover."""
 
     recoverable = False
     even_micro_batches = True
@@ -147,7 +152,7 @@ class ShardedRanks(Ranks):
         yield
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
-        # The launcher closes the window inside the last backward: boundary and optimizer step of ZeRO-3.
+        # ZeRO-3 ends the window inside the last backward, with its boundary and optimizer step.
         return self._sync_gradients(last)
 
     def drop_gradients(self) -> None:
@@ -158,8 +163,10 @@ class ShardedRanks(Ranks):
 
 
 def of_one_rank(found: Optional[T], urgency: int, device: torch.device) -> Optional[T]:
-    """``found`` of the first rank with the highest ``urgency``, for all ranks; None where that is 0 on each. Every rank
-    must call it at the same place. ``found``: without tensors on a card, which would arrive on the sender's."""
+    """Return ``found`` of the first rank with the highest ``urgency`` on all ranks; None if each urgency is 0.
+
+    Every rank must call it at the same place. found: without tensors on a GPU, which would arrive on the sender's.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     shared = torch.tensor(urgency * size + size - 1 - rank if urgency else 0, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
@@ -171,9 +178,9 @@ def of_one_rank(found: Optional[T], urgency: int, device: torch.device) -> Optio
 def in_buckets(
     tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES, alone_bytes: int = ALONE_BYTES
 ) -> Iterator[torch.Tensor]:
-    """Flat tensors that the caller changes in place: copies of several, copied back, or a large one itself.
+    """Yield flat tensors that the caller changes in place: copies of several, copied back, or a large one itself.
 
-    The order depends on shapes, types and devices only, so ranks with equal models see equal buckets.
+    The order depends only on shapes, types and devices, so ranks with equal models see equal buckets.
     """
     for bucket in _buckets(tensors, limit_bytes, alone_bytes):
         if len(bucket) == 1 and bucket[0].is_contiguous():
@@ -187,7 +194,8 @@ def in_buckets(
 
 
 def _buckets(tensors: Iterable[torch.Tensor], limit_bytes: int, alone_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Lists of one dtype and device, each at most ``limit_bytes`` or a single tensor of ``alone_bytes`` or more."""
+    """Yield lists of one dtype and device, each at most ``limit_bytes`` or a single tensor of at least
+    ``alone_bytes``."""
     for same_kind in alike(tensors):
         bucket, size_bytes = [], 0
         for tensor in same_kind:

@@ -1,6 +1,6 @@
 """Recovering micro-batches under DeepSpeed's ZeRO-1 and ZeRO-2, through the engine's own delayed reduction.
 
-Full local gradients stay until the window ends, so ZeRO-2 needs the gradient memory of ZeRO-1 here.
+Full local gradients are kept until the window ends, so ZeRO-2 needs the gradient memory of ZeRO-1 here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ZeroRanks(Ranks):
             try:
                 yield
             except BaseException:
-                # The engine reduces what it finds even then, and other ranks may never come to meet it.
+                # The engine would reduce the gradients even now, and other ranks may never join.
                 self.drop_gradients()
                 raise
             self._complete()
@@ -40,7 +40,7 @@ class ZeroRanks(Ranks):
             with super().micro_batch(last), self._without_a_step():
                 yield
         except BaseException:
-            # A backward that fails leaves the engine believing that it still runs. After a forward this does nothing.
+            # After a failed backward the engine believes that it still runs. After a forward this does nothing.
             self._engine.optimizer.exit_backward()
             raise
 
@@ -48,18 +48,18 @@ class ZeroRanks(Ranks):
         """Inside, accelerate's backward does not take the engine's step, as it would in the last one of a window."""
         backward = self._accelerator.backward
 
-        def going_back(loss: torch.Tensor, **kwargs: Any) -> None:
+        def backward_without_step(loss: torch.Tensor, **kwargs: Any) -> None:
             with self._sync_gradients(False):
                 backward(loss, **kwargs)
 
-        return replaced(self._accelerator, "backward", going_back)
+        return replaced(self._accelerator, "backward", backward_without_step)
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._engine.optimizer.zero_grad(set_to_none=True)  # low precision under ZeRO-1: the sum is kept beside .grad
+        self._engine.optimizer.zero_grad(set_to_none=True)  # with low precision under ZeRO-1, the sum is not in .grad
 
     def finish(self) -> None:
-        """Clip, step, clear gradients, count: once per window, as accelerate does it in the last backward."""
+        """Clip, step, clear gradients and count, once per window, as accelerate does in the last backward."""
         self._engine.set_gradient_accumulation_boundary(is_boundary=True)
         self._engine.step()
 
@@ -73,7 +73,8 @@ class ZeroRanks(Ranks):
 
 
 def deepspeed_ranks(trainer) -> Ranks:
-    """Raises ControlError for what DeepSpeed cannot delay, or cannot survive a failed micro-batch with."""
+    """Return the rules for DeepSpeed. Raises ControlError for what it cannot delay, or cannot survive a failed
+    micro-batch with."""
     engine = trainer.model_wrapped
     _refuse_unusable(engine)
     stage = int(engine.zero_optimization_stage())
@@ -89,7 +90,7 @@ def deepspeed_ranks(trainer) -> Ranks:
 
 def refuse_timers(source: str, flops_profiler: Any, wall_clock_breakdown: Any) -> None:
     """Raise ControlError for a timer that is on in ``source``."""
-    # The profiler first: the engine then says wall_clock_breakdown, too, whatever its configuration says.
+    # The profiler first, because the engine then reports wall_clock_breakdown as on, whatever its configuration says.
     for name, is_on in (("flops_profiler", flops_profiler), ("wall_clock_breakdown", wall_clock_breakdown)):
         if is_on:
             raise ControlError(
@@ -107,4 +108,6 @@ def _refuse_unusable(engine) -> None:
             f"micro-batches; use a model without it, or {OFF}"
         )
     if engine.zenflow:
-        raise ControlError(f"DeepSpeed's zenflow updates weights beside the optimizer step; remove zenflow, or {OFF}")
+        raise ControlError(
+            f"DeepSpeed's zenflow updates weights outside of the optimizer step; remove zenflow, or {OFF}"
+        )

@@ -1,5 +1,7 @@
-"""Models whose weights lie in shards over the ranks (ZeRO-3, FSDP): a parameter is empty or a part until its layer
-runs, and every forward pass is work for all ranks together."""
+"""Models with weights in shards over the ranks (ZeRO-3, FSDP).
+
+A parameter is empty, or only a part, until its layer runs, and every forward pass needs all ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +29,30 @@ WHOLE, IN_SHARDS = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
 
 def weight_count(parameter: nn.Parameter) -> int:
-    """Numbers in a parameter, also where this process holds a shard of it, or where two share a byte (4 bits)."""
+    """Return how many numbers a parameter has, also for a shard, or for two numbers per byte (4 bits)."""
     return getattr(parameter, "ds_numel", numbers_in(parameter))
 
 
 def trained_bytes(model: nn.Module) -> int:
-    """Of the weights that are trained, those of all shards together."""
+    """Return the bytes of all trained weights, over all shards."""
     return sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def is_sharded(trainer: Trainer) -> bool:
-    """Whether a forward pass needs all ranks, or will once training begins: FSDP wraps the model only then."""
+    """Return whether a forward pass needs all ranks, or will once training begins, when FSDP wraps the model."""
     if trainer.is_deepspeed_enabled:
         return trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     return is_fsdp(trainer)
 
 
 def needs_all_ranks(trainer: Trainer) -> bool:
-    """Whether a forward pass of one rank alone would wait for the others without end."""
+    """Return whether a forward pass of only one rank would wait for the others forever."""
     return trainer.accelerator.num_processes > 1 and is_sharded(trainer)
 
 
 def is_fsdp(trainer: Trainer) -> bool:
-    # Not `is_fsdp_enabled`: FSDP asked for on a CPU becomes DDP. A model may come wrapped by its maker, so it is asked.
+    # Not `is_fsdp_enabled`, because FSDP requested on a CPU becomes DDP. The user may also pass a model that is already
+    # wrapped.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     named = trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
@@ -57,8 +60,10 @@ def is_fsdp(trainer: Trainer) -> bool:
 
 
 def form_of_fsdp(training: TrainingArguments) -> Optional[str]:
-    """``fsdp_state_dict_type`` of a launch under FSDP, or what a script has set in its trainer since; None without it,
-    and where it is asked for and accelerate trains data parallel all the same: on a CPU, or with one process."""
+    """Return the ``fsdp_state_dict_type`` of an FSDP launch, or the one that a script has set since.
+
+    None without FSDP, or if accelerate trains data parallel instead (on a CPU, or with one process).
+    """
     if not asks_for_fsdp(training) or training.distributed_state.distributed_type.value in ("NO", "MULTI_CPU"):
         return None
     made = AcceleratorState._shared_state.get("fsdp_plugin")
@@ -66,21 +71,22 @@ def form_of_fsdp(training: TrainingArguments) -> Optional[str]:
 
 
 def saved_form(checkpoint: Path) -> Optional[str]:
-    """``fsdp_state_dict_type`` that reads the files of FSDP in a checkpoint; None where there are none."""
+    """Return the ``fsdp_state_dict_type`` that reads the FSDP files in a checkpoint; None if there are none."""
     own = [*checkpoint.glob(f"{FSDP_MODEL_NAME}*")]
     return (IN_SHARDS if any(path.is_dir() for path in own) else WHOLE) if own else None
 
 
 def save_whole(trainer: Trainer) -> None:
-    """What FSDP saves from now on; of a model in shards, as accelerate asks for by itself, the stock Trainer saves
-    nothing at the end."""
+    """Let FSDP save a full state dict from now on. In shards, its default, the stock Trainer saves no final model."""
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type(WHOLE)
 
 
 def check_fsdp(checkpoint: Path, form: Optional[str]) -> None:
-    """Raise CheckpointError for weights that this launch cannot read, with their optimizer state or without: FSDP reads
-    files of its own. ``form``: the ``fsdp_state_dict_type`` of this launch; None without FSDP."""
+    """Raise CheckpointError for weights that this launch cannot read, because FSDP has its own file formats.
+
+    form: the ``fsdp_state_dict_type`` of this launch; None without FSDP.
+    """
     if not checkpoint.is_dir():
         return
     own = saved_form(checkpoint)
@@ -101,14 +107,14 @@ def check_fsdp(checkpoint: Path, form: Optional[str]) -> None:
 
 
 def or_from_its_weights(checkpoint: Path) -> str:
-    """What else one can do with it; nothing where its weights are in shards, which no other launch reads."""
+    """Return advice to start a new run from the weights; empty if they are in shards, which no other launch reads."""
     is_whole = any(checkpoint.glob("*model*.safetensors"))
     return " or begin another run from its weights with model_name_or_path" if is_whole else ""
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what FSDP2 keeps gathered after a forward pass without backward: its outermost weights, which are other
-    objects as long as they are gathered. Does nothing to other models."""
+    """Reshard what FSDP2 keeps gathered after a forward pass without backward: its outermost weights, which are other
+    objects while they are gathered. Does nothing to other models."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -117,13 +123,17 @@ def reshard(model: nn.Module) -> None:
 
 
 class Beforehand(TrainerCallback, Generic[T]):
-    """A measurement of the model before its first step: at once, or where it cannot run yet as training will run it, on
-    all ranks when training begins. A run that resumes then has the checkpoint's weights already."""
+    """A measurement of the model before its first step.
+
+    It is made immediately or, if the model cannot run yet as it will in training, on all ranks when training begins. A
+    run that resumes has loaded the weights of its checkpoint by then.
+    """
 
     def __init__(self, trainer: Trainer, measure: Callable[[], T]) -> None:
         self.value: Optional[T] = None
         self._measure = measure
-        # DeepSpeed and FSDP place a model only then, and so does the stock Trainer for evaluation in half precision.
+        # DeepSpeed and FSDP place a model only when training begins; so does the stock Trainer for evaluation in half
+        # precision.
         if is_sharded(trainer) or input_device(trainer.model).type != trainer.args.device.type:
             trainer.add_callback(self)
         else:
@@ -134,8 +144,10 @@ class Beforehand(TrainerCallback, Generic[T]):
 
 
 def training_precision(trainer: Trainer) -> AbstractContextManager:
-    """The arithmetic of training for a forward pass outside of it: autocast, but DeepSpeed converts the weights
-    themselves, and only when training begins."""
+    """Return the precision context of training for a forward pass outside of it.
+
+    That is autocast; but DeepSpeed converts the weights themselves, and only when training begins.
+    """
     if not trainer.is_deepspeed_enabled:
         return trainer.accelerator.autocast()
     dtype = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.dtype()

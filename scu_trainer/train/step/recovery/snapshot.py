@@ -143,8 +143,7 @@ class ChangingBuffers:
 
     @torch.no_grad()
     def restore(self, kept: KeptBuffers) -> None:
-        """Restore the buffers. Raises OutOfMemory, after restoring the others, if a buffer without a copy has
-        changed."""
+        """Restore the buffers. Raises OutOfMemory, after restoring the others, if one without a copy has changed."""
         touched = {kept_buffer.module for kept_buffer in kept.buffers if _is_touched(kept_buffer)}
         lost = []
         for kept_buffer in kept.buffers:
