@@ -157,7 +157,7 @@ def test_the_peak_is_that_of_the_device_that_trained(monkeypatch):
     job = SimpleNamespace(training=SimpleNamespace(device=torch.device("cpu"), output_dir="."))
     console = Console(file=io.StringIO())
     known = {field.name: FIGURES[field.name] for field in dataclasses.fields(trying_out.Estimate)}
-    trying_out._say(console, trying_out.Estimate(**known), True, 0, job)
+    trying_out._print_estimate(console, trying_out.Estimate(**known), True, 0, job)
     assert "peak memory of this process 1.50 GiB" in console.file.getvalue()
 
 

@@ -24,7 +24,7 @@ from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior
 from scu_trainer.train.session.building import own_optimizer
-from scu_trainer.train.session.session import _weights_beside
+from scu_trainer.train.session.session import _digests_of_fixed_weights
 from tests import tiny
 
 TARGETS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -264,11 +264,11 @@ def test_rounding_of_what_is_left_of_a_layer_is_no_other_base(name):
     """It depends on the device and the number of threads. The embedding is as it was read."""
     model = _ours(name)[0]
     parts = SimpleNamespace(model=model, teacher=None)
-    before = _weights_beside(parts)["base"]
+    before = _digests_of_fixed_weights(parts)["base"]
     model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.data *= 1 + 1e-6
-    assert (_weights_beside(parts)["base"] == before) == (name != "rslora")
+    assert (_digests_of_fixed_weights(parts)["base"] == before) == (name != "rslora")
     model.get_input_embeddings().weight.data *= 1.01
-    assert None is not _weights_beside(parts)["base"] != before
+    assert None is not _digests_of_fixed_weights(parts)["base"] != before
 
 
 def test_new_tokens_are_trained_and_nothing_else_of_the_embedding(flags, base, tmp_path):

@@ -108,11 +108,11 @@ def test_ranks_compare_what_none_of_them_may_have_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "require_alike", lambda found, training: compared.update(found))
     words = ["--dataset", "python_docs", "--use_cpu", "true", "--output_dir", str(tmp_path), "--preflight", "off"]
     job, console = configuration.read_job(None, words), session.console_of_run()
-    session._begin(job, console)
+    session._check_before_loading(job, console)
     data = SimpleNamespace(train=range(5), eval=range(3))
     kind = SimpleNamespace(load=lambda *_: SimpleNamespace(data=data))
     known = {"training": job.training, "saves_by_length": False, "check_rows": job.check_rows}
-    session._loaded(SimpleNamespace(kind=kind, **known), console)
+    session._load(SimpleNamespace(kind=kind, **known), console)
     assert (compared["training rows"], compared["held-out rows"]) == (5, 3)
     (scaled,) = (name for name in compared if name.startswith("fp16 (mixed_precision"))
     assert changed_settings({scaled: True}, {scaled: False}, OF_A_MACHINE)

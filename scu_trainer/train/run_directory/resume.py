@@ -135,8 +135,7 @@ def _launcher_began_s() -> float:
 
 
 def decide(request: Request) -> Start:
-    """Return the start, from what is on the disk. Raises CheckpointError if a resume would silently train something
-    else."""
+    """Return the start, given what is on the disk. Raises CheckpointError if a resume would train something else."""
     if request.is_explicit:
         return _explicit_start(request)
     run = latest_run(request.output_dir)

@@ -1,4 +1,4 @@
-"""The trainer of a job, with its loops, optimizer and console."""
+"""Builds the trainer of a job, with its loops, optimizer and console."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STOCK = ("transformers", "accelerate")
 
 def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatus], console: Console) -> SCUTrainer:
     regularization, tokens = _regularization(job, parts), parts.data.statistics.supervised_tokens or None
-    with _stock_refusals():
+    with _argument_errors_for_user():
         trainer = SCUTrainer(
             model=parts.model,
             args=job.training,
@@ -58,7 +58,7 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
         )
     for line in (line for loop in trainer.loops for line in loop.opening_lines()):
         console.print(line, soft_wrap=True)
-    for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):  # one line for a log, one bar
+    for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):  # our console prints the logs and the bar instead
         trainer.remove_callback(theirs)
     trainer.add_callback(ConsoleCallback(console, job.kind.unit))
     measure_pace(trainer)
@@ -69,20 +69,22 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
 
 
 def _loops(job: Job, parts: TrainingComponents) -> list[Loop]:
-    """Beside those that the settings of the trainer make."""
+    """Return the loops in addition to those that the trainer makes from its settings."""
     loops: list[Loop] = []
     if parts.teacher is not None:
         loops.append(Distillation(parts.teacher, job.model.teacher_weight, job.model.teacher_temperature))
     if parts.anchor is not None:
-        loops.append(Retention(parts.anchor, job.retention, parts.collator, parts.load_base, _learned(job, parts)))
+        loops.append(
+            Retention(parts.anchor, job.retention, parts.collator, parts.load_base, _rows_to_learn(job, parts))
+        )
     if job.task.task == TEXT and job.data.sample_prompts and parts.data.eval is not None:
         loops.append(Samples(parts.data.eval, parts.processor, job.data.sample_prompts, job.data.sample_max_new_tokens))
     return loops
 
 
 def own_optimizer(job: Job, model: nn.Module) -> Optional[Optimizer]:
-    """LoRA+: two learning rates (Hayou et al. 2024, https://arxiv.org/abs/2402.12354), in the groups of peft; None
-    where the stock Trainer makes the optimizer."""
+    """Return the optimizer of LoRA+, with two learning rates in peft's groups (Hayou et al. 2024,
+    https://arxiv.org/abs/2402.12354); None if the stock Trainer makes the optimizer."""
     ratio = job.model.loraplus_lr_ratio
     if ratio is None:
         return None
@@ -93,8 +95,8 @@ def own_optimizer(job: Job, model: nn.Module) -> Optional[Optimizer]:
     return create_loraplus_optimizer(model, kind, loraplus_lr_ratio=ratio, **arguments)
 
 
-def _learned(job: Job, parts: TrainingComponents) -> Any:
-    """Held-out rows of what is learned: not of a source that is to be kept."""
+def _rows_to_learn(job: Job, parts: TrainingComponents) -> Any:
+    """Return the held-out rows of what is learned, without those of a source that should be retained."""
     place, held_out = parts.anchor.place, parts.data.eval
     if place is None or held_out is None:
         return held_out
@@ -102,15 +104,15 @@ def _learned(job: Job, parts: TrainingComponents) -> Any:
 
 
 def _regularization(job: Job, parts: TrainingComponents) -> Optional[RegularizationSettings]:
-    """Where retention acts through lambda, it alone moves it."""
+    """Return the regularization settings. If retention acts through lambda, only retention may change it."""
     if parts.anchor is None or parts.anchor.replayed is not None:
         return job.regularization
     return replace(job.regularization, law="fixed", lambda_init=0.0)
 
 
 @contextlib.contextmanager
-def _stock_refusals() -> Iterator[None]:
-    """What the stock Trainer has against its own arguments is for the one who gave them; our faults stay faults."""
+def _argument_errors_for_user() -> Iterator[None]:
+    """Inside, errors of the stock Trainer about its arguments become SettingsError; our own faults pass through."""
     try:
         yield
     except (ValueError, ImportError) as error:

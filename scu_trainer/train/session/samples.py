@@ -1,5 +1,7 @@
-"""A few held-out prompts, answered before training, at each evaluation and after it: what the figures look like in
-words. Training does not notice: nothing is drawn at random, and weights and modes are as they were."""
+"""Answers a few held-out prompts before training, at each evaluation and at the end, to show the metrics in words.
+
+Training is not affected: nothing is drawn at random, and weights and modes are restored.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ LONGEST_PROMPT_TOKENS = 512
 
 
 class Samples(Loop):
-    """Answers held-out prompts with the weights that an evaluation would use, greedily.
+    """Answers held-out prompts greedily, with the weights that an evaluation would use.
 
-    count: how many. max_new_tokens: of an answer; ``reference`` is cut to as many. Rows of samples.json: step, and for
-    each prompt its row, prompt, reference and answer.
+    count: number of prompts. max_new_tokens: of an answer; ``reference`` is cut to the same length. Rows of
+    samples.json hold the step, and for each prompt its row, prompt, reference and answer.
     """
 
     name = "samples"
@@ -40,8 +42,8 @@ class Samples(Loop):
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
         self.prompts = prompts_of(rows, count, LONGEST_PROMPT_TOKENS)
         self.notices: list[str] = []
-        self._asked_at: Optional[int] = None
-        self._answered = 0
+        self._answered_at_step: Optional[int] = None
+        self._answer_count = 0
 
     def opening_lines(self) -> list[str]:
         if not self.prompts:
@@ -52,7 +54,7 @@ class Samples(Loop):
         return "no process has the whole weights" if is_sharded(self.trainer) else cannot_write(self.trainer.model)
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._asked_at, self._answered = None, 0
+        self._answered_at_step, self._answer_count = None, 0
         if state.global_step == 0:
             self._answer_all(state.global_step)
 
@@ -61,24 +63,24 @@ class Samples(Loop):
             self._answer_all(state.global_step)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        """With load_best_model_at_end the weights are others than those of the last evaluation."""
-        if self._asked_at != state.global_step or args.load_best_model_at_end:
+        """Answer again if load_best_model_at_end may have loaded other weights than at the last evaluation."""
+        if self._answered_at_step != state.global_step or args.load_best_model_at_end:
             self._answer_all(state.global_step)
 
     def figures(self) -> dict[str, Any]:
-        return {"samples": {"prompts": len(self.prompts)}} if self._answered else {}
+        return {"samples": {"prompts": len(self.prompts)}} if self._answer_count else {}
 
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-        if not self._answered:
+        if not self._answer_count:
             return []
         prompts = counted(len(self.prompts), "held-out prompt")
         return [("samples", f"{prompts} answered: {SAMPLES_FILE}, and in the report")]
 
     def _answer_all(self, step: int) -> None:
-        """Every rank is there, for what a loop does around an evaluation; the first one answers."""
+        """Answer all prompts on the first rank. Every rank calls this, because loops may act around an evaluation."""
         if not self.prompts or self._obstacle():
             return
-        self._asked_at = step
+        self._answered_at_step = step
         try:
             answers = self._answers()
         except (RuntimeError, MemoryError, OutOfMemory) as error:
@@ -91,16 +93,16 @@ class Samples(Loop):
             self.notices.append(f"no samples were taken at step {step}: not enough memory")
             logger.warning("%s", self.notices[-1])
             return
-        self._answered += 1
+        self._answer_count += 1
         self.record({"step": step, "samples": answers})
 
     def _answers(self) -> list[dict[str, Any]]:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
-        with contextlib.ExitStack() as around:
+        with contextlib.ExitStack() as contexts:
             for loop in self.trainer.loops:
-                around.enter_context(loop.evaluation())
-            around.enter_context(training_precision(self.trainer))
-            around.enter_context(evaluating(model))
+                contexts.enter_context(loop.evaluation())
+            contexts.enter_context(training_precision(self.trainer))
+            contexts.enter_context(evaluating(model))
             return [self._row(prompt, model) for prompt in self.prompts if self.history is not None]
 
     def _row(self, prompt: Prompt, model: nn.Module) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""From settings to a trained run directory: what ``scripts/train.py`` calls.
+"""From settings to a trained run directory: the implementation of ``scripts/train.py``.
 
-Everything that can fail for a reason that the user can mend is tried before the run directory exists.
+Everything that can fail for a reason that the user can fix is tried before the run directory exists.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ logger = logging.getLogger("scu_trainer")
 
 
 def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = None) -> dict[str, Any]:
-    """Train, evaluate before and after, write the run directory. Returns the figures of scu_metrics.json.
+    """Train, evaluate before and after, and write the run directory. Returns the content of scu_metrics.json.
 
-    ``log``: one that ``run_log`` has begun earlier, to keep what libraries said while the settings were read.
-
-    Raises a UserError before anything is written where the settings, the data, the model or the disk do not fit.
+    log: a log that ``run_log`` began earlier, to keep what libraries logged while the settings were read. Raises a
+    UserError, before anything is written, if the settings, the data, the model or the disk are not suitable.
     """
     with run_log() if log is None else contextlib.nullcontext(log) as own_log:
         return _run(job, console or console_of_run(), own_log)
@@ -58,35 +57,37 @@ def run(job: Job, console: Optional[Console] = None, log: Optional[RunLog] = Non
 
 class _Screen(Console):
     def on_broken_pipe(self) -> None:
-        """A run is worth more than its lines: it continues where rich would exit."""
+        """Continue without output where rich would exit, because the run matters more than its lines."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         logger.warning("the reader of the output is gone (a pipe such as head or less); the run continues without it")
 
 
 def console_of_run() -> Console:
-    """Of the main process alone. Names of files are no markup."""
+    """Return the console: quiet on all ranks but the main process, and without markup, which file names may
+    resemble."""
     return _Screen(highlight=False, markup=False, quiet=not is_main_process())
 
 
 def look_only(job: Job) -> None:
-    """``--preflight_only``: load everything, look at it, train and write nothing. Raises a UserError."""
+    """``--preflight_only``: load and check everything, but train and write nothing. Raises a UserError."""
     console = console_of_run()
-    early = _begin(job, console)
-    parts = _loaded(job, console)
-    _look(job, parts, early, Path(job.training.output_dir), console)
+    early = _check_before_loading(job, console)
+    parts = _load(job, console)
+    _run_preflight(job, parts, early, Path(job.training.output_dir), console)
 
 
 @lost_ranks_said()
-def _begin(job: Job, console: Console) -> list[Finding]:
-    """What can be refused, or found by preflight, before anything is loaded."""
+def _check_before_loading(job: Job, console: Console) -> list[Finding]:
+    """Check everything that can be refused, or found by preflight, before anything is loaded."""
     job.check()
     job.require_one_gpu()
     for note in job.notes:
         console.print(note, soft_wrap=True)
     require_own_folder(job.training.output_dir)
     require_writable(job.training.output_dir)
-    # First, because settings also say what ranks ask each other. A scaled fp16 gradient cannot be averaged with others.
+    # First, because settings decide which collective calls the ranks make. A scaled fp16 gradient cannot be averaged
+    # with others.
     scaled = {"fp16 (mixed_precision: fp16 or no settles it)": job.training.fp16}
     require_alike({**job.as_dict(), **scaled}, job.training)
     early = [] if job.safety.preflight == "off" else from_first_rank(lambda: before_loading(job), job.training)
@@ -97,8 +98,8 @@ def _begin(job: Job, console: Console) -> list[Finding]:
 
 
 @lost_ranks_said()
-def _loaded(job: Job, console: Console) -> TrainingComponents:
-    """Data and model; how long the run is going to be also settles how often it saves, unless that was given."""
+def _load(job: Job, console: Console) -> TrainingComponents:
+    """Load data and model. The length of the run, now known, also decides how often it saves, unless that was set."""
     parts, training = job.kind.load(job, console), job.training
     rows = {"training rows": parts.data.train, "held-out rows": parts.data.eval}
     require_alike({name: len(data) if has_length(data) else None for name, data in rows.items()}, training)
@@ -111,7 +112,7 @@ def _loaded(job: Job, console: Console) -> TrainingComponents:
     return parts
 
 
-def _look(
+def _run_preflight(
     job: Job, parts: TrainingComponents, early: list[Finding], output_dir: Path, console: Console
 ) -> list[Finding]:
     if job.safety.preflight == "off":
@@ -123,10 +124,10 @@ def _look(
 
 def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     end_with_launcher()
-    if job.training.log_level != "passive":  # of the console, as for every script that trains with transformers
+    if job.training.log_level != "passive":  # for the console, as in every training script with transformers
         log.show(job.training.get_process_log_level())
-    early = _begin(job, console)
-    configuration = job.as_dict()  # as it was asked for: loading settles some of it
+    early = _check_before_loading(job, console)
+    configuration = job.as_dict()  # as the user gave it: loading changes some of it
     own = configuration if job.safety.resume else None
     with lost_ranks_said(), RunDirectoryLock(job.training, own, job.safety.weights_only) as lock:
         start = lock.start
@@ -134,15 +135,16 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
             console.print(start.line, soft_wrap=True)
         if start.is_done:
             return read_json(start.output_dir / "scu_metrics.json")
-        parts = _loaded(job, console)
-        description = _description(job, parts, configuration)  # first: to look at rows of a stream counts them
-        findings = _look(job, parts, early, start.output_dir, console)
+        parts = _load(job, console)
+        # first, because preflight reads rows of a stream, which counts them
+        description = _description(job, parts, configuration)
+        findings = _run_preflight(job, parts, early, start.output_dir, console)
         description["preflight"] = [finding.as_dict() for finding in findings]
-        _look_at_checkpoint(job, start, description, console)
+        _check_checkpoint(job, start, description, console)
         job.training.output_dir = str(start.output_dir)
         taken_over = TakenOver(lambda: _take_over(job, description, lock, console))
         request = StopRequest(job.safety.grace_period_s, is_launched())
-        # Said here too, because run.json takes its error from inside.
+        # lost_ranks_said is entered here too, because run.json records the error from inside.
         with (
             _run_directory(job, start, taken_over, log) as status,
             patch_environment(TENSORBOARD_LOGGING_DIR=f"{start.output_dir}/logs/tensorboard"),
@@ -160,8 +162,8 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
             return train(job, parts, start, trainer, request, status, console, foreseen)
 
 
-def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], console: Console) -> None:
-    """Rank 0 does, before it describes this start in the place of the one before."""
+def _check_checkpoint(job: Job, start: Start, description: dict[str, Any], console: Console) -> None:
+    """Check the checkpoint of ``start`` before the description of this start replaces the previous one."""
     if start.checkpoint is None:
         return
     checkpoint = Path(str(start.checkpoint))
@@ -170,33 +172,37 @@ def _look_at_checkpoint(job: Job, start: Start, description: dict[str, Any], con
     has_plan = job.acting_curriculum is not None
     found = from_first_rank(lambda: check_compatibility(checkpoint, description, has_plan), job.training)
     check_checkpoint(checkpoint, job.training, job.safety.weights_only)
-    # What the checkpoint carries is what the run has: its description must not say otherwise.
+    # The values that the checkpoint carries stay in effect, so the description must show them.
     description["configuration"] |= {change.name: change.before for change in found if change.is_carried}
     for change in found:
         console.print(f"changed since {checkpoint.name}: {change.line}", soft_wrap=True)
-    for line in _kept_rhythm(checkpoint, job.training):
+    for line in _kept_intervals(checkpoint, job.training):
         console.print(line, soft_wrap=True)
 
 
-def _kept_rhythm(checkpoint: Path, training: TrainingArguments) -> Iterator[str]:
-    """transformers saves, evaluates and logs as often as the checkpoint says, and tells the log file alone."""
+def _kept_intervals(checkpoint: Path, training: TrainingArguments) -> Iterator[str]:
+    """Yield a line for each interval of the settings that has no effect: transformers saves, evaluates and logs as
+    often as the checkpoint says, and reports that only in the log file."""
     state = read_json(checkpoint / "trainer_state.json")
-    for what in ("save", "eval", "logging"):
-        name, before = f"{what}_steps", state.get(f"{what}_steps")
-        asked = getattr(training, name)
-        if plain(getattr(training, f"{what}_strategy")) != "steps" or not before or asked is None:
+    for event in ("save", "eval", "logging"):
+        name, before = f"{event}_steps", state.get(f"{event}_steps")
+        requested = getattr(training, name)
+        if plain(getattr(training, f"{event}_strategy")) != "steps" or not before or requested is None:
             continue
-        now = interval(asked, state.get("max_steps") or 0)
+        now = interval(requested, state.get("max_steps") or 0)
         if now != before:
-            yield f"{name} stays {before:g} and does not become {now:,}: a run keeps the rhythm of its checkpoint"
+            yield f"{name} stays {before:g} and does not become {now:,}: a run keeps the intervals of its checkpoint"
 
 
 # -- the run directory -------------------------------------------------------------------------------------------------
 
 
 class TakenOver(TrainerCallback):
-    """Does what a run that is resumed cannot go back from once its checkpoint is read: where that is refused, such as
-    for other data, the run stays as it was, and its own command resumes it."""
+    """Does what a resumed run cannot undo, once its checkpoint has been read.
+
+    If the resume is refused before that, for example because of other data, the run directory stays as it was, and its
+    own command still resumes the run.
+    """
 
     def __init__(self, take_over: Callable[[], None]) -> None:
         self._take_over: Optional[Callable[[], None]] = take_over
@@ -211,9 +217,9 @@ class TakenOver(TrainerCallback):
 
 
 def _take_over(job: Job, description: dict[str, Any], lock: RunDirectoryLock, console: Console) -> None:
-    if aside := lock.put_aside():
+    if renamed := lock.put_aside():
         console.print(
-            f"put aside, because this run resumes from an earlier checkpoint: {', '.join(aside)}", soft_wrap=True
+            f"put aside, because this run resumes from an earlier checkpoint: {', '.join(renamed)}", soft_wrap=True
         )
     if is_main_process():
         write_json(Path(job.training.output_dir) / "training_config.json", description)
@@ -221,8 +227,8 @@ def _take_over(job: Job, description: dict[str, Any], lock: RunDirectoryLock, co
 
 @contextlib.contextmanager
 def _run_directory(job: Job, start: Start, taken_over: TakenOver, log: RunLog) -> Iterator[Optional[RunStatus]]:
-    """Make it, describe the run in it, and leave its status true however the run ends. None on all ranks but the
-    first."""
+    """Create the run directory and describe the run in it; however the run ends, leave its status correct. Yields None
+    on all ranks but the first."""
     output_dir = Path(job.training.output_dir)
     if not is_main_process():
         yield None
@@ -237,18 +243,18 @@ def _run_directory(job: Job, start: Start, taken_over: TakenOver, log: RunLog) -
         yield status
         status.update(status="finished", eta_s=0.0)
     except Stopped:
-        _last_words(status, status="stopped", eta_s=None)
+        _update_at_end(status, status="stopped", eta_s=None)
         raise
     except KeyboardInterrupt:
-        _last_words(status, status="stopped", error=f"ended at once; {RUN_AGAIN}")
+        _update_at_end(status, status="stopped", error=f"ended at once; {RUN_AGAIN}")
         raise
     except BaseException as error:
-        _last_words(status, status="failed", error=f"{type(error).__name__}: {error}")
+        _update_at_end(status, status="failed", error=f"{type(error).__name__}: {error}")
         raise
 
 
-def _last_words(run_json: RunStatus, **changes: Any) -> None:
-    """A disk on which they find no room must not hide why the run ended."""
+def _update_at_end(run_json: RunStatus, **changes: Any) -> None:
+    """Update run.json. A full disk must not hide why the run ended."""
     try:
         run_json.update(**changes)
     except StorageError as error:
@@ -266,22 +272,24 @@ def _description(job: Job, parts: TrainingComponents, configuration: dict[str, A
         "split_seed": seed_of_data(job.training),
         "world_size": job.training.world_size,
         "data": {"fingerprint": parts.data.fingerprint, **parts.data.statistics.as_dict()},
-        "weights": _weights_beside(parts),
+        "weights": _digests_of_fixed_weights(parts),
         "hardware": hardware(job.training.device),
         "changed_from": job.changed_from,
     }
 
 
-def _weights_beside(parts: TrainingComponents) -> dict[str, Optional[str]]:
-    """What tells the weights that no checkpoint holds from others: those of the base under an adapter, of a teacher.
-    What PiSSA and its like leave of a layer is rounded as the device and the number of threads have it, and left out.
+def _digests_of_fixed_weights(parts: TrainingComponents) -> dict[str, Optional[str]]:
+    """Return digests of the weights that no checkpoint holds: those of the base under an adapter, and of a teacher.
+
+    What PiSSA and similar methods leave of a layer is excluded, because its rounding depends on the device and the
+    number of threads.
     """
     adapter = active_config(parts.model)
-    odd = ".base_layer." if takes_from_base(adapter) else None
+    excluded = ".base_layer." if takes_from_base(adapter) else None
     base = [
         weight
         for name, weight in parts.model.named_parameters()
-        if adapter is not None and not weight.requires_grad and (odd is None or odd not in name)
+        if adapter is not None and not weight.requires_grad and (excluded is None or excluded not in name)
     ]
     teacher = [] if parts.teacher is None else parts.teacher.parameters()
     return {"base": digest_of_weights(base), "teacher": digest_of_weights(teacher)}

@@ -1,8 +1,8 @@
-"""SIGTERM, Ctrl-C, and a terminal or pipe that was closed: the step is finished, a checkpoint is written, the run ends
-with exit code 3. A second signal: now.
+"""SIGTERM, Ctrl-C, and a closed terminal or pipe: the step is finished, a checkpoint is written, and the run ends with
+exit code 3. A second signal ends it at once.
 
-A handler only takes note. Between two steps the training loop looks, saves and ends by the stock Trainer's own means.
-Ranks get their signals at different moments, so after every step they tell each other: one number, in host memory.
+A handler only records the signal. Between two steps the training loop checks it, saves and ends by the stock Trainer's
+own means. Ranks receive signals at different moments, so after every step they exchange one number in host memory.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ logger = logging.getLogger("scu_trainer")
 
 CLOSED = "a closed terminal or pipe"
 LAUNCHERS_ECHO_S = 5.0
-"""A launcher that gets Ctrl-C passes it on to ranks that got it from the terminal already; that is no second wish."""
+"""A launcher passes Ctrl-C on to ranks that already got it from the terminal: within this time, ignore it."""
 
 
 def _write(line: str) -> None:
-    """To stderr past its stream, and past a bar on the screen: a signal's handler may find either in the middle of a
-    line, where they take no other."""
+    """Write to stderr without its stream, and below a progress bar: a signal handler may interrupt either in the middle
+    of a line, when they accept no other."""
     after_bar = "\n" if os.isatty(2) else ""
-    with contextlib.suppress(OSError):  # a terminal that was closed
+    with contextlib.suppress(OSError):  # the terminal may be closed
         os.write(2, f"{after_bar}{line}\n".encode())
 
 
 class StopRequest:
-    """Whether somebody wants this run to end. ``name``: the signal's, once there is one.
+    """Whether the user or the system wants this run to end. ``name``: of the signal, once there is one.
 
-    is_training: there is a step to finish; before and after a signal ends the run at once.
-    grace_period_s: time from the first signal to the end of the process, whatever is going on; None: no limit.
-    is_launched: a launcher started this process and may pass on what it gets. say: what the user reads.
+    is_training: there is a step to finish; otherwise a signal ends the run at once.
+    grace_period_s: time from the first signal to the end of the process, whatever it is doing; None: no limit.
+    is_launched: a launcher started this process and may pass its signals on.
+    say: prints a line for the user.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Signals are ours inside, and as before afterwards. Python lets only the main thread listen."""
+        """Handle signals inside, and restore the handlers afterwards. Python allows that only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -75,8 +76,8 @@ class StopRequest:
             self.calm()
 
     def receive(self, number: int, frame: Optional[FrameType] = None) -> None:
-        """The handler. Raises KeyboardInterrupt at a second wish, and where there is no step to finish."""
-        if os.getpid() != self._pid:  # a child that has not yet set its own
+        """Handle a signal. Raises KeyboardInterrupt for a second request, and if there is no step to finish."""
+        if os.getpid() != self._pid:  # a child process that has not set its own handlers yet
             return
         now_s = self._clock()
         if self.name is None and not self.is_training:
@@ -91,15 +92,15 @@ class StopRequest:
             raise KeyboardInterrupt(f"second signal, {signal.Signals(number).name}")
 
     def closed(self) -> None:
-        """Output has nowhere to go any more. Once training is over the rest is short: it goes on."""
+        """Handle a closed terminal or pipe. After training the run continues, because the rest is short."""
         ends = self.is_training and not outlives_terminal()
-        what = "ends after this step, with a checkpoint" if ends else "continues"
-        logger.warning("the terminal or pipe that showed this run was closed; the run %s", what)
+        consequence = "ends after this step, with a checkpoint" if ends else "continues"
+        logger.warning("the terminal or pipe that showed this run was closed; the run %s", consequence)
         if ends and self.name is None:
             self.name = CLOSED
 
     def calm(self) -> None:
-        """The end is near by itself: no deadline any more."""
+        """Cancel the deadline, because the run is about to end."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -112,7 +113,7 @@ class StopRequest:
         self._deadline.start()
 
     def _end_now(self, number: int) -> None:
-        """The main thread may be inside a step that takes longer than is left: nothing but the process can end it."""
+        """End the process: the main thread may be inside a step that takes longer than the remaining time."""
         self._say(f"the grace period of {self._grace_period_s:g} s is over; {RUN_AGAIN}")
         self.on_deadline()
         end_children()
@@ -120,7 +121,7 @@ class StopRequest:
 
 
 def end_children() -> None:
-    """Loader workers would notice only seconds later that nobody waits for them."""
+    """Kill all child processes. Loader workers would notice only seconds later that their parent is gone."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -145,24 +146,26 @@ class StopCallback(TrainerCallback):
         self.request.calm()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._agreed():
+        if self._is_stop_requested():
             self.stopped_at = state.global_step
             self.on_stop()
             control.should_save = control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The signal came while held-out data were scored: the stock loop saves after that."""
+        """Check for a stop request during the evaluation, because the stock loop saves after it."""
         self.on_step_end(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The stock loop ends an epoch that was stopped as if it were complete. The checkpoint has been written by now,
-        and the resumed run evaluates, logs and saves at the epoch's real end."""
+        """Drop what is due at the end of an epoch: the stock loop ends an epoch that was stopped as if it were complete.
+
+        The checkpoint is already written, and the resumed run evaluates, logs and saves at the epoch's real end.
+        """
         if self.stopped_at is not None:
             control.should_evaluate = control.should_save = False
             is_complete = state.epoch % 1 == 0 or state.global_step >= state.max_steps
             control.should_log = control.should_log and is_complete
 
-    def _agreed(self) -> bool:
+    def _is_stop_requested(self) -> bool:
         wanted = self.request.name is not None
         if self._group is None:
             return wanted
@@ -174,7 +177,7 @@ class StopCallback(TrainerCallback):
 
 
 def _host_group() -> Any:
-    """All ranks, over host memory: an exchange there waits for no device, and needs no launcher that is alive."""
+    """Return a group of all ranks over host memory: it waits for no device, and works after the launcher has died."""
     import torch.distributed as dist
 
     return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

@@ -1,4 +1,4 @@
-"""What a run achieved, in figures (scu_metrics.json) and in a table."""
+"""The results of a run, as scu_metrics.json and as a table."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from scu_trainer.train.evaluation.scoring import (
 
 
 def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
-    """Bits per token before and after with 95 % bootstrap intervals over documents, and their paired difference; of
-    classifiers (bits per label, over samples) the accuracy too."""
+    """Return bits per token before and after with 95 % bootstrap intervals over documents, and their difference.
+
+    The difference is paired. For classifiers (bits per label, over samples) also the accuracy.
+    """
     if before is None or after is None:
         return {"held_out_documents": 0}
     accuracy = {}
@@ -49,7 +51,7 @@ def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentS
 
 
 def _report_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
-    """Of texts that are written beside classes: bits per word and the share that is written as it stands."""
+    """Return bits per word and the share of exact texts, for texts that are written in addition to classes."""
     if before is None or after is None:
         return {}
     found = {}
@@ -62,7 +64,7 @@ def _report_figures(before: Optional[DocumentScores], after: Optional[DocumentSc
 def held_out_by_source(
     before: Optional[DocumentScores], after: Optional[DocumentScores], data: Any
 ) -> dict[str, dict[str, Any]]:
-    """Of a mixture: documents, tokens and bits per token before and after, by name of the source; else empty."""
+    """Return documents, tokens and bits per token before and after for each source of a mixture, by name, or {}."""
     if before is None or after is None or not getattr(data, "sources", ()):
         return {}
     first, second = scores_by_source(before, data), scores_by_source(after, data)
@@ -79,7 +81,7 @@ def held_out_by_source(
 
 
 def best_held_out(log_history: list[dict[str, Any]]) -> Optional[dict[str, Any]]:
-    """The best of the evaluations of the run, with its step: the highest accuracy, else the lowest bits per token."""
+    """Return the best evaluation of the run with its step: the highest accuracy, then the lowest bits per token."""
     evaluations = [entry for entry in log_history if math.isfinite(entry.get("eval_bpt", math.nan))]
     if not evaluations:
         return None
@@ -95,7 +97,7 @@ def print_table(
     trained: str,
     of_loops: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """The last thing a person sees: results, where the files are, what to type next. ``of_loops``: (name, value)."""
+    """Print the final table: results, where the files are, and the next commands. ``of_loops``: (name, value) pairs."""
     _print_changes(console, figures, trained)
     table = Table(show_header=False, pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
@@ -106,11 +108,11 @@ def print_table(
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
     console.print(table)
-    is_scored = figures["has_base"] and not figures["has_new_tokens"]  # eval wants the same tokens of both
+    is_scored = figures["has_base"] and not figures["has_new_tokens"]  # eval compares only models with the same tokens
     against = " --against base" if is_scored else ""
     folder = shlex.quote(no_option(output_dir))
     console.print(f"next: scu-trainer eval {folder}{against}", soft_wrap=True)
-    if figures["has_base"]:  # a model that writes
+    if figures["has_base"]:  # the model generates text
         console.print(f"      scu-trainer chat {folder} --against base", soft_wrap=True)
     console.print(f"      scu-trainer report {folder}", soft_wrap=True)
     if (output_dir / "logs" / "tensorboard").is_dir():
@@ -124,14 +126,14 @@ def _print_changes(console: Console, figures: dict[str, Any], trained: str) -> N
         return
     table = Table(title=trained, title_justify="left", pad_edge=False, box=SQUARE)
     for name in ("", "before", "after", "change (95 % interval)"):
-        table.add_column(name, overflow="fold")  # cut on a narrow screen, a figure would be another one
+        table.add_column(name, overflow="fold")  # a number that is cut off on a narrow screen would be wrong
     for row in rows:
         table.add_row(*row.short)
     console.print(table)
 
 
 def _best_line(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Where an evaluation on the way was better than the end."""
+    """Return a line if an evaluation during training was better than the result at the end."""
     best, accuracy = figures.get("best_held_out"), figures.get("held_out_accuracy_after")
     is_better = bool(best) and (
         best["accuracy"] > accuracy["value"] + 1e-9

@@ -1,4 +1,4 @@
-"""A few steps on the real settings, then what the full run would take: ``--test_run`` and ``scu-trainer modes``."""
+"""Runs a few steps with the real settings and estimates the full run: ``--test_run`` and ``scu-trainer modes``."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ NOT_RESUMED = "resuming was not tried: DeepSpeed and FSDP accept a model only on
 
 @dataclass(frozen=True)
 class Estimate:
-    """What was measured in STEPS steps, and the full run by it.
+    """Measurements of STEPS steps, and the full run estimated from them.
 
     Fields:
-        rows: for training; None where they come as a stream.
+        rows: for training; None for a stream.
         steps: optimizer steps of the full run.
-        load_s: until there is something to train. first_steps_s: STEPS steps with all that goes before the first.
-        seconds_per_step: of one that is not among the first.
-        evaluations: of the held-out rows in the full run, one before and one after training among them.
-        evaluation_s: one of them, extrapolated.
-        peak_bytes: of the GPU's memory that torch took, or of this process's main memory where no GPU trains.
+        load_s: time until training can begin. first_steps_s: STEPS steps, including everything before the first.
+        seconds_per_step: of a step that is not among the first.
+        evaluations: of the held-out rows in the full run, including one before and one after training.
+        evaluation_s: time for one evaluation, extrapolated.
+        peak_bytes: GPU memory that torch reserved, or main memory of this process if no GPU trains.
     """
 
     rows: Optional[int]
@@ -63,7 +63,7 @@ class Estimate:
 
     @property
     def total_s(self) -> float:
-        """Without the time that checkpoints take."""
+        """Without the time for checkpoints."""
         train_s = max(0.0, self.first_steps_s + (self.steps - STEPS) * self.seconds_per_step)
         return self.load_s + train_s + self.evaluations * self.evaluation_s
 
@@ -71,8 +71,7 @@ class Estimate:
 def try_out(job: Job, log: RunLog) -> Estimate:
     """Load, train STEPS steps, evaluate, save, resume from the checkpoint, and print an estimate of the full run.
 
-    Nothing is left behind but caches. Where weights are handed to DeepSpeed or FSDP nothing is resumed, and the line
-    says so.
+    Leaves only caches behind. With DeepSpeed or FSDP nothing is resumed, and the printed line says so.
     """
     console = console_of_run()
     begun_s = time.perf_counter()
@@ -84,7 +83,7 @@ def try_out(job: Job, log: RunLog) -> Estimate:
         if is_main_process():
             log.open(Path(scratch))
         trainer = build_trainer(replace_training(job, scratch), parts, None, console)
-        # The model will be DeepSpeed's or FSDP's, and both start once in a process.
+        # DeepSpeed and FSDP wrap the model, and can do that only once in a process.
         resumes = not (trainer.is_deepspeed_enabled or is_sharded(trainer))
         start = {}
         if resumes:
@@ -92,18 +91,18 @@ def try_out(job: Job, log: RunLog) -> Estimate:
         estimate = _estimate(job, parts, trainer, load_s)
         checkpoint = Path(scratch) / f"checkpoint-{SAVE_AT}"
         if resumes:
-            # Lambda decays weights toward where a new process would begin.
+            # A new process would begin with these weights, toward which lambda decays.
             parts.model.load_state_dict(start, strict=False)
             resumed = build_trainer(replace_training(job, scratch), parts, None, Console(quiet=True))
             resumed.train(resume_from_checkpoint=str(checkpoint))
-        _say(console, estimate, resumes, size_bytes(checkpoint), job)
+        _print_estimate(console, estimate, resumes, size_bytes(checkpoint), job)
     return estimate
 
 
 def measure(job: Job, before_s: float = 0.0) -> Estimate:
-    """Load, train STEPS steps and evaluate; nothing is saved and nothing printed. For one process.
+    """Load, train STEPS steps and evaluate, without saving or printing anything. For one process.
 
-    before_s: seconds that a run takes before it reads its settings: they count as loading.
+    before_s: seconds that a run takes before it reads its settings; they count as loading.
     """
     begun_s = time.perf_counter()
     job.check()
@@ -118,7 +117,8 @@ def measure(job: Job, before_s: float = 0.0) -> Estimate:
 
 @contextlib.contextmanager
 def _shared_scratch() -> Iterator[str]:
-    """One folder for all ranks, as checkpoints need it. It goes when all have left it; after a failure none waits."""
+    """Yield one folder for all ranks, as checkpoints need it. It is removed when all ranks have left; after a failure,
+    none of them waits."""
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEST_RUN)) if is_main_process() else ""
         (scratch,) = broadcast_object_list([own])
@@ -127,7 +127,7 @@ def _shared_scratch() -> Iterator[str]:
 
 
 def _estimate(job: Job, parts: TrainingComponents, trainer: SCUTrainer, load_s: float) -> Estimate:
-    """Trains ``trainer``, which was made for STEPS steps of ``job``."""
+    """Train ``trainer``, which was made for STEPS steps of ``job``, and return the estimate."""
     times = StepTimes()
     trainer.add_callback(times)
     begun_s = time.perf_counter()
@@ -149,7 +149,7 @@ def _estimate(job: Job, parts: TrainingComponents, trainer: SCUTrainer, load_s: 
 
 
 def _length(job: Job, trainer: SCUTrainer) -> tuple[int, float]:
-    """Optimizer steps and epochs of the full run; a curriculum has fewer batches than rows would tell."""
+    """Return the optimizer steps and epochs of the full run; a curriculum has fewer batches than its rows suggest."""
     training = job.training
     if job.data.streaming:
         return training.max_steps, 1.0
@@ -160,7 +160,7 @@ def _length(job: Job, trainer: SCUTrainer) -> tuple[int, float]:
 
 
 def replace_training(job: Job, scratch: str) -> Job:
-    """The job with the length, the places and the rhythm of a test run; everything else as it is."""
+    """Return the job with the length, folders and intervals of a test run, and otherwise unchanged."""
     training = copy.copy(job.training)
     training.output_dir, training.max_steps = scratch, STEPS
     training.logging_steps, training.save_steps = 1, SAVE_AT
@@ -168,28 +168,28 @@ def replace_training(job: Job, scratch: str) -> Job:
     training.save_strategy, training.eval_strategy = SaveStrategy.STEPS, IntervalStrategy.NO
     training.report_to, training.push_to_hub = [], False
     training.load_best_model_at_end = False
-    # So short a run has no epochs to prune in.
+    # infobatch prunes from the second epoch on, which so short a run does not reach
     methods = [method for method in job.curriculum.methods if method != "infobatch"]
     curriculum = replace(job.curriculum, curriculum="+".join(methods) or "none")
     return replace(job, training=training, curriculum=curriculum)
 
 
 def _evaluation_seconds(job: Job, trainer, parts: TrainingComponents) -> float:
-    """Seconds to score all held-out rows, extrapolated from the first ones."""
+    """Return the seconds to score all held-out rows, extrapolated from the first ones."""
     if parts.data.eval is None:
         return 0.0
     few = min(EVALUATION_ROWS, len(parts.data.eval))
     begun_s = time.perf_counter()
-    score(job, trainer, replace(parts, data=replace(parts.data, eval=_first(parts.data.eval, few))))
+    score(job, trainer, replace(parts, data=replace(parts.data, eval=_first_rows(parts.data.eval, few))))
     return (time.perf_counter() - begun_s) * len(parts.data.eval) / few
 
 
-def _first(rows: Any, count: int) -> Any:
+def _first_rows(rows: Any, count: int) -> Any:
     return rows.select(range(count)) if hasattr(rows, "select") else Subset(rows, range(count))
 
 
 def _evaluations(job: Job, steps: int, epochs: float) -> int:
-    """While training goes on."""
+    """Return how often the full run evaluates during training."""
     training = job.training
     if training.eval_strategy == "steps":
         every = training.eval_steps or training.logging_steps
@@ -207,15 +207,15 @@ def _peak_bytes(job: Job) -> int:
     return max(peak if sys.platform == "darwin" else peak * 1024, psutil.Process().memory_info().rss)
 
 
-def _say(console: Console, estimate: Estimate, resumes: bool, checkpoint_bytes: int, job: Job) -> None:
+def _print_estimate(console: Console, estimate: Estimate, resumes: bool, checkpoint_bytes: int, job: Job) -> None:
     done = "saved and resumed" if resumes else f"saved ({NOT_RESUMED})"
-    where = "of the GPU" if job.training.device.type == "cuda" else "of this process"
+    whose = "of the GPU" if job.training.device.type == "cuda" else "of this process"
     output_dir = Path(job.training.output_dir)
     console.print(
         f"test run passed: trained, evaluated, {done}. The full run: {estimate.steps:,} steps of "
         f"{estimate.seconds_per_step:.2f} s and {estimate.evaluations} evaluations of {estimate.evaluation_s:.1f} s, "
         f"about {estimate.total_s / 60:.1f} minutes; {checkpoint_bytes / 2**20:.1f} MiB per checkpoint, "
         f"{free_bytes(output_dir) / 2**30:.1f} GiB free at {output_dir}; "
-        f"peak memory {where} {estimate.peak_bytes / 2**30:.2f} GiB",
+        f"peak memory {whose} {estimate.peak_bytes / 2**30:.2f} GiB",
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""A training by the command, from its first step to its figures: scored before and after, stopped, saved."""
+"""A training run of the command, from its first step to its results: scored before and after, stopped, saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, s
 from scu_trainer.train.trainer import SCUTrainer
 
 BEFORE = "held_out_before"
-"""In the state of the trainer: the held-out scores before the first step."""
+"""Key in the trainer's state for the held-out scores from before the first step."""
 
 
 def train(
@@ -42,21 +42,21 @@ def train(
     console: Console,
     foreseen: RunEstimate,
 ) -> dict[str, Any]:
-    """To the last step, with what comes before and after it. Returns the figures of scu_metrics.json."""
+    """Train to the last step, with everything before and after it. Returns the content of scu_metrics.json."""
     output_dir, times, peaks = Path(job.training.output_dir), StepTimes(), step_peaks(trainer)
-    stop = _stoppable(trainer, request, status)
+    stop = _add_stop_callback(trainer, request, status)
     for watcher in (times, peaks):
         trainer.add_callback(watcher)
-    before = Beforehand(trainer, lambda: _before(job, trainer, parts, console))
-    outcome = _outcome(trainer, start, console)
+    before = Beforehand(trainer, lambda: _score_before(job, trainer, parts, console))
+    outcome = _run_training(trainer, start, console)
     is_stream_read = job.data.streaming and trainer.state.global_step > trainer._initial_global_step
-    for line in _of_stream(job, parts) if is_stream_read else ():
+    for line in _stream_lines(job, parts) if is_stream_read else ():
         console.print(line, soft_wrap=True)
     if stop.stopped_at is not None:
-        raise _stopped(job, trainer, stop.stopped_at, request)
+        raise _stop_error(job, trainer, stop.stopped_at, request)
     _save(trainer, output_dir)
     if is_stream_read and is_main_process() and not job.training.dataloader_num_workers:
-        _write_what_the_stream_held(trainer, parts, output_dir)
+        _add_stream_statistics(trainer, parts, output_dir)
     after = score(job, trainer, parts)
     costs = cost_figures(job.training.device, times, parts.before_model_bytes, peaks)
     figures = {
@@ -65,7 +65,7 @@ def train(
         "train_s": outcome.metrics["train_runtime"],
         "item": job.kind.item,
         "unit": job.kind.unit,
-        "has_base": job.task.task == TEXT,  # other models get a new head, or start from nothing
+        "has_base": job.task.task == TEXT,  # other models get a new head, or are trained from scratch
         "has_new_tokens": bool(job.model.new_tokens),
         **held_out_figures(before.value, after),
         **held_out_by_source(before.value, after, parts.data),
@@ -78,8 +78,8 @@ def train(
     return figures
 
 
-def _of_stream(job: Job, parts: TrainingComponents) -> list[str]:
-    """What streaming data turned out to hold; their counts are known when they were read."""
+def _stream_lines(job: Job, parts: TrainingComponents) -> list[str]:
+    """Return lines about the content of streaming data, which is known only after reading them."""
     if job.training.dataloader_num_workers > 0:
         return [
             "streaming: what was read and left out was counted by the loader's workers and is not known here; "
@@ -88,7 +88,7 @@ def _of_stream(job: Job, parts: TrainingComponents) -> list[str]:
     return parts.data.statistics.lines()
 
 
-def _outcome(trainer: SCUTrainer, start: Start, console: Console) -> TrainOutput:
+def _run_training(trainer: SCUTrainer, start: Start, console: Console) -> TrainOutput:
     said = contextlib.nullcontext()
     if trainer.is_deepspeed_enabled:
         said = builds_are_said(lambda line: console.print(line, soft_wrap=True))
@@ -101,7 +101,8 @@ def _outcome(trainer: SCUTrainer, start: Start, console: Console) -> TrainOutput
 
 
 def _save(trainer: SCUTrainer, output_dir: Path) -> None:
-    """Before the scores, which take a while and change nothing. A push waits for them: the card has them."""
+    """Save the model before it is scored, which takes a while and changes nothing. A push waits for the scores, which
+    go into the model card."""
     trainer.before_save()
     save_whole(trainer)
     with written_or_refused("the trained model"):
@@ -111,10 +112,10 @@ def _save(trainer: SCUTrainer, output_dir: Path) -> None:
         give_usual_mode(output_dir.iterdir())
 
 
-def _write_what_the_stream_held(trainer: SCUTrainer, parts: TrainingComponents, output_dir: Path) -> None:
+def _add_stream_statistics(trainer: SCUTrainer, parts: TrainingComponents, output_dir: Path) -> None:
     found = parts.data.statistics.as_dict()
     known = trainer.checkpoints.facts["data"]
-    found["formats"] = {**known["formats"], **found["formats"]}  # its last pass may not have come to some
+    found["formats"] = {**known["formats"], **found["formats"]}  # the last pass may not have reached all formats
     known |= found
     write_json(output_dir / "training_config.json", trainer.checkpoints.facts)
 
@@ -122,7 +123,7 @@ def _write_what_the_stream_held(trainer: SCUTrainer, parts: TrainingComponents, 
 def _write_figures(
     trainer: SCUTrainer, figures: dict[str, Any], output_dir: Path, status: Optional[RunStatus], console: Console
 ) -> None:
-    """With those of the loops, which are added to ``figures``."""
+    """Add the metrics of the loops to ``figures``, write scu_metrics.json, and print the table."""
     for loop in trainer.loops:
         figures |= loop.figures()
     write_json(output_dir / "scu_metrics.json", figures)
@@ -134,35 +135,35 @@ def _write_figures(
     print_table(console, figures, output_dir, f"trained {trainer.state.global_step} steps", lines)
 
 
-def _stoppable(trainer: SCUTrainer, request: StopRequest, status: Optional[RunStatus]) -> StopCallback:
+def _add_stop_callback(trainer: SCUTrainer, request: StopRequest, status: Optional[RunStatus]) -> StopCallback:
     stop = StopCallback(request, trainer.args.world_size)
     trainer.add_callback(stop)
     if status is not None:
         stop.on_stop = lambda: status.update(status="stopping")
-        trainer.checkpoints.before = lambda: _at_step(status, trainer.state.global_step)
+        trainer.checkpoints.before = lambda: _record_step(status, trainer.state.global_step)
         request.on_deadline = lambda: status.update(status="stopped", error="the grace period was over")
     return stop
 
 
-def _at_step(status: RunStatus, step: int) -> None:
-    """A checkpoint past the step of run.json would count as one of an earlier start."""
+def _record_step(status: RunStatus, step: int) -> None:
+    """Write the step to run.json, because a checkpoint past its step would count as one of an earlier start."""
     status.update(step=step)
     status.flush()
 
 
-def _stopped(job: Job, trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
+def _stop_error(job: Job, trainer: SCUTrainer, step: int, request: StopRequest) -> Exception:
     wanted, newest = f"checkpoint-{step}", trainer.checkpoints.newest
     if newest is None or newest.name != wanted:
         return StorageError(f"stopped at step {step}, but {trainer.checkpoints.notices[-1]}")
     why = request.name or "another rank"
     return Stopped(
-        f"stopped by {why} after step {step}: {newest} is complete; run the same command{_more(job, newest)} to resume "
-        "from it"
+        f"stopped by {why} after step {step}: {newest} is complete; run the same "
+        f"command{_flags_to_resume(job, newest)} to resume from it"
     )
 
 
-def _more(job: Job, newest: Path) -> str:
-    """What the same command needs to resume from ``newest``."""
+def _flags_to_resume(job: Job, newest: Path) -> str:
+    """Return the flags that the same command needs to resume from ``newest``."""
     wanted, flags = wanted_checkpoint(job.training), []
     starts_elsewhere = not job.safety.resume if wanted is None else wanted not in (True, AUTO)
     if starts_elsewhere:
@@ -172,9 +173,12 @@ def _more(job: Job, newest: Path) -> str:
     return f" with {' and '.join(flags)}" if flags else ""
 
 
-def _before(job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console) -> Optional[DocumentScores]:
-    """Where weights come to their place only with the checkpoint's in them, its state holds the first scores."""
-    console.print(_kernels(job, trainer, parts), soft_wrap=True)
+def _score_before(
+    job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console
+) -> Optional[DocumentScores]:
+    """Return the held-out scores before training. If the weights are placed only when a checkpoint has been loaded into
+    them, its state holds the first scores."""
+    console.print(_kernel_report(job, trainer, parts), soft_wrap=True)
     if parts.data.eval is None:
         return None
     state, data = trainer.state, parts.data.fingerprint
@@ -190,8 +194,8 @@ def _before(job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: C
     return found
 
 
-def _kernels(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> str:
-    """Which kernels really run, found by one forward on a training row."""
+def _kernel_report(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> str:
+    """Return which kernels really run, found by one forward on a training row."""
     if is_sharded(trainer):
         return "attention: not checked, because the weights are sharded"
     device = input_device(trainer.model)
@@ -200,8 +204,8 @@ def _kernels(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> str:
 
 
 def score(job: Job, trainer: SCUTrainer, parts: TrainingComponents) -> Optional[DocumentScores]:
-    """Held-out scores. The other ranks wait for the first, which has the figures to report; where weights are sharded
-    all of them do the same work."""
+    """Return held-out scores. The other ranks wait for the first, which reports the metrics; with sharded weights all
+    ranks do the same work."""
     if parts.data.eval is None:
         return None
     if is_sharded(trainer):
