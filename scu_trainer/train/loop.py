@@ -302,13 +302,13 @@ def returned(loop: Loop, hook: str, value: Any) -> Any:
     returned something that is not an iterator."""
     if value is None:
         raise ControlError(
-            f"{called(loop)} returns None from {hook}(), as where a return was forgotten; the docstring of Loop.{hook} "
-            "says what to return"
+            f"{called(loop)} returns None from {hook}(), perhaps because a return is missing; the docstring of "
+            f"Loop.{hook} says what to return"
         )
     if hook == "batches" and not hasattr(value, "__next__"):
         raise ControlError(
-            f"{called(loop)} returns a {type(value).__name__} from batches(), not an iterator; yield the batches one "
-            "by one: what was taken beyond the count of the step would be lost"
+            f"{called(loop)} returns a {type(value).__name__} from batches(), not an iterator; yield the batches "
+            "one by one: batches taken beyond the count of the step would be lost"
         )
     return value
 

@@ -254,8 +254,8 @@ def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[
             )
         if name in row:
             raise ControlError(
-                f"{called(loop)} gives a scalar {name!r}, which this row of the logs already has; begin its name with "
-                f'that of the loop: "{loop.name or "own"}/{name}"'
+                f"{called(loop)} gives a scalar {name!r}, which this row of the logs already has; begin its name "
+                f'with the name of the loop: "{loop.name or "own"}/{name}"'
             )
         numbers[name] = number
     return numbers

@@ -31,7 +31,7 @@ GIVEN_BY = {
     "safety_state.json": ("bad_numbers", "safety=SafetySettings(...)"),
     "early_stopping.json": ("early_stopping", "safety=SafetySettings(early_stopping_patience=...)"),
     "ema.safetensors": ("weight_average", "efficiency=EfficiencySettings(ema_decay=...)"),
-    "retain_state.json": ("retention", "the settings of `scu-trainer retain` that it had"),
+    "retain_state.json": ("retention", "the settings of the earlier `scu-trainer retain`"),
 }
 """File of a checkpoint -> (name of the loop that wrote it, what to pass so that a trainer has that loop)."""
 
@@ -95,9 +95,9 @@ def owes_evaluation(state: Any, args: Any) -> bool:
 def tell_of_no_step(trainer: Any) -> None:
     """Warn when a run is resumed at its last step, because the user expects training to continue."""
     state, ending_loop = trainer.state, next((loop for loop in trainer.loops if loop.is_over), None)
-    why = "which was its last; to train on, raise max_steps or num_train_epochs"
+    why = "which was its last; to continue training, raise max_steps or num_train_epochs"
     if state.global_step < state.max_steps and ending_loop is not None:
-        why = f"where {called(ending_loop)} had ended it; to train on, resume without that loop"
+        why = f"where {called(ending_loop)} had ended it; to continue training, resume without that loop"
     logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
 
 

@@ -529,7 +529,7 @@ def test_a_stream_says_at_the_end_what_was_read(capsys, flags, workers):
     assert ("rows were not counted; 4 held out" in card, "left out: none" in card) == (bool(workers), not workers)
     assert ("rows" in rows, " 0 " in rows) == (not workers, False)
     if workers:
-        assert "counted by the loader's workers and is not known here" in after
+        assert "the loader's workers counted the rows that were read and left out, so the counts are not known" in after
     else:
         assert re.search(r"documents: [1-9]\d* read, [1-9]\d* for training so far, 4 held out", after)
         assert re.search(r"training: [1-9]\d* rows, [\d,]+ tokens, [\d,]+ learned so far", after)

@@ -165,7 +165,11 @@ def test_values_are_compared_as_they_are_written():
     [
         ({"world_size": 1}, "world_size", "ranks get other rows"),
         ({"data": {"fingerprint": "other"}}, "data", "seen twice or not at all"),
-        ({"weights": {"base": "other", "teacher": "none now"}}, "fingerprint of the base", "its weights are not those"),
+        (
+            {"weights": {"base": "other", "teacher": "none now"}},
+            "fingerprint of the base",
+            "its weights differ from those",
+        ),
         ({"versions": {"torch": "1.9", "platform": "there", "peft": None}}, "torch", "another version"),
         ({"git_commit": "4321"}, "git_commit", "the code has changed"),
     ],

@@ -217,7 +217,7 @@ def test_a_run_that_was_started_over_and_finished_is_not_taken_up_again(tmp_path
     [
         ({"learning_rate": 2.0}, 1, "resume_from_checkpoint: auto would resume it"),
         ({}, 2, "to resume it, start as many processes as before, or name its checkpoint in resume_from_checkpoint"),
-        ({"tuning": "full"}, 2, "only its own settings would resume it"),
+        ({"tuning": "full"}, 2, "only the settings that it was started with would resume it"),
         ({"seed": 2}, 1, "data_seed: 1 and resume_from_checkpoint: auto would resume it"),
     ],
     ids=["allowed", "processes", "another shape", "rows that were held out"],

@@ -353,7 +353,9 @@ def test_a_resume_where_the_run_ended_says_that_no_step_is_trained(tmp_path, len
     assert "no step is trained" not in caplog.text
     again = made(tmp_path, model=llama(seed=5), **length)
     assert again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{last}")).global_step == last
-    assert f"no step is trained: the run resumes from step {last}, which was its last; to train on" in caplog.text
+    assert (
+        f"no step is trained: the run resumes from step {last}, which was its last; to continue training" in caplog.text
+    )
     assert same(weights_of(again.model), weights_of(whole.model))
 
 

@@ -207,7 +207,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = 
         "may be seen twice or not at all"
     )
     found += _change_of_fact("data", before.get("data", {}).get("fingerprint"), now["data"].get("fingerprint"), text)
-    text = "its weights are not those of the previous run, with which the steps so far were trained"
+    text = "its weights differ from those with which the previous run trained"
     for name in ("base", "teacher"):
         was, here = (facts.get("weights", {}).get(name) for facts in (before, now))
         found += _change_of_fact(f"fingerprint of the {name}", was, here, text)
@@ -273,7 +273,7 @@ def _change_of_setting(name: str, before: Any, now: Any, keeps: Collection[str],
     elif name == "seed" and name in keeps:
         text = "rows come as before, by data_seed; other random numbers may differ"
     elif name in ORDER and has_plan:
-        text = "this epoch ends with the rows that were planned for it, later ones follow the new setting"
+        text = "this epoch ends with the rows that were planned for it, and later epochs follow the new setting"
     elif name in keeps:
         text = "a step takes the same rows as before, in other batches"
     elif name in ORDER or _is_seeded({name: before}) != _is_seeded({name: now}):

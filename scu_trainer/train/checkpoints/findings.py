@@ -163,7 +163,7 @@ def _unreadable(checkpoint: Path) -> Optional[str]:
         missing = next((name for name in parts.values() if not (checkpoint / str(name)).is_file()), None)
         is_whole = any((checkpoint / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
         if missing is not None and not is_whole:
-            return f"{missing} is missing, which {index.name} names"
+            return f"{missing} is missing, although {index.name} names it"
     return None
 
 

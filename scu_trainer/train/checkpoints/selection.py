@@ -97,7 +97,7 @@ def _newer_than_run(checkpoint: Path) -> Optional[str]:
     step = content_of(checkpoint.parent / "run.json").get("step")
     if not isinstance(step, int) or step_of(checkpoint) <= step:
         return None
-    return f"the run was last seen at step {step}, so it is of an earlier start"
+    return f"the run was last seen at step {step}, so this checkpoint is from an earlier start"
 
 
 def content_of(path: Path) -> dict[str, Any]:

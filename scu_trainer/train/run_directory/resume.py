@@ -201,7 +201,7 @@ def _how_to_resume(run: Path, request: Request) -> str:
     now = {"configuration": settings, "split_seed": seed, "data": {}}
     refused = [change for change in changes(before, now) if change.is_refused]
     if any(change.name != SPLIT for change in refused):
-        return "only its own settings would resume it"
+        return "only the settings that it was started with would resume it"
     if needed := _launch_for_newest(run, request):
         return f"to resume it, start it {needed}, as before"
     if before.get("world_size", request.world_size) != request.world_size:

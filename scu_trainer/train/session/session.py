@@ -60,7 +60,7 @@ class _Screen(Console):
         """Continue without output where rich would exit, because the run matters more than its lines."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        logger.warning("the reader of the output is gone (a pipe such as head or less); the run continues without it")
+        logger.warning("the reader of the output (a pipe such as head or less) has ended; the run continues without it")
 
 
 def console_of_run() -> Console:

@@ -82,8 +82,8 @@ def _stream_lines(job: Job, parts: TrainingComponents) -> list[str]:
     """Return lines about the content of streaming data, which is known only after reading them."""
     if job.training.dataloader_num_workers > 0:
         return [
-            "streaming: what was read and left out was counted by the loader's workers and is not known here; "
-            "dataloader_num_workers: 0 counts it"
+            "streaming: the loader's workers counted the rows that were read and left out, so the counts are not "
+            "known here; set dataloader_num_workers: 0 to count them"
         ]
     return parts.data.statistics.lines()
 
@@ -186,7 +186,7 @@ def _score_before(
     if kept["data"] == data:
         return DocumentScores.read(kept["scores"])
     if state.global_step:
-        console.print("the figures before training will be those of the checkpoint", soft_wrap=True)
+        console.print("the metrics before training will be those of the checkpoint", soft_wrap=True)
     console.print("scoring the held-out data, before training", soft_wrap=True)
     found = score(job, trainer, parts)
     if found is not None and not state.global_step:

@@ -497,7 +497,11 @@ class MicroBatchSizer:
         is_kept = len(micro_batch.rows) > 1 and obstacle is None
         is_setting = self.settings.min_batch_size >= self._window.fewest_rows
         keeper = "min_batch_size" if is_setting else "BatchNorm, which has no statistics of one row,"
-        fewer = "per_device_train_batch_size (and raise gradient_accumulation_steps as much), " if obstacle else ""
+        fewer = (
+            "per_device_train_batch_size (and raise gradient_accumulation_steps by the same factor), "
+            if obstacle
+            else ""
+        )
         return (
             f"step {self.step}: {names} {problem}{wanted}; "
             f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"

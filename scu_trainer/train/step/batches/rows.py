@@ -29,7 +29,7 @@ PADDING = {
     "position_ids": 0,
     "inputs_embeds": 0,
 }
-"""Inputs with a time axis (dimension 1) whose padding is known."""
+"""Inputs with a time axis (dimension 1) and known padding."""
 
 PLACED = {"pixel_values": "image", "pixel_values_videos": "video", "input_features": "audio"}
 """Inputs with entries that replace special tokens of the text, and the kind of these tokens in a configuration."""
@@ -180,7 +180,7 @@ def _count_rows(inputs: Any, main_input_name: str) -> tuple[int, Optional[str], 
         if isinstance(value, (list, tuple)) and len(value) != rows:
             return 0, f"{name} has {len(value)} entries for {rows} rows of {reference}", name
         if isinstance(value, Mapping):
-            return 0, f"{name} is a mapping, whose rows are not known", name
+            return 0, f"{name} is a mapping, and its rows are not known", name
     return rows, None, None
 
 
@@ -209,7 +209,7 @@ def _is_trimmable(batch: Batch) -> bool:
             if value.size(1) != width:
                 return False
         elif width in value.shape[1:]:
-            return False  # an input that may follow the time axis and whose padding is not known
+            return False  # an input that may follow the time axis, and its padding is unknown
     return True
 
 

@@ -158,7 +158,7 @@ def _check_optimizer(config: dict[str, Any], training: TrainingArguments) -> Non
     if name.startswith(WANT_SHAPES):
         raise SettingsError(
             f"optim {name} needs the rows and columns of each weight, but ZeRO gives it one flat vector of all "
-            "weights: it would be another method, and save no memory; use adamw_torch_fused, or adamw_bnb_8bit for "
+            "weights: it would work differently and save no memory; use adamw_torch_fused, or adamw_bnb_8bit for "
             "small states"
         )
 

@@ -227,7 +227,7 @@ class OptimizerGuard:
     def _smaller(self, part: ParameterGroupPart) -> list[ParameterGroupPart]:
         """Return smaller parts to try instead. Raises OutOfMemory if there are none."""
         self.recoveries += 1
-        logger.warning("out of memory in the optimizer step; retrying with smaller parts, same result")
+        logger.warning("out of memory in the optimizer step; retrying with smaller parts, which give the same result")
         if not part.copied:
             return cut(part.pairs, self._part_bytes)
         middle = len(part.pairs) // 2

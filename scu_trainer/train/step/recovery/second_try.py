@@ -151,9 +151,9 @@ def _advice_on_open_files() -> str:
     try:
         import resource  # POSIX only
     except ImportError:
-        return "the system lets it have; lower dataloader_num_workers"
+        return "the system allows; lower dataloader_num_workers"
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"the {most} that ulimit -n lets it have; raise that (ulimit -n {4 * most}) or lower dataloader_num_workers"
+    return f"the {most} that ulimit -n allows; raise that (ulimit -n {4 * most}) or lower dataloader_num_workers"
 
 
 def _raise_out_of_memory(problem: str, advice: str, text: str, error: BaseException) -> NoReturn:
