@@ -174,8 +174,7 @@ class Loop(TrainerCallback):
         """
 
     def on_gradients(self, loss_scale: float) -> None:
-        """Called when the gradients of the step are complete. ``loss_scale``: the factor that a GradScaler multiplied
-        them by."""
+        """Called when the gradients of the step are complete. ``loss_scale``: the scale of a GradScaler in them."""
 
     def on_grad_norm(self, norm: Any) -> Any:
         """Return the gradient norm to log; None: ``norm`` unchanged.
@@ -206,7 +205,7 @@ class Loop(TrainerCallback):
         """Restore ``state``, as ``state_dict`` returned it."""
 
     def save_state(self, folder: str) -> None:
-        """Write the state into the folder of a checkpoint. Every rank calls this; the one with ``args.should_save``
+        """Write the state into a checkpoint's folder. Every rank calls this; the one with ``args.should_save``
         writes."""
         if self.state_file is not None and self.trainer.args.should_save:
             self._write_state(functools.partial(write_state, Path(folder) / self.state_file))
@@ -347,8 +346,7 @@ class LoopEvents(TrainerCallback):
                     loop.require_savable()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Restore the scheduled rates, because ``ReduceLROnPlateau`` builds on the last rate, which must not contain
-        our factors."""
+        """Restore the scheduled rates, because ``ReduceLROnPlateau`` must not build on a rate with our factors."""
         if self._is_scaled:
             self._set_rates(1.0)
 

@@ -513,8 +513,7 @@ class SCUTrainer(Trainer):
 
     @contextlib.contextmanager
     def _owning_loops(self) -> Iterator[None]:
-        """Inside, ``loop.trainer`` is this trainer, also for loops that are shared with another trainer, which may be
-        training."""
+        """Inside, ``loop.trainer`` is this trainer, even if a loop is shared with another trainer that is training."""
         previous_owners = [(loop, loop.trainer) for loop in self.loops]
         for loop, _ in previous_owners:
             loop.trainer = self

@@ -128,8 +128,7 @@ def _linked(source: str, target: str) -> str:
 
 
 def _operations(held: Path, name: str, strategy: HubStrategy) -> list[CommitOperationAdd]:
-    """Return the model for the root of the repository, and if the strategy says so, the whole checkpoint in a
-    folder."""
+    """Return the model for the root of the repository and, for some strategies, the whole checkpoint in a folder."""
     found = [
         CommitOperationAdd(file, held / file) for file in names_like(held, (*ADAPTER, *model_files(held), *PROCESSOR))
     ]

@@ -90,8 +90,7 @@ class RunLog:
         self._handlers.append(file)
 
     def show(self, level: int) -> None:
-        """Show records of this project and of transformers on the console from ``level`` on; the default is warnings of
-        this project."""
+        """Show records of this project and of transformers on the console from ``level`` on. Default: our warnings."""
         self.console.setLevel(level)
         logging.getLogger("scu_trainer").setLevel(min(level, logging.INFO))
         logging.getLogger("transformers").addHandler(self.console)

@@ -64,8 +64,7 @@ class _Screen(Console):
 
 
 def console_of_run() -> Console:
-    """Return the console: quiet on all ranks but the main process, and without markup, which file names may
-    resemble."""
+    """Return the console, quiet on all ranks but the main process. No markup, because file names may contain it."""
     return _Screen(highlight=False, markup=False, quiet=not is_main_process())
 
 

@@ -97,7 +97,7 @@ def _check_file(deepspeed: Optional[str]) -> None:
         raise SettingsError(f"{deepspeed} is not the JSON of a DeepSpeed configuration: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("zero_optimization"), dict):
         raise SettingsError(
-            f'{deepspeed} has no section zero_optimization; add "zero_optimization": {{"stage": 2}}, or take '
+            f'{deepspeed} has no section zero_optimization; add "zero_optimization": {{"stage": 2}}, or use '
             "ds_configs/zero2.json"
         )
 
