@@ -97,8 +97,8 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (LAUGHS, "aliases stand for more than"),
-        ("dataset: &a [*a]\n", "an alias is inside the value that it names"),
+        (LAUGHS, "aliases expand to more than"),
+        ("dataset: &a [*a]\n", "an alias refers to a value that contains it"),
         ("a: " + "[" * 5000, "nests too deeply"),
         ("[1, 2]: 3\n", "a key is not a word, line 1"),
         ("max_steps: 1\nmax-steps: 2\n", "appears twice"),

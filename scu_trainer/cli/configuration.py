@@ -1,7 +1,7 @@
 """A YAML or JSON file plus flags -> settings. Flags win; an unknown key or a wrong type is an error that names it.
 
 Our settings and the stock ``TrainingArguments`` are read by one ``HfArgumentParser``; a file's entries are turned into
-flags in front of the typed ones, so both meet the same checks.
+flags in front of the typed ones, so both pass the same checks.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from scu_trainer.train.job.job import Job
 
 STOCK_REFUSALS = (ValueError, ImportError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError)
-"""What TrainingArguments raises for bad values: it checks some, others fail somewhere inside."""
+"""What TrainingArguments raises for bad values: it checks some of them, and others fail somewhere inside it."""
 
 STOCK_ADVICE = {
     "requires an eval strategy": "set eval_strategy: steps and eval_steps, for instance 20",
     "requires the save and eval strategy to match": "set eval_strategy and save_strategy to the same, steps or epoch",
 }
-"""What its words mean to somebody who types: a part of them -> what to add."""
+"""Part of an error message of TrainingArguments -> which settings to type."""
 
 # Where our command line differs from the defaults of TrainingArguments, and why.
 TRAINING_DEFAULTS = {
-    "output_dir": "runs/run",  # a run has a place of its own
-    "report_to": "tensorboard",  # it is a dependency, so its scalars are always there
+    "output_dir": "runs/run",  # each run gets its own folder there
+    "report_to": "tensorboard",  # it is a dependency, so its scalars are always written
     "logging_steps": 10,
     "logging_nan_inf_filter": False,  # a NaN loss is shown, not replaced by the last mean
     "save_steps": SAVE_STEPS,
@@ -70,16 +70,16 @@ TRAINING_DEFAULTS = {
 
 
 def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[DeviceFacts] = None) -> Job:
-    """Settings from a file and flags. ``planned_for``: plan for the number formats of this device instead of this
-    machine's. Raises SettingsError."""
+    """Return the job that a file and flags describe. ``planned_for``: choose the number format for this device instead
+    of this machine's. Raises SettingsError."""
     if "torch" not in sys.modules:
         _check_early(config, flags)
     from scu_trainer.train.job.job import Job
     from scu_trainer.train.step.distributed.deepspeed_start import prepare_environment
     from scu_trainer.train.tasks import task_of
 
-    parser, arguments, task, note = _read(config, flags)
-    parser.set_defaults(bf16=None, fp16=None)  # None: nobody said anything
+    parser, arguments, task, note = _parse(config, flags)
+    parser.set_defaults(bf16=None, fp16=None)  # None: neither the file nor the flags set it
     typed = parser.parse_args(arguments)
     prepare_environment(typed.deepspeed, typed.use_cpu)
     precision = _choose_precision(parser, typed, planned_for)
@@ -89,18 +89,18 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except STOCK_REFUSALS as error:
-        raise SettingsError(_stock_refusal(error)) from error
-    _, model, data, scu, memory, curriculum, efficiency, safety, retention, *own, training = parts
+        raise SettingsError(_stock_error_message(error)) from error
+    _, model, data, scu, memory, curriculum, efficiency, safety, retention, *task_settings, training = parts
     return Job(
         dataclasses.replace(model, mixed_precision=precision.name),
         data,
-        _made_of(RegularizationSettings, scu, PREFIX) if scu.scu else None,
+        _settings_from(RegularizationSettings, scu, PREFIX) if scu.scu else None,
         training,
         MemorySettings(**vars(memory)),
         curriculum,
         task=task,
         kind=task_of(task.task),
-        own=next((settings for settings in own if type(settings) is task.kind.settings), None),
+        own=next((settings for settings in task_settings if type(settings) is task.kind.settings), None),
         efficiency=efficiency,
         safety=safety,
         retention=retention,
@@ -110,7 +110,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     )
 
 
-def _stock_refusal(error: Exception) -> str:
+def _stock_error_message(error: Exception) -> str:
     text = " ".join(str(error).split())[:1000]
     if isinstance(error, (ValueError, ImportError)):
         return "; ".join([text, *(advice for part, advice in STOCK_ADVICE.items() if part in text)])
@@ -118,15 +118,15 @@ def _stock_refusal(error: Exception) -> str:
 
 
 def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
-    """Every field of the command line by name, given or default, without checking that they go together or that this
+    """Return the values of all fields by name, given or default, without checking that they fit together or that this
     machine supports them. Raises SettingsError for unknown names and wrong types."""
     check_given_once(flags)
-    parser, arguments, _, _ = _read(config, flags)
+    parser, arguments, _, _ = _parse(config, flags)
     return vars(parser.parse_args(arguments))
 
 
 def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
-    """What a file and flags set, by field; flags win. Raises SettingsError."""
+    """Return the fields that a file and flags set, with their values; flags win. Raises SettingsError."""
     values = read_values(config, flags)
     in_file = [] if config is None else named_as_here(config, values).entries
     return {
@@ -135,22 +135,22 @@ def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def check_early(config: str | None, flags: Sequence[str]) -> None:
-    """Check all names, and the values of our own fields, before torch is imported; ``flags`` as a person typed them.
-    Raises SettingsError."""
+    """Check all names, and the values of our own fields, before torch is imported. ``flags``: as the user typed them,
+    so none may be given twice. Raises SettingsError."""
     _check_early(config, flags)
     check_given_once(flags)
 
 
 def _check_early(config: str | None, flags: Sequence[str]) -> None:
-    """Also for flags that our own programs put together, where the later of two wins."""
+    """Do the checks that are also valid for flags that our own programs put together, where the later of two wins."""
     check_known(flags)
     known = known_names()
-    if not stock_fields():  # then only the class itself can tell
+    if not stock_fields():  # without them, an unknown name is found once TrainingArguments is imported
         return
     flags, _ = translated(flags, known)
     entries = {} if config is None else named_as_here(config, known).entries
     for name in entries:
-        if name not in known:  # only then: looking for a near name among all of them takes a while
+        if name not in known:  # checked first, because looking for a similar name takes a while
             raise SettingsError(f"{config}: unknown key {short(name)}{hint(name, known)}")
     require(
         not {"seed", "seeds"} <= {*entries, *given_names(flags, known)},
@@ -174,7 +174,7 @@ def _check_stock_number(name: str, value: Any) -> None:
 
 
 def check_values_early(entries: Mapping[str, Any], flags: Sequence[str] = ()) -> None:
-    """Values of our own fields, by name and in ``flags``. Raises SettingsError."""
+    """Check the values of our own fields, in ``entries`` and in ``flags``. Raises SettingsError."""
     parser = our_parser()
     names = field_names(parser)
     words = as_flags({name: value for name, value in entries.items() if name in names})
@@ -183,35 +183,35 @@ def check_values_early(entries: Mapping[str, Any], flags: Sequence[str] = ()) ->
 
 
 def _check_typed(parser: HfArgumentParser, typed: Mapping[str, Any]) -> None:
-    _made_of(TaskSettings, argparse.Namespace(**typed))
+    _settings_from(TaskSettings, argparse.Namespace(**typed))
     for kind in parser.dataclass_types:
         check_values(kind, typed, ALLOWED)
 
 
 def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSettings, DataSettings]:
-    """Task, model and data of a job, without torch: fields of TrainingArguments are not checked. Raises
-    SettingsError."""
+    """Return the task, model settings and data settings of a job without importing torch; fields of TrainingArguments
+    are not checked. Raises SettingsError."""
     check_given_once(flags)
     parser = our_parser()
     names = field_names(parser)
-    all_names = {*names, *known_names()}  # do_train is a name of other programs as well
+    all_names = {*names, *known_names()}  # with the stock fields, some of which are also keys of other programs
     entries = {} if config is None else named_as_here(config, all_names).entries
     flags, _ = translated(flags, all_names)
     known = {name: value for name, value in entries.items() if name in names}
     given = given_names(flags, names)
     typed, _ = parser.parse_known_args([*as_flags(known), *flags])
-    task = _made_of(TaskSettings, typed)
-    if "mode" in given:  # a typed one goes before the file
+    task = _settings_from(TaskSettings, typed)
+    if "mode" in given:  # a typed mode overrides the file
         known = {name: value for name, value in known.items() if name not in task.mode_values}
     parser.set_defaults(**{name: value for name, value in task.defaults.items() if name in names})
     typed, _ = parser.parse_known_args([*as_flags(known), *flags])
-    return typed.task, _made_of(ModelSettings, typed), _made_of(DataSettings, typed)
+    return typed.task, _settings_from(ModelSettings, typed), _settings_from(DataSettings, typed)
 
 
-def _read(
+def _parse(
     config: str | None, flags: Sequence[str]
 ) -> tuple[HfArgumentParser, list[str], TaskSettings, tuple[str, ...]]:
-    """A parser with the defaults of the task, the command line for it, the task, lines for the user."""
+    """Return a parser with the defaults of the task, the command line for it, the task, and notes for the user."""
     import torch
     from transformers import TrainingArguments
 
@@ -220,34 +220,35 @@ def _read(
     parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not has_accelerator)
     names = field_names(parser)
     flags, read_as = translated(flags, names)
-    arguments, notes = _arguments(parser, config, flags, names)
+    arguments, notes = _command_line(parser, config, flags, names)
     if read_as:
         notes = (f"read: {'; '.join(read_as)}", *notes)
-    task, about_preset = _task(parser, arguments, names)
+    task, preset_notes = _apply_task_defaults(parser, arguments, names)
     typed = vars(parser.parse_args(arguments))
-    for action in parser._actions:  # argparse takes "--" for the end of the flags, and leaves nothing behind
-        found = typed.get(action.dest)
-        require(found != [] or found == action.default, f"--{action.dest} needs a value; write --{action.dest} VALUE")
+    for action in parser._actions:  # argparse drops a value of "--", which it reads as the end of the flags
+        value = typed.get(action.dest)
+        require(value != [] or value == action.default, f"--{action.dest} needs a value; write --{action.dest} VALUE")
     _check_typed(parser, typed)
     _require_training(arguments, flags, typed)
-    return parser, arguments, task, (*notes, *about_preset)
+    return parser, arguments, task, (*notes, *preset_notes)
 
 
 def _require_training(arguments: Sequence[str], flags: Sequence[str], typed: Mapping[str, Any]) -> None:
-    """A resolved configuration holds all three fields, at their defaults, and trains."""
+    """Raise SettingsError if ``do_train`` was set to false. A resolved configuration is allowed to hold it: there all
+    three of ``do_train``, ``do_eval`` and ``do_predict`` are at their defaults."""
     given, by_flags = given_names(arguments, typed), given_names(flags, typed)
     is_resolved = "do_train" not in by_flags and {"do_eval", "do_predict"} <= {*given}
     require(
         typed["do_train"] or "do_train" not in given or is_resolved,
-        "do_train is false, and this command trains; leave do_train out to train, or type scu-trainer eval "
-        "RUN_OR_MODEL, which evaluates without training",
+        "do_train is false, but this command always trains; leave do_train out, or evaluate without training: "
+        "scu-trainer eval RUN_OR_MODEL",
     )
 
 
-def _arguments(
+def _command_line(
     parser: HfArgumentParser, config: str | None, flags: Sequence[str], names: set[str]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """File and flags as one command line, and notes, such as where a typed mode overrides the file."""
+    """Return file and flags as one command line, and notes, for example on a typed mode that overrides the file."""
     in_file = InFile() if config is None else checked_entries(config, parser, names)
     entries = in_file.entries
     check_names(flags, names, read_before=("config",))
@@ -255,15 +256,20 @@ def _arguments(
     note: tuple[str, ...] = ()
     if "mode" in typed_names:
         typed = parser.parse_args([*as_flags(entries), *flags])
-        task = _made_of(TaskSettings, typed)
-        meant = {name: value for name, value in task.mode_values.items() if name not in typed_names}
-        replaced = {name: entries[name] for name in meant if name in entries and entries[name] != meant[name]}
-        entries = {name: value for name, value in entries.items() if name not in meant}
-        words = [f"{name} {_word(meant[name])} instead of {_word(value)}" for name, value in replaced.items()]
+        task = _settings_from(TaskSettings, typed)
+        mode_values = {name: value for name, value in task.mode_values.items() if name not in typed_names}
+        replaced = {
+            name: entries[name] for name in mode_values if name in entries and entries[name] != mode_values[name]
+        }
+        entries = {name: value for name, value in entries.items() if name not in mode_values}
+        words = [
+            f"{name} {_shown_value(mode_values[name])} instead of {_shown_value(value)}"
+            for name, value in replaced.items()
+        ]
         note += (f"mode {task.mode} overrides {config}: {', '.join(words)}",) if words else ()
-    read_as = [*in_file.read_as, *_said_defaults(in_file.defaults, entries.keys() - {*typed_names}, parser)]
+    read_as = [*in_file.read_as, *_notes_on_defaults(in_file.defaults, entries.keys() - {*typed_names}, parser)]
     note = (f"read in {config}: {'; '.join(read_as)}", *note) if read_as else note
-    anchor = _anchor_of_a_budget(entries, typed_names)
+    anchor = _default_anchor_flags(entries, typed_names)
     if anchor:
         note += (f"retain: {SAMPLED}, what the model writes before training, because retain_budget_bits names no text",)
     for name, first, second in given_twice(flags):
@@ -271,35 +277,37 @@ def _arguments(
     return [*as_flags(entries), *flags, *anchor], note
 
 
-def _said_defaults(defaults: Mapping[str, Any], effective: Collection[str], parser: HfArgumentParser) -> list[str]:
-    """A note on the defaults of another program that apply and differ from ours."""
+def _notes_on_defaults(defaults: Mapping[str, Any], effective: Collection[str], parser: HfArgumentParser) -> list[str]:
+    """Return a note on the defaults of another program that apply and differ from ours, if there are any."""
     others = [name for name, value in defaults.items() if name in effective and value != parser.get_default(name)]
-    said = ", ".join(f"{name}: {as_word(defaults[name])}" for name in others)
-    return [f"its defaults count: {said}"] if others else []
+    listed = ", ".join(f"{name}: {as_word(defaults[name])}" for name in others)
+    return [f"its defaults apply: {listed}"] if others else []
 
 
-def _anchor_of_a_budget(entries: Mapping[str, Any], typed_names: Collection[str]) -> list[str]:
-    """Flags for a budget that is given without the text to retain. Files that a run or a comparison wrote hold every
-    default, so there it does not count as given."""
+def _default_anchor_flags(entries: Mapping[str, Any], typed_names: Collection[str]) -> list[str]:
+    """Return the flags that add a sampled text to retain, if a budget is given without a text. A budget in a file that
+    a run or a comparison wrote does not count as given, because such files hold every default."""
     is_known = "retain" in typed_names or entries.get("retain") is not None
     defaults = {item.name for item in dataclasses.fields(RetentionSettings) if item.default is not None}
     is_in_file = entries.get("retain_budget_bits") is not None and not defaults <= set(entries)
     return ["--retain", SAMPLED] if ("retain_budget_bits" in typed_names or is_in_file) and not is_known else []
 
 
-def _made_of(kind: type, typed: Any, prefix: str = "") -> Any:
+def _settings_from(kind: type, typed: Any, prefix: str = "") -> Any:
     return kind(**{item.name: getattr(typed, prefix + item.name) for item in dataclasses.fields(kind)})
 
 
-def _word(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     return "the default" if value is None else str(value)
 
 
-def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[str]) -> tuple[TaskSettings, list[str]]:
-    """The task, after its defaults, preset and mode became defaults of ``parser``; notes on preset values that depend
-    on this machine."""
+def _apply_task_defaults(
+    parser: HfArgumentParser, arguments: Sequence[str], names: Collection[str]
+) -> tuple[TaskSettings, list[str]]:
+    """Make the defaults, preset and mode of the task defaults of ``parser``. Returns the task, and notes on preset
+    values that depend on this machine."""
     typed, given = parser.parse_args(arguments), given_names(arguments, names)
-    task = _made_of(TaskSettings, typed)
+    task = _settings_from(TaskSettings, typed)
     task.check_typed(given)
     parser.set_defaults(**task.defaults)
     if task.preset is None:
@@ -312,8 +320,8 @@ def _task(parser: HfArgumentParser, arguments: Sequence[str], names: Collection[
 
 
 def _choose_optimizer(parser: HfArgumentParser, typed: Any, given: Collection[str]) -> tuple[str, ...]:
-    """Choose the optimizer for weights trained in bfloat16, unless one is named; returns a note. DeepSpeed trains a
-    copy in float32."""
+    """Choose the optimizer for weights trained in bfloat16, unless the user named one, and return a note. With
+    DeepSpeed there is nothing to choose, because it trains a float32 copy of the weights."""
     is_deepspeed = typed.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     if (typed.dtype, typed.tuning) != ("bfloat16", "full") or is_deepspeed or "optim" in given:
         return ()
@@ -322,40 +330,43 @@ def _choose_optimizer(parser: HfArgumentParser, typed: Any, given: Collection[st
 
 
 def _choose_evaluations(parser: HfArgumentParser, typed: Any, given: Collection[str]) -> tuple[str, ...]:
-    """Set what early stopping and the best model need as well, unless ``given``; returns a note."""
+    """Set the evaluation and save fields that early stopping and the best model need, unless ``given``, and return a
+    note."""
     chosen = {} if typed.early_stopping_patience is None else beside_early_stopping(vars(typed), given)
     together = {**vars(typed), **chosen}
-    unsaid = dict(chosen)
+    defaults = dict(chosen)
     if together["load_best_model_at_end"] and plain(together["save_strategy"]) == "steps" and "save_steps" not in given:
-        unsaid.setdefault("save_steps", STOCK_SAVE_STEPS)  # a share cannot be a multiple of eval_steps
-    parser.set_defaults(**unsaid)
-    vars(typed).update(unsaid)
-    said = ", ".join(f"{name}: {as_word(value)}" for name, value in chosen.items())
-    return (f"early stopping: {said}",) if chosen else ()
+        defaults.setdefault("save_steps", STOCK_SAVE_STEPS)  # a share cannot be a multiple of eval_steps
+    parser.set_defaults(**defaults)
+    vars(typed).update(defaults)
+    listed = ", ".join(f"{name}: {as_word(value)}" for name, value in chosen.items())
+    return (f"early stopping: {listed}",) if chosen else ()
 
 
 def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> PrecisionChoice:
-    """Set bf16, fp16 and tf32 to what fits the device, unless given: TrainingArguments needs them when it is made."""
-    said_no = [name for name in ("bf16", "fp16") if getattr(typed, name) is False]
+    """Set bf16, fp16 and tf32 to what the device supports, unless given. TrainingArguments reads them when it is
+    created."""
+    turned_off = [name for name in ("bf16", "fp16") if getattr(typed, name) is False]
     wanted = typed.mixed_precision
-    if wanted in said_no:
+    if wanted in turned_off:
         raise SettingsError(f"mixed_precision: {wanted} and {wanted}: false contradict each other; keep one of them")
-    if wanted == "auto" and said_no and not (typed.bf16 or typed.fp16):
+    if wanted == "auto" and turned_off and not (typed.bf16 or typed.fp16):
         wanted = "no"
-    here = device_facts(typed.use_cpu)
-    _require_own_card(here)
+    device = device_facts(typed.use_cpu)
+    _require_own_card(device)
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    choice = choose_precision(wanted, bool(typed.bf16), bool(typed.fp16), launcher, planned_for or here)
-    parser.set_defaults(bf16=choice.name == "bf16", fp16=choice.name == "fp16", tf32=tf32_default(here, typed.tf32))
+    choice = choose_precision(wanted, bool(typed.bf16), bool(typed.fp16), launcher, planned_for or device)
+    parser.set_defaults(bf16=choice.name == "bf16", fp16=choice.name == "fp16", tf32=tf32_default(device, typed.tf32))
     return choice
 
 
-def _require_own_card(here: DeviceFacts) -> None:
-    """Before the launcher's process group is made, whose own error names a device ordinal."""
+def _require_own_card(device: DeviceFacts) -> None:
+    """Raise RequirementError if there are more processes than GPUs. This runs before the process group is created,
+    because the error of torch would only name a device ordinal."""
     import torch
 
     rank, cards = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if here.kind == "cuda" and rank >= cards:
+    if device.kind == "cuda" and rank >= cards:
         raise RequirementError(
             f"this is process {rank + 1} on this machine, and it sees {counted(cards, 'GPU')}; start {cards} "
             f"(--nproc_per_node, --num_processes or --num_gpus {cards}), let each process see the GPUs of all "
@@ -364,14 +375,14 @@ def _require_own_card(here: DeviceFacts) -> None:
 
 
 def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
-    """Field -> default, of the fields that file or flags changed. Secrets are redacted."""
+    """Return the default of each field that file or flags changed. Secrets are redacted."""
     given = {name: value for name, value in vars(typed).items() if value is not None}
     changed = {name: parser.get_default(name) for name, value in given.items() if value != parser.get_default(name)}
     return redact_data(json.loads(json.dumps(changed, default=str)))
 
 
 def as_yaml(job: Job) -> str:
-    """The resolved configuration; reading it back gives the same one."""
+    """Return the resolved configuration as YAML; reading it back gives the same configuration."""
     plain = json.loads(json.dumps(redact_data(job.as_dict()), default=str))
     plain["report_to"] = plain["report_to"] or "none"  # an empty list in a file means the default
     return yaml.safe_dump({key: value for key, value in plain.items() if value is not None}, sort_keys=False)

@@ -1,4 +1,4 @@
-"""The file of a configuration: YAML or JSON, ours, that of a run or of another program, checked as it is read."""
+"""Reads and checks a configuration file in YAML or JSON: one of ours, one of a run, or one of another program."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
 
-MOST_BYTES, MOST_VALUES, DEEPEST = 2**20, 100_000, 50
-"""Limits of a configuration: size of the file, values with all aliases expanded, depth of nesting."""
+MOST_BYTES, MOST_VALUES, MOST_LEVELS = 2**20, 100_000, 50
+"""Limits of a configuration file: its size, its number of values with all aliases expanded, its depth of nesting."""
 
 FALSE_IS = {
     **dict.fromkeys(
@@ -34,16 +34,16 @@ FALSE_IS = {
     ),
     **dict.fromkeys(("preflight", "spike_guard", "divergence"), "off"),
 }
-"""Fields with a choice ``no`` or ``off``, which is false in YAML unless it stands in quotes."""
+"""Fields with the choice ``no`` or ``off``, which YAML reads as false unless it is in quotes."""
 
 DATA_SUFFIXES = {*FILE_SUFFIXES} - {".txt", ".json"}
-"""Of files that hold data and are never a configuration."""
+"""Suffixes of files that hold data and are never a configuration."""
 
 
 @dataclasses.dataclass
 class InFile:
     """Entries of a file by our names, and notes on those that were translated. ``defaults``: entries that are not in
-    the file but defaults of the program that it is for."""
+    the file, but are defaults of the program that the file was written for."""
 
     entries: dict[str, Any] = dataclasses.field(default_factory=dict)
     read_as: list[str] = dataclasses.field(default_factory=list)
@@ -51,58 +51,58 @@ class InFile:
 
 
 def checked_entries(config: str, parser: HfArgumentParser, names: set[str]) -> InFile:
-    """Checked entries of a file by field."""
-    takes_list, takes_mapping = _containers(parser)
-    found = named_as_here(config, names)
-    for name, value in found.entries.items():
+    """Return the entries of a file by field, with names and types checked. Raises SettingsError."""
+    takes_list, takes_mapping = _container_fields(parser)
+    in_file = named_as_here(config, names)
+    for name, value in in_file.entries.items():
         if name not in names:
             raise SettingsError(f"{config}: unknown key {short(name)}{nearest(name, names)}")
         if is_mixture(name, value):
             _check_content(f"{config}: {name}", value)
         else:
             _check_shape(f"{config}: {name}", value, name in takes_list, name in takes_mapping)
-    return found
+    return in_file
 
 
 def named_as_here(config: str, names: Collection[str]) -> InFile:
-    """Entries of a file by our names, and what was read as what. Raises SettingsError."""
+    """Return the entries of a file by our names, and notes on the translation. Raises SettingsError."""
     entries: dict[str, Any] = {}
-    for key, value in _content(config).items():
+    for key, value in _configuration_in(config).items():
         name = str(key).replace("-", "_")
         if name in entries:
             raise SettingsError(f"{config}: {name} appears twice, once with hyphens; keep one of them")
         entries[name] = FALSE_IS.get(name, value) if value is False else value
     try:
         tool = owner_of(entries, names)
-        return _of_us(entries, names, config) if tool is None else _of_another(tool, entries, names, config)
+        return _own_entries(entries, names, config) if tool is None else _imported_entries(tool, entries, names, config)
     except SettingsError as error:
         raise SettingsError(f"{config}: {error}") from error
 
 
-def _of_us(entries: Mapping[str, Any], names: Collection[str], config: str) -> InFile:
-    found, read_as = translated_entries(entries, names)
+def _own_entries(entries: Mapping[str, Any], names: Collection[str], config: str) -> InFile:
+    translated, read_as = translated_entries(entries, names)
     for tool in signs_of(entries, names):
         title = TOOLS[tool].title
         command = f"scu-trainer import {shlex.quote(config)} --from {tool}"
         read_as.append(f"scu-trainer's defaults apply; for those of {title}: {command}")
-    return InFile(found, read_as)
+    return InFile(translated, read_as)
 
 
-def _of_another(tool: str, entries: Mapping[str, Any], names: Collection[str], config: str) -> InFile:
-    """A file of another program, where all that it asks for is here as well."""
-    found = imported(tool, entries, {*names, *known_names()}, Path(config).parent)
-    if found.lost:
-        lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in found.lost)
+def _imported_entries(tool: str, entries: Mapping[str, Any], names: Collection[str], config: str) -> InFile:
+    """Translate a file of another program. Raises SettingsError if one of its keys has no counterpart."""
+    file = imported(tool, entries, {*names, *known_names()}, Path(config).parent)
+    if file.lost:
+        lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in file.lost)
         raise SettingsError(
-            f"of {found.tool.title}, with {len(found.lost)} of {len(found.keys)} keys that have no counterpart "
-            f"({lost}); take them out, or write what carries over: scu-trainer import {shlex.quote(config)}"
+            f"this is a file of {file.tool.title}, and {len(file.lost)} of its {len(file.keys)} keys have no "
+            f"counterpart ({lost}); remove them, or convert the rest: scu-trainer import {shlex.quote(config)}"
         )
-    read_as = [f"a file of {found.tool.title}", *notes_of(found.keys), *found.differences]
-    return InFile(found.settings, read_as, found.defaults)
+    read_as = [f"a file of {file.tool.title}", *notes_of(file.keys), *file.differences]
+    return InFile(file.settings, read_as, file.defaults)
 
 
-def _content(config: str) -> dict[str, Any]:
-    """The mapping of a file, or of the configuration that a run was made with."""
+def _configuration_in(config: str) -> dict[str, Any]:
+    """Return the entries of a file. In a training_config.json, these are the entries of its configuration."""
     content = read_file(Path(config))
     if {"configuration", "versions", "data"} <= {*content}:  # training_config.json of a run
         content = content["configuration"]
@@ -111,12 +111,12 @@ def _content(config: str) -> dict[str, Any]:
                 f"{config}: configuration is a {type(content).__name__}; it must be a mapping of fields"
             )
         content["report_to"] = content.get("report_to") or "none"  # an empty list in a file means the default
-        content.pop("seeds", None)  # a run has one seed, and its file names both fields
+        content.pop("seeds", None)  # the file of a run holds seed and seeds, and only its seed applies
     return content
 
 
-def _containers(parser: HfArgumentParser) -> tuple[set[str], set[str]]:
-    """Fields that take several values, and fields that take a mapping."""
+def _container_fields(parser: HfArgumentParser) -> tuple[set[str], set[str]]:
+    """Return the fields that take several values, and the fields that take a mapping."""
     several = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     hints = {name: hint for kind in parser.dataclass_types for name, hint in hints_of(kind).items()}
     return several, {name for name, hint in hints.items() if "dict" in str(hint)}
@@ -132,10 +132,10 @@ def _check_shape(place: str, value: Any, takes_list: bool, takes_mapping: bool) 
             takes_list or len(value) <= 1,
             f"{place} is a list of {len(value)}; it takes {'a mapping' if takes_mapping else 'one value'}",
         )
-        require(all(map(_is_word, value)), f"{place} has an entry that is neither text nor a number; take it out")
+        require(all(map(_is_scalar, value)), f"{place} has an entry that is neither text nor a number; take it out")
     else:
         require(
-            value is None or _is_word(value),
+            value is None or _is_scalar(value),
             f"{place} is a {type(value).__name__}; it takes text, a number, true or false",
         )
 
@@ -150,57 +150,59 @@ def _check_content(place: str, value: Any) -> None:
             _check_content(place, item)
     else:
         is_finite = not isinstance(value, float) or math.isfinite(value)
-        is_plain = value is None or (_is_word(value) and not isinstance(value, date))
+        is_plain = value is None or (_is_scalar(value) and not isinstance(value, date))
         require(is_plain and is_finite, f"{place} holds {short(value)}; it takes text, finite numbers, true or false")
 
 
-def _is_word(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return isinstance(value, (str, int, float, date))
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Top-level entries of a YAML or JSON file. Raises SettingsError, also for a key that stands there twice."""
+    """Return the top-level entries of a YAML or JSON file. Raises SettingsError, also for a duplicate key."""
     check_text("config", str(path), is_name=True)
     is_data = path.suffix.lower() in DATA_SUFFIXES
-    require(not is_data, f"{path} is named like data, not like a configuration{_as_data(path)}")
+    require(not is_data, f"{path} is named like data, not like a configuration{_data_advice(path)}")
     try:
         content = read_regular(path, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SettingsError(f"cannot read the configuration {path}: {reason}{_another_file(path)}") from error
+        raise SettingsError(f"cannot read the configuration {path}: {reason}{_path_advice(path)}") from error
     try:
-        entries = _loaded(content)
+        entries = _parse_yaml(content)
     except RecursionError as error:
-        raise SettingsError(f"{path} nests too deeply; at most {DEEPEST} levels are allowed") from error
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two for what a tag such as !!int says
-        said = " ".join(str(error).split()).replace(' in "<unicode string>"', "")[:1000]
-        tab = "; YAML takes spaces where this line has a tab" if r"character '\t'" in said else ""
-        raise SettingsError(f"{path} is not valid YAML or JSON: {said}{tab}{_as_text(path)}") from error
+        raise SettingsError(f"{path} nests too deeply; at most {MOST_LEVELS} levels are allowed") from error
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two come from tags such as !!int
+        problem = " ".join(str(error).split()).replace(' in "<unicode string>"', "")[:1000]
+        tab = "; indent with spaces instead of tabs" if r"character '\t'" in problem else ""
+        raise SettingsError(f"{path} is not valid YAML or JSON: {problem}{tab}{_data_advice_for_text(path)}") from error
     if not isinstance(entries, dict):
-        found = "nothing" if entries is None else type(entries).__name__
-        raise SettingsError(f"{path} holds {found}; it must hold lines like 'learning_rate: 2e-4'{_as_text(path)}")
+        kind = "nothing" if entries is None else type(entries).__name__
+        raise SettingsError(
+            f"{path} holds {kind}; it must hold lines like 'learning_rate: 2e-4'{_data_advice_for_text(path)}"
+        )
     return entries
 
 
-def _another_file(path: Path) -> str:
-    """What to type instead of a path that cannot be read."""
+def _path_advice(path: Path) -> str:
+    """Return what to type instead of a path that cannot be read."""
     settings = path / "training_config.json"
-    if os.path.isfile(settings):  # unlike pathlib's, it has no error of its own where nothing may be looked at
+    if os.path.isfile(settings):  # pathlib's is_file raises PermissionError in a folder that may not be read
         return f"; give {settings}, the settings of that run"
     beside = [] if os.path.exists(path) else [other.name for other in path.parent.glob("*") if os.path.isfile(other)]
     return f"{nearest(path.name, beside)}; give a YAML or JSON file"
 
 
-def _as_data(path: Path) -> str:
+def _data_advice(path: Path) -> str:
     return f"; to use it as data, write --dataset {path}"
 
 
-def _as_text(path: Path) -> str:
-    """Only for .txt and .json, which may be a configuration as well."""
-    return _as_data(path) if path.suffix.lower() in (".txt", ".json") else ""
+def _data_advice_for_text(path: Path) -> str:
+    """Return the advice for .txt and .json files, which may hold data or a configuration."""
+    return _data_advice(path) if path.suffix.lower() in (".txt", ".json") else ""
 
 
-def _loaded(content: str) -> Any:
+def _parse_yaml(content: str) -> Any:
     loader = _UniqueKeys(content)
     try:
         root = loader.get_single_node()
@@ -211,16 +213,16 @@ def _loaded(content: str) -> Any:
 
 
 def _require_small(root: Optional[yaml.Node]) -> None:
-    """Raise YAMLError for too many values, counting what aliases expand to."""
+    """Raise YAMLError if there are too many values or levels, with all aliases expanded."""
     values, level = 0, [root]
-    for _ in range(DEEPEST):
+    for _ in range(MOST_LEVELS):
         level = [child for node in level for child in _children(node)]
         values += len(level)
         if values > MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES:,} values; write out what is needed")
+            raise yaml.YAMLError(f"its aliases expand to more than {MOST_VALUES:,} values; write the needed values out")
         if not level:
             return
-    raise yaml.YAMLError(f"it nests deeper than {DEEPEST} levels, or an alias is inside the value that it names")
+    raise yaml.YAMLError(f"it nests deeper than {MOST_LEVELS} levels, or an alias refers to a value that contains it")
 
 
 def _children(node: Optional[yaml.Node]) -> Iterator[yaml.Node]:
@@ -231,7 +233,7 @@ def _children(node: Optional[yaml.Node]) -> Iterator[yaml.Node]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML would silently take the last."""
+    """A loader that refuses duplicate keys; the stock loader silently takes the last one."""
 
     def construct_mapping(self, node, deep=False):
         seen: set[Any] = set()

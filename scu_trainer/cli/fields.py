@@ -1,4 +1,4 @@
-"""All fields as one command line: settings of ours by concern, and the stock ``TrainingArguments`` beside them."""
+"""The command line: a flag for each field of our settings, and for each field of the stock ``TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 APPENDED = {"resume_from_checkpoint": "auto", "use_cpu": "true"}
-"""What a background run appends to the typed flags to override them (runs/supervisor.py)."""
+"""Flags that a background run appends to the typed ones to override them (runs/supervisor.py)."""
 
 
 @functools.cache
 def regularization_flags() -> type:
     """``RegularizationSettings`` as flags: ``scu`` and every field with the prefix ``scu_``."""
-    about = "S is measured, and with scu_target_s steered; false: neither"
+    about = "measure S, and steer it if scu_target_s is given; false: do neither"
     switch = ("scu", bool, dataclasses.field(default=True, metadata={"help": about}))
-    texts = {"target_s": Optional[str]}  # a number or a word; RegularizationSettings tells them apart
+    texts = {"target_s": Optional[str]}  # a number or a word; RegularizationSettings distinguishes them
     return flags_of_fields("RegularizationFlags", RegularizationSettings, texts, [switch], PREFIX)
 
 
 @functools.cache
 def memory_flags() -> type:
-    """``MemorySettings`` as flags; numbers that may also be a word are read as text, the settings tell them apart."""
+    """``MemorySettings`` as flags. A number that may also be a word is read as text; the settings distinguish them."""
     texts = {"token_cap": Optional[str], "target_headroom_gb": str}
     texts |= {"max_gpu_mem": Optional[str], "cpu_mem": Optional[str]}
     return flags_of_fields("MemoryFlags", MemorySettings, texts)
@@ -56,8 +56,8 @@ def flags_of_fields(
     prefix: str = "",
     without: Collection[str] = (),
 ) -> type:
-    """The dataclass ``kind`` with other types of the fields ``texts``, after the fields ``first``, less those of
-    ``without``."""
+    """Return a dataclass with the fields ``first`` and then those of ``kind``, except ``without``. ``texts``: types
+    that replace those of ``kind``, by field."""
     hints = {**hints_of(kind), **texts}
     fields = [
         (prefix + item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))
@@ -68,6 +68,7 @@ def flags_of_fields(
 
 
 def our_parser(*more: type) -> HfArgumentParser:
+    """Return the parser for all our settings, and for the dataclasses ``more``."""
     from transformers.hf_argparser import HfArgumentParser
 
     class Parser(HfArgumentParser):
@@ -75,15 +76,15 @@ def our_parser(*more: type) -> HfArgumentParser:
             raise SettingsError(plain_words(message))
 
         def parse_args(self, args=None, namespace=None):
-            typed, left = self.parse_known_args(args, namespace)
-            if left:  # other programs take a file of settings without a flag
-                file = next((word for word in left if word.endswith((".yaml", ".yml", ".json"))), None)
-                where = f"; a file of settings is given by --config {shlex.quote(file)}" if file else ""
-                self.error(f"unrecognized arguments: {' '.join(left)}{where}")
+            typed, unparsed = self.parse_known_args(args, namespace)
+            if unparsed:  # other programs accept a file of settings without a flag
+                file = next((word for word in unparsed if word.endswith((".yaml", ".yml", ".json"))), None)
+                where = f"; to read settings from a file, write --config {shlex.quote(file)}" if file else ""
+                self.error(f"unrecognized arguments: {' '.join(unparsed)}{where}")
             return typed
 
-    otherwise = {"regularization": regularization_flags(), "memory": memory_flags()}
-    kinds = [_grouped(otherwise.get(title, kind), title) for title, kind in SETTINGS.items()]
+    replaced = {"regularization": regularization_flags(), "memory": memory_flags()}
+    kinds = [_grouped(replaced.get(title, kind), title) for title, kind in SETTINGS.items()]
     kinds += [_grouped(kind.settings, f"task {name}") for name, kind in KINDS.items() if kind.settings is not None]
     kinds += more
     parser = Parser(
@@ -91,16 +92,16 @@ def our_parser(*more: type) -> HfArgumentParser:
     )
     actions = parser._option_string_actions
     say_defaults(parser)
-    for flag in READ_BY.keys() & actions.keys():
-        actions[flag].type = READ_BY[flag]
+    for flag in VALUE_READERS.keys() & actions.keys():
+        actions[flag].type = VALUE_READERS[flag]
     for flag in TEXT_OR_LIST & actions.keys():
         actions[flag].nargs, actions[flag].__class__ = "+", _TextOrList
     return parser
 
 
 def say_defaults(parser: HfArgumentParser) -> None:
-    """In its help. Of a default that is None the text itself says what happens; transformers repeats the text of a
-    switch for the flag that turns it off."""
+    """Show defaults in the help of ``parser``, except None, for which the help text itself says what happens. The flag
+    that turns a switch off gets a short text, where transformers would repeat the text of the switch."""
 
     class Formatter(argparse.ArgumentDefaultsHelpFormatter):
         def _get_help_string(self, action):
@@ -113,23 +114,23 @@ def say_defaults(parser: HfArgumentParser) -> None:
 
 
 class _TextOrList(argparse.Action):
-    """One value is itself: a text and a list of it differ for transformers."""
+    """Stores one value as it is, and several as a list, because transformers does not treat a list of one as text."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
 TEXT_OR_LIST = {"--optim_target_modules", "--report_to"}
-"""HfArgumentParser reads one value of what is a text or a list."""
+"""Flags that take a text or a list, of which HfArgumentParser would read only one value."""
 
 
 def _text_or_list(text: str) -> Any:
-    """A list as it comes from a file, or as JSON."""
+    """Return the list if ``text`` is a JSON list, otherwise ``text`` itself."""
     try:
-        found = json.loads(text)
+        loaded = json.loads(text)
     except ValueError:
         return text
-    return found if isinstance(found, list) else text
+    return loaded if isinstance(loaded, list) else text
 
 
 def _tokens_seen(text: str) -> str | bool:
@@ -140,41 +141,42 @@ def _tokens_seen(text: str) -> str | bool:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        loaded = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{short(text)} is no JSON object, such as '{{\"name\": true}}'")
-    return found
+        loaded = None
+    if not isinstance(loaded, dict):
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a JSON object such as '{{\"name\": true}}'")
+    return loaded
 
 
-OF_JSON = ("accelerator_config", "fsdp_config")
-KEYWORDS = (
+JSON_OR_FILE = ("accelerator_config", "fsdp_config")
+JSON_ONLY = (
     "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs",
     "liger_kernel_config",
     "lr_scheduler_kwargs",
 )
-"""These are never in a file, and transformers keeps a text that does not begin like an object, for which the run ends
-with a traceback."""
+"""Fields that take JSON and never the name of a file. transformers would keep any other text, with which the run ends
+in a traceback."""
 
 
-def _read_by_transformers(text: str) -> str:
-    """Its dicts are JSON, or the name of a file; of broken JSON it does not say whose it is."""
+def _checked_json_or_path(text: str) -> str:
+    """Return ``text``, which is JSON or the name of a file. Broken JSON is refused here, because the error of
+    transformers does not name the flag."""
     if text.startswith("{"):
         _json_object(text)
     return text
 
 
-READ_BY = {
+VALUE_READERS = {
     "--dataset": dataset_of,  # a name, or a JSON list
-    **{f"--{name}": _read_by_transformers for name in OF_JSON},
-    "--deepspeed": lambda text: shipped.deepspeed(_read_by_transformers(text)),
-    **{f"--{name}": _json_object for name in KEYWORDS},
+    **{f"--{name}": _checked_json_or_path for name in JSON_OR_FILE},
+    "--deepspeed": lambda text: shipped.deepspeed(_checked_json_or_path(text)),
+    **{f"--{name}": _json_object for name in JSON_ONLY},
     **dict.fromkeys(TEXT_OR_LIST, _text_or_list),
-    "--include_num_input_tokens_seen": _tokens_seen,  # of its words transformers reads two alone
+    "--include_num_input_tokens_seen": _tokens_seen,  # HfArgumentParser would read only a boolean
 }
-"""What reads the value of a flag, where that is not by the type of its field."""
+"""Function that reads the value of a flag, where the type of the field is not enough."""
 
 
 def _grouped(kind: type, title: str) -> type:
@@ -183,79 +185,82 @@ def _grouped(kind: type, title: str) -> type:
 
 
 def given_names(arguments: Iterable[str], names: Collection[str]) -> list[str]:
-    """Fields that were given a value; ``--no_scu`` gives one to ``scu``."""
+    """Return the fields that ``arguments`` set; ``--no_scu`` sets ``scu``."""
     given = [name_of(word) for word in arguments if word.startswith("--")]
     return [name.removeprefix("no_") if name.startswith("no_") and name[3:] in names else name for name in given]
 
 
 def field_names(parser: argparse.ArgumentParser) -> set[str]:
-    """Every flag without its dashes, with underscores: ``learning_rate``, ``no_scu``."""
+    """Return the names of all flags, without dashes and with underscores: ``learning_rate``, ``no_scu``."""
     return {name_of(flag) for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
 
 
 def check_names(arguments: Iterable[str], names: Collection[str], read_before: Collection[str] = ()) -> None:
-    """Raise SettingsError at the first flag that nobody knows. ``read_before``: more that may have been meant."""
+    """Raise SettingsError at the first unknown flag. ``read_before``: names of flags that were parsed before, which are
+    suggested as well."""
     for argument in arguments:
         if argument.startswith("--") and name_of(argument) not in names:
             raise unknown_option(argument, [*names, *read_before])
 
 
 def parse_with_fields(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of ``parser``, and the words that are flags of training. Raises SettingsError, as ``check_known``."""
+    """Return the options of ``parser``, and the other words, which are flags of training. Raises SettingsError for an
+    unknown flag."""
     options, flags = parser.parse_known_args(argv)
     check_known(flags, parser._option_string_actions)
     return options, flags
 
 
 def check_known(flags: Sequence[str], read_before: Iterable[str] = ()) -> None:
-    """Raise SettingsError at the first flag that is no field, neither of ours nor of the stock arguments, by any of its
-    names. ``read_before``: as for ``check_names``."""
+    """Raise SettingsError at the first flag that is neither a field of ours nor a stock one, under any of its names.
+    ``read_before``: as for ``check_names``."""
     known = known_names()
-    if not stock_fields():  # then only the class itself can tell
+    if not stock_fields():  # without them, an unknown name is found once TrainingArguments is imported
         return
     for name in given_names(translated(flags, known)[0], known):
-        if name not in known:  # only then: looking for a near name among all of them takes a while
-            near = [*(one for one in known if not one.startswith("no_")), *ANYWHERE, *read_before]
-            raise unknown_option(f"--{name}", near)
+        if name not in known:  # checked first, because looking for a similar name takes a while
+            suggestions = [*(item for item in known if not item.startswith("no_")), *ANYWHERE, *read_before]
+            raise unknown_option(f"--{name}", suggestions)
 
 
 def check_given_once(flags: Sequence[str]) -> None:
-    """Raise SettingsError for data given twice, of which argparse would take the last, or as several words."""
+    """Raise SettingsError for a dataset that is given twice, of which argparse would take the last, or that is given as
+    several words."""
     for name, first, second in given_twice(flags):
         if name == "dataset":
             both = json.dumps([{name: redact(first)}, {name: redact(second)}])
             raise SettingsError(f"--{name} is given twice; give it once, or both as a list: --{name} '{both}'")
     for name, value in flags_of(translated(flags, known_names())[0]):
         if name in ("dataset", "eval_dataset") and isinstance(value, list):
-            several = json.dumps([redact(one) for one in value[:2]])[:-1] + (", ...]" if len(value) > 2 else "]")
+            several = json.dumps([redact(item) for item in value[:2]])[:-1] + (", ...]" if len(value) > 2 else "]")
             listed = f", or several as a list: --dataset '{several}'" if name == "dataset" else ""
-            raise SettingsError(f"--{name} has {len(value)} values; give one file or the folder of all{listed}")
+            raise SettingsError(f"--{name} has {len(value)} values; give one file, or the folder of all files{listed}")
 
 
 def given_twice(flags: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(name, earlier value, later value that counts) of each flag that has two."""
+    """Return (name, earlier value, later value that counts) of each flag that is given two values."""
     seen: dict[str, str] = {}
-    found, known = [], known_names()
+    repeated, known = [], known_names()
     for name, value in flags_of(flags):
         target, word = name, as_word(value).strip()
         if name.startswith("no_") and name[3:] in known and value is True:
             target, word = name[3:], "false"
         if seen.get(target, word) != word and APPENDED.get(target) != word:
-            found.append((target, seen[target], word))
+            repeated.append((target, seen[target], word))
         seen[target] = word
-    return found
+    return repeated
 
 
 def parse_checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse ``argv``, after ``check_names`` where nobody asks for help."""
+    """Parse ``argv``. Raises SettingsError for an unknown flag, unless help is asked for."""
     if not {"-h", "--help"} & {*argv}:
         check_names(argv, field_names(parser))
     return parser.parse_args(argv)
 
 
 def plain_words(message: str) -> str:
-    """argparse's "argument --lora_r/--lora-r: invalid int value: 'x'" without the second spelling, and with the choice
-    that was probably meant."""
+    """Return a message of argparse, such as "argument --lora_r/--lora-r: invalid int value: 'x'", without the second
+    spelling of the flag, and with the choice that was probably meant."""
     text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
     text = re.sub(r"'([^']{60})[^']{100,}'", r"'\1...'", text)
     number = re.search(r"--(\w+): invalid (int|float) value: .*", text)
@@ -263,6 +268,6 @@ def plain_words(message: str) -> str:
 
 
 def such_as(name: str, kind: str) -> str:
-    """What to type in the place of a word where a number belongs."""
-    said = f"; give a {'whole ' if kind == 'int' else ''}number"
-    return f"{said}; scu-trainer plan says which one fits this machine" if name.endswith("_batch_size") else said
+    """Return what to type for a flag that takes a number and got a word."""
+    advice = f"; give a {'whole ' if kind == 'int' else ''}number"
+    return f"{advice}; scu-trainer plan says which one fits this machine" if name.endswith("_batch_size") else advice

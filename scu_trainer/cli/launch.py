@@ -1,6 +1,6 @@
-"""``scu-trainer launch LAUNCHER ...``: starts scripts/train.py by accelerate, deepspeed or torchrun, as fits here.
+"""``scu-trainer launch LAUNCHER ...``: starts scripts/train.py under accelerate, deepspeed or torchrun on this machine.
 
-It prints the launcher's own command first: nothing here cannot be typed by hand.
+It prints the launcher's own command first, which can also be typed by hand.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ def main(argv: list[str]) -> NoReturn:
         help="default: one per GPU; without a GPU two for accelerate, otherwise one",
     )
     options, words = parser.parse_known_args(argv)
-    of_train = mode_parser()
-    modes, flags = of_train.parse_known_args(words)
-    check_known(flags, [*parser._option_string_actions, *of_train._option_string_actions])
-    check_early(modes.config, flags)  # here once: each process would say it, and the launcher end with its traceback
+    train_parser = mode_parser()
+    modes, flags = train_parser.parse_known_args(words)
+    check_known(flags, [*parser._option_string_actions, *train_parser._option_string_actions])
+    check_early(modes.config, flags)  # here, so that not every process reports the same error with a traceback
     gpus = sum(item.kind == "cuda" for item in accelerators())
     processes = processes_here(options.launcher, gpus, options.processes)
     if gpus == 0 and not any(word.split("=")[0] in ("--use_cpu", "--use-cpu") for word in words):
         words = [*words, "--use_cpu", "true"]
     line = command(options.launcher, words, processes, gpus > 0)
-    print(_shown(line, gpus > 0), flush=True)
-    os.execve(line[0], line, environment(processes, gpus > 0))  # the launcher takes this process's place and signals
+    print(_printed_command(line, gpus > 0), flush=True)
+    os.execve(line[0], line, environment(processes, gpus > 0))  # it replaces this process and gets its signals
 
 
 def _count(text: str) -> Optional[int]:
-    """An empty word, as a Makefile hands on a variable that is not set, counts as not given."""
+    """Return the number of processes; None for an empty word, which a Makefile passes for a variable that is not
+    set."""
     if not text:
         return None
     if not text.isdigit() or int(text) < 1:
@@ -65,14 +66,14 @@ def _count(text: str) -> Optional[int]:
     return int(text)
 
 
-def _shown(line: Sequence[str], has_gpu: bool) -> str:
-    here, tools = Path.cwd(), Path(sys.executable).parent
-    words = [_relative(word, tools, here) for word in line]
+def _printed_command(line: Sequence[str], has_gpu: bool) -> str:
+    current_folder, tools = Path.cwd(), Path(sys.executable).parent
+    words = [_short_path(word, tools, current_folder) for word in line]
     return ("" if has_gpu else "DS_ACCELERATOR=cpu " if DEEPSPEED in line else "") + shlex.join(words)
 
 
-def _relative(word: str, tools: Path, here: Path) -> str:
+def _short_path(word: str, tools: Path, folder: Path) -> str:
     path = Path(word)
     if path.is_absolute() and path.parent == tools:
         return path.name
-    return str(path.relative_to(here)) if path.is_absolute() and path.is_relative_to(here) else word
+    return str(path.relative_to(folder)) if path.is_absolute() and path.is_relative_to(folder) else word

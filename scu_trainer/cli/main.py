@@ -1,4 +1,4 @@
-"""``scu-trainer COMMAND ...``: picks the command; nothing heavy is imported before that."""
+"""``scu-trainer COMMAND ...``: finds the command and runs it. Only the command itself imports heavy modules."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ INTERRUPTED = 130
 """Exit code of a program ended by Ctrl-C, as in a shell."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables that configure torch's allocator: the current name, and two that it still reads."""
+"""Environment variables that configure torch's allocator: the current one, and two older ones that still work."""
 
-OF_THE_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
-"""System errors that the user can fix, wherever they come from."""
+PATH_ERRORS = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT}
+"""Error numbers that the user can fix, wherever they are raised."""
 
 COMMANDS = {
     "train": "train a model, with memory kept in check and S measured or steered",
@@ -40,10 +40,10 @@ COMMANDS = {
     "import": "convert a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth, with every key accounted for",
     "hardware": "this machine: profile, check, monitor, optimize",
     "plan": "predict how much memory a job needs, and find the fastest settings that fit",
-    "data": "show what is learned of a dataset: format, columns, lengths, repetitions, rows with the learned "
+    "data": "show what a model learns from a dataset: format, columns, lengths, repetitions, rows with the learned "
     "tokens marked",
     "modes": "estimate how long a job takes in sizes tiny, standard and extended, from a few measured steps",
-    "runs": "train in the background: start, list, status, monitor, logs, stop, resume; alone: a menu",
+    "runs": "train in the background: start, list, status, monitor, logs, stop, resume; without an action: a menu",
     "board": "runs in a browser: list, curves, notices; start, stop, resume; two models side by side",
     "eval": "held-out bits per token of a run, an adapter or a base model, with a confidence interval",
     "compare": "compare controllers at equal tokens, over several seeds: a table and a verdict",
@@ -80,7 +80,7 @@ MODULES = {
     "prune": "publishing.prune",
     "push": "publishing.push",
 }
-"""Below ``scu_trainer.cli``; other modules are named like their command."""
+"""Module of a command, relative to ``scu_trainer.cli``. All other modules are named like their command."""
 
 
 NO_DOCSTRINGS = (
@@ -91,7 +91,7 @@ NO_DOCSTRINGS = (
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """Afterwards the variables of this process are as they were: what is prepared for one command is not for others."""
+    """Restore the environment variables on exit, so that what one command sets does not affect the next."""
     before = dict(os.environ)
     try:
         yield
@@ -102,12 +102,12 @@ def environment_kept() -> Iterator[None]:
 
 
 def guarded(command: Callable[..., int]) -> Callable[..., int]:
-    """Decorates a command, a function of a list of words (default: those of this process). What the user can fix
+    """Decorate a command, which takes a list of words (default: those of this process). An error that the user can fix
     becomes one message on stderr and exit code 2."""
 
     @functools.wraps(command)
     @environment_kept()
-    def main(argv: Optional[Sequence[str]] = None, *given: Any, **named: Any) -> int:
+    def main(argv: Optional[Sequence[str]] = None, *args: Any, **kwargs: Any) -> int:
         if argv is None:
             claim_process()
         remember_environment()
@@ -115,18 +115,18 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
         _let_segments_grow(os.environ)
         _open_closed_streams()
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be no text
+            sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold invalid text
         code = 0
         try:
             _require_address(os.environ.get("HF_ENDPOINT"))
-            code = command(list(sys.argv[1:] if argv is None else argv), *given, **named)
+            code = command(list(sys.argv[1:] if argv is None else argv), *args, **kwargs)
             _flush()
             return code
-        except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return code
         except OSError as error:
-            line = _in_words(error)
+            line = _os_error_message(error)
             if line is None:
                 raise
             _say(f"error: {redact(line)}")
@@ -147,8 +147,9 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _require_address(endpoint: Optional[str]) -> None:
-    """Raises UserError for what is not the address of a Hub; each library ends otherwise on it, most in a traceback."""
-    with contextlib.suppress(ValueError):  # of urlsplit
+    """Raise UserError if ``endpoint`` is not a web address. Each library fails differently on it, most with a
+    traceback."""
+    with contextlib.suppress(ValueError):  # from urlsplit
         parts = urlsplit(endpoint or "")
         if endpoint is None or (parts.scheme in ("http", "https") and parts.hostname and parts.port != 0):
             return
@@ -158,8 +159,8 @@ def _require_address(endpoint: Optional[str]) -> None:
 
 
 def _flush() -> None:
-    """Here, because at the end of the process nobody would hear that it failed. Raises BrokenPipeError; what a full
-    disk does not take makes no work fail that is done."""
+    """Flush stdout now, because nothing reports an error of the flush at exit. Raises BrokenPipeError. A full disk only
+    gives a warning, because the work of the command is done."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -170,7 +171,7 @@ def _flush() -> None:
 
 @guarded
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["help"]:  # as git has it
+    if argv[:1] == ["help"]:  # as in git
         argv = [*argv[1:2], "--help"]
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
@@ -185,8 +186,11 @@ def main(argv: list[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Of a program that was started without them (``<&-``, some schedulers). In this order each gets its own number
-    back, which the next file that is opened would get, and with it what libraries and child processes print."""
+    """Open the null device for each standard stream that is closed, as after ``<&-`` and under some schedulers.
+
+    Opened in this order, each stream gets its usual file number. Otherwise the next file that is opened would get that
+    number, and libraries and child processes would print into it.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, errors="backslashreplace")
@@ -195,24 +199,24 @@ def _open_closed_streams() -> None:
 
 
 def _say(text: str) -> None:
-    """On stderr, if it is still there."""
+    """Print to stderr, if it can still be written."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
 
 
 def plain_console(**options: Any) -> Console:
-    """rich's, which prints brackets in a name as they are."""
+    """Return a rich console without markup, which prints brackets in a name as they are."""
     from rich.console import Console
 
     class Plain(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # for ``guarded``, which is no failure; rich would exit with 1
+            raise BrokenPipeError  # ``guarded`` treats it as success; rich would exit with code 1
 
     return Plain(highlight=False, markup=False, **options)
 
 
 def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names, and their values beside them."""
+    """Return a table of names and their values, without a frame."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -231,8 +235,8 @@ def figures_table(
     framed: bool = True,
     **column: Any,
 ) -> Table:
-    """``rows`` under ``titles``; figures end at the right of their columns, what is under those of ``left`` begins at
-    the left. ``column`` is rich's, for each."""
+    """Return a table of ``rows`` under ``titles``. Columns are aligned to the right, except for the titles in ``left``.
+    ``column``: more options of rich's ``add_column``, for all columns."""
     from rich.box import HEAVY_HEAD
     from rich.table import Table
 
@@ -246,7 +250,7 @@ def figures_table(
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Keep everything but the result off standard output."""
+    """Redirect standard output to standard error, so that a command can print only its result to standard output."""
     with contextlib.redirect_stdout(sys.stderr):
         from scu_trainer.train.run_directory.logs import run_log
 
@@ -255,8 +259,8 @@ def quiet_stdout() -> Iterator[None]:
 
 
 def _let_segments_grow(environment: MutableMapping[str, str]) -> None:
-    """Let CUDA's allocator grow its blocks, which fragments less when micro-batches change shape, unless the user has
-    configured it. Torch reads this when it first allocates."""
+    """Let CUDA's allocator grow its segments, which fragments memory less when micro-batches change shape, unless the
+    user has configured the allocator. Torch reads the variable at its first allocation."""
     if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = "expandable_segments:True"
 
@@ -269,18 +273,18 @@ def _has_current_folder() -> bool:
     return True
 
 
-def _in_words(error: OSError) -> Optional[str]:
-    """A message about a path or a disk; None for errors that the user cannot fix."""
+def _os_error_message(error: OSError) -> Optional[str]:
+    """Return a message for an error about a path or a disk, or None for an error that the user cannot fix."""
     name = "" if error.filename is None else str(error.filename).encode(errors="backslashreplace").decode()
     shown = name if len(name) <= 200 else f"{name[:100]}... ({len(name)} letters)"
-    if error.errno in OF_THE_DISK:
-        what = shown or "a file, or shared memory (/dev/shm),"  # which has no name, and of which semaphores are made
-        return f"the disk is full: {what} cannot be written; free some space, and run the command again"
+    if error.errno in DISK_ERRORS:
+        target = shown or "a file, or shared memory (/dev/shm),"  # semaphores are made there, without a name
+        return f"the disk is full: {target} cannot be written; free some space, and run the command again"
     if error.errno == errno.EFBIG and error.strerror == os.strerror(errno.EFBIG):
         from scu_trainer.run_files import make_room
 
         return f"{shown or 'a file'} cannot be written ({error.strerror}); {make_room()}, and run the command again"
-    if error.errno in OF_THE_PATH and name:
+    if error.errno in PATH_ERRORS and name:
         return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
     if error.errno == errno.ENOENT and error.filename is None and not _has_current_folder():
         return "the current folder was removed; change to one that exists (cd), and run the command again"
@@ -289,7 +293,7 @@ def _in_words(error: OSError) -> Optional[str]:
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {description}" for name, description in COMMANDS.items()]
     return "\n".join(
         ["usage: scu-trainer COMMAND [--help] ...", "", "fine-tuning under feedback control", "", "commands:", *lines]
     )

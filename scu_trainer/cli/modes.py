@@ -1,4 +1,4 @@
-"""``scu-trainer modes``: how long a job would take at each of its sizes, from a few real steps of each."""
+"""``scu-trainer modes``: estimates how long a job takes at each of its sizes, from a few real steps of each."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ ALL_MODES = ("tiny", "standard", "extended")
 
 @dataclass(frozen=True)
 class Measured:
-    """One mode. ``figures``: fields of ``train.session.test_run.Estimate``, total_s, and under ``note`` what the mode
-    overrides in the file, if anything; None where ``error`` says why."""
+    """The measurement of one mode. ``figures``: the fields of ``train.session.test_run.Estimate``, total_s, and, if the
+    mode overrides values of the file, a ``note`` that lists them; None if the mode could not run, for the reason in
+    ``error``."""
 
     mode: str
     figures: Optional[dict[str, Any]]
@@ -45,14 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--mode", nargs="+", metavar="MODE", help="which: tiny, standard, extended; default: all")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in the fresh process: one mode
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # set in the new process
     return parser
 
 
 @guarded
 def main(argv: list[str]) -> int:
     options, flags = parse_with_fields(_parser(), argv)
-    modes = _chosen(options.mode)
+    modes = _chosen_modes(options.mode)
     words = [*([] if options.config is None else ["--config", options.config]), *flags]
     if options.measure:
         print(json.dumps(measured_here(modes[0], options.config, flags)))
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     return report(modes, lambda mode: in_fresh_process(mode, words), options.json)
 
 
-def _chosen(wanted: Optional[Sequence[str]]) -> list[str]:
+def _chosen_modes(wanted: Optional[Sequence[str]]) -> list[str]:
     for mode in wanted or ():
         if mode not in ALL_MODES:
             raise SettingsError(f"unknown mode {mode!r}{nearest(mode, ALL_MODES)}; modes: {', '.join(ALL_MODES)}")
@@ -68,12 +69,12 @@ def _chosen(wanted: Optional[Sequence[str]]) -> list[str]:
 
 
 def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dict[str, Any]:
-    """Figures of a few steps in this process. Raises a UserError where that job cannot run here."""
+    """Run a few steps in this process and return their figures. Raises UserError if the job cannot run here."""
     from scu_trainer.cli.configuration import read_job
     from scu_trainer.train.session.test_run import measure
     from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
-    with quiet_stdout():  # the last line of stdout is for the one who asked
+    with quiet_stdout():  # the parent process reads the last line of stdout
         job = read_job(config, [*flags, "--mode", mode])
         estimate = measure(job, before_s=time.time() - psutil.Process().create_time())
         leave_process_group(True)
@@ -82,41 +83,41 @@ def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dic
 
 
 def in_fresh_process(mode: str, words: Sequence[str]) -> Measured:
-    """Its memory and its start must not be this process's."""
+    """Measure a mode in a new process, so that its peak memory and start-up time are its own."""
     command = [sys.executable, "-m", "scu_trainer.cli.modes", "--measure", "--mode", mode, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
-        return Measured(mode, None, said[-1].removeprefix("error: "))
+        errors = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
+        return Measured(mode, None, errors[-1].removeprefix("error: "))
     return Measured(mode, json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bool) -> int:
     """Measure each mode and print the figures. Returns 2 if one of them cannot run here."""
-    console, found = plain_console(), []
+    console, measured = plain_console(), []
     for mode in modes:
         if as_json:
-            found.append(measure(mode))
+            measured.append(measure(mode))
             continue
-        with console.status(f"{mode} ({len(found) + 1} of {len(modes)})"):
-            found.append(measure(mode))
+        with console.status(f"{mode} ({len(measured) + 1} of {len(modes)})"):
+            measured.append(measure(mode))
     if as_json:
-        print(json.dumps({item.mode: item.figures or {"error": item.error} for item in found}, indent=2))
+        print(json.dumps({item.mode: item.figures or {"error": item.error} for item in measured}, indent=2))
     else:
-        if any(item.figures for item in found):
-            console.print(_table(found))
-        for item in found:
+        if any(item.figures for item in measured):
+            console.print(_table(measured))
+        for item in measured:
             if item.figures and "note" in item.figures:
                 console.print(item.figures["note"], soft_wrap=True)
-        for error in dict.fromkeys(item.error for item in found if item.error is not None):
-            names = ", ".join(item.mode for item in found if item.error == error)
+        for error in dict.fromkeys(item.error for item in measured if item.error is not None):
+            names = ", ".join(item.mode for item in measured if item.error == error)
             console.print(f"{names}: {error}", soft_wrap=True)
-    return 2 if any(item.error is not None for item in found) else 0
+    return 2 if any(item.error is not None for item in measured) else 0
 
 
-def _table(found: Sequence[Measured]):
+def _table(measured: Sequence[Measured]):
     titles = ("mode", "rows", "steps", "s/step", "evaluations", "total", "peak memory")
-    rows = [[item.mode, *_cells(item.figures)] for item in found if item.figures is not None]
+    rows = [[item.mode, *_cells(item.figures)] for item in measured if item.figures is not None]
     return figures_table(titles, rows, left=["mode"], no_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Which run weights were made from that merge, export or prune wrote: they are scored as that run is."""
+"""Finds the run that merge, export or prune made weights from, so that they are scored as that run is."""
 
 from __future__ import annotations
 
@@ -16,70 +16,70 @@ from scu_trainer.settings.tasks import TEXT
 
 
 def adapter_hash(source: Path) -> str:
-    """SHA-256 of the weights of an adapter: merged weights belong to these and no others."""
+    """Return the SHA-256 of the weights of an adapter, by which merged weights are matched with their adapter."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(source.glob("adapter_model*")))).hexdigest()
 
 
 def is_merged_from(folder: Path, adapter: Path) -> bool:
-    """Whether ``folder`` was merged from these weights; what is out of the tolerance is not written."""
+    """Whether ``folder`` was merged from the present weights of ``adapter``."""
     return made_by_us(folder).get("adapter_sha256") == adapter_hash(adapter)
 
 
 def run_behind(weights: Path) -> Optional[dict[str, Any]]:
-    """The run that ``weights`` are of, or were made from, as the file beside them holds it under "run": its folder, and
-    a SHA-256 of what says which documents it held out. None where they are of no run."""
+    """Return the run that ``weights`` belong to or were made from, as the file next to them stores it under "run": its
+    folder, and a SHA-256 of the values that decide which documents it held out. None if there is no such run."""
     made = made_by_us(weights)
     if "run" in made:
         return made["run"]
     source = Path(made.get("adapter") or made.get("source") or weights)
-    if made and not is_merged_from(weights, source):  # written before runs were noted
+    if made and not is_merged_from(weights, source):  # a version that did not store the run wrote them
         return {"folder": str(source), "sha256": None}
     run = run_of(source)
-    return None if run is None else {"folder": str(run), "sha256": _hash_of(run)}
+    return None if run is None else {"folder": str(run), "sha256": _split_hash(run)}
 
 
-def _hash_of(run: Path) -> Optional[str]:
-    """Of the data of ``run`` and how they are split; a resume changes the rest of its description."""
+def _split_hash(run: Path) -> Optional[str]:
+    """Return the hash of the data of ``run`` and of their split, which a resume does not change; None if it is gone."""
     try:
-        found = description_of(run)
+        description = description_of(run)
     except UserError:  # gone, or of another program
         return None
-    split = [found["data"].get("fingerprint"), split_seed(found), found["seed"]]
+    split = [description["data"].get("fingerprint"), split_seed(description), description["seed"]]
     return hashlib.sha256(json.dumps(split).encode()).hexdigest()
 
 
 def of_its_run(subject: Subject) -> Subject:
-    """With the run that its weights were made from, where that is still there and the same."""
-    behind = _behind(subject)
-    if behind is None or _is_lost(behind):
+    """Return ``subject`` with the run that its weights were made from, if that run is still there and unchanged."""
+    recorded = _recorded_run(subject)
+    if recorded is None or _is_lost(recorded):
         return subject
-    run = behind["folder"]
-    there = replace(subject, model=replace(subject.model, model_name_or_path=run), run=description_of(Path(run)))
-    data = {name: getattr(there.data, name) for name in ("dataset", "eval_dataset")}  # paths that were found from there
-    return replace(subject, run={**there.run, "configuration": {**there.run["configuration"], **data}})
+    run = recorded["folder"]
+    source_run = replace(subject, model=replace(subject.model, model_name_or_path=run), run=description_of(Path(run)))
+    data = {name: getattr(source_run.data, name) for name in ("dataset", "eval_dataset")}  # paths found from its folder
+    return replace(subject, run={**source_run.run, "configuration": {**source_run.run["configuration"], **data}})
 
 
-def _behind(subject: Subject) -> Optional[dict[str, Any]]:
-    """As ``run_behind``, of what is not known to be of a run."""
+def _recorded_run(subject: Subject) -> Optional[dict[str, Any]]:
+    """Return what ``run_behind`` finds for a subject that has no run yet; None for others."""
     return None if subject.run or subject.word else run_behind(Path(subject.source))
 
 
-def _is_lost(behind: dict[str, Any]) -> bool:
-    """Whether the run that ``run_behind`` gave is gone, or is another one by now."""
-    return behind["sha256"] is None or behind["sha256"] != _hash_of(Path(behind["folder"]))
+def _is_lost(recorded: dict[str, Any]) -> bool:
+    """Whether the run that ``run_behind`` returned is gone, or its folder holds another run now."""
+    return recorded["sha256"] is None or recorded["sha256"] != _split_hash(Path(recorded["folder"]))
 
 
 def lost_run(subject: Subject) -> Optional[str]:
-    """What to say where nobody knows what ``subject`` has learned, for want of the run that it was made from."""
-    behind = _behind(subject)
-    if behind is None or not _is_lost(behind):
+    """Return a message if it is unknown what ``subject`` has learned, because the run that it was made from is gone."""
+    recorded = _recorded_run(subject)
+    if recorded is None or not _is_lost(recorded):
         return None
-    return f"{subject.name} was made from {behind['folder']}, and the run is no longer found there"
+    return f"{subject.name} was made from {recorded['folder']}, and the run is no longer found there"
 
 
 def base_subject(subject: Subject, flag: str = "--against") -> Subject:
-    """What ``subject`` was tuned from, or what it was made from was. Raises ModelError if that is unknown or gone;
-    ``flag`` would name another."""
+    """Return the model that ``subject``, or the model that it was made from, was tuned from. Raises ModelError if that
+    is unknown or gone; the message proposes ``flag`` to name another one."""
     made = made_by_us(Path(subject.source))
     if is_adapter(Path(subject.source)):
         name = base_of(Path(subject.source))
@@ -89,14 +89,14 @@ def base_subject(subject: Subject, flag: str = "--against") -> Subject:
             raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
         name = found_base(name, Path(subject.source)) if name else _embedded_base(subject)
     elif made:
-        source, lost = made.get("adapter") or made["source"], None
+        source, problem = made.get("adapter") or made["source"], None
         if "adapter" in made and not is_merged_from(Path(subject.source), Path(source)):
-            lost = f"merged from an adapter that is no longer in {source}"
+            problem = f"merged from an adapter that is no longer in {source}"
         elif Path(source).is_absolute() and not Path(source).exists():  # else a Hub id
-            lost = f"made from {source}, which is gone"
-        if lost is not None:
+            problem = f"made from {source}, which is gone"
+        if problem is not None:
             raise ModelError(
-                f"{subject.name} was {lost}, so its base is unknown; give it as a path or Hub id: {flag} PATH_OR_ID"
+                f"{subject.name} was {problem}, so its base is unknown; give it as a path or Hub id: {flag} PATH_OR_ID"
             )
         return base_subject(subject_of(source), flag)
     else:

@@ -1,4 +1,4 @@
-"""An argument parser whose mistakes are one line and exit code 2, as everywhere in this project."""
+"""An argument parser that reports a mistake in one line and with exit code 2, as all commands of this project do."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from scu_trainer.errors import SettingsError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """No abbreviations; raises SettingsError instead of printing its usage and leaving."""
+    """A parser without abbreviations, which raises SettingsError instead of printing its usage and exiting."""
 
     def __init__(self, **options) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args, namespace=None):
-        """An option is known by its name with hyphens as well."""
-        return super().parse_known_args(with_switches(self, [self._spelled(word) for word in args]), namespace)
+        """Parse ``args``, in which options may have hyphens instead of underscores."""
+        return super().parse_known_args(with_switches(self, [self._with_underscores(word) for word in args]), namespace)
 
-    def _spelled(self, word: str) -> str:
+    def _with_underscores(self, word: str) -> str:
         name, equals, value = word.partition("=")
-        own = f"--{name.removeprefix('--').replace('-', '_')}"
-        return f"{own}{equals}{value}" if name.startswith("--") and own in self._option_string_actions else word
+        flag = f"--{name.removeprefix('--').replace('-', '_')}"
+        return f"{flag}{equals}{value}" if name.startswith("--") and flag in self._option_string_actions else word
 
     def of_action(self, action: str) -> Parser:
-        """What reads the words after ``action``."""
-        return next(found for found in self._actions if isinstance(found, argparse._SubParsersAction)).choices[action]
+        """Return the parser of the words after ``action``."""
+        return next(item for item in self._actions if isinstance(item, argparse._SubParsersAction)).choices[action]
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (?:.*? )?(--[\w-]+)", message)
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_switch(parser: argparse._ActionsContainer, flag: str, help: str, default: Optional[bool] = False) -> None:
-    """A flag that is on alone, and takes true or false as well, as the flags of transformers do."""
+    """Add a flag that is true without a value and also takes true or false, as the flags of transformers do."""
     parser.add_argument(
         flag, type=_true_or_false, nargs="?", const=True, default=default, metavar="true|false", help=help
     )
@@ -52,33 +52,34 @@ def _true_or_false(text: str) -> bool:
 
 
 def with_switches(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """``words``, where a switch that stands alone says true: what follows it is no value of it."""
+    """Return ``words`` with ``=true`` after each switch without a value, so that it does not take the next word as
+    one."""
     actions = parser._option_string_actions
-    alone = {flag for flag, action in actions.items() if action.nargs == "?" and action.const is True}
+    valueless = {flag for flag, action in actions.items() if action.nargs == "?" and action.const is True}
     return [
-        f"{word}=true" if word in alone and after.lower() not in (*TRUE, *FALSE) else word
-        for word, after in zip(words, [*words[1:], ""], strict=False)
+        f"{word}=true" if word in valueless and next_word.lower() not in (*TRUE, *FALSE) else word
+        for word, next_word in zip(words, [*words[1:], ""], strict=False)
     ]
 
 
 def unknown_option(word: str, names: Iterable[str]) -> SettingsError:
-    """For a typed option that nobody knows. ``names``: of those that there are, with dashes or without."""
+    """Return the error for an unknown option. ``names``: the known options, with or without dashes."""
     typed = word.partition("=")[0]
     bare = sorted({name.lstrip("-") for name in names})
-    # Without the dashes, which would bring any two short names near each other, as one letter is to any other.
-    near = nearest(typed.lstrip("-").replace("-", "_"), [name for name in bare if len(name) > 1])
-    near = near.replace("'", "'--", 1) or "; --help lists the options"
-    return SettingsError(f"unknown option {typed}{near}")
+    # Dashes would make any two short names look similar, and so would names of one letter.
+    suggestion = nearest(typed.lstrip("-").replace("-", "_"), [name for name in bare if len(name) > 1])
+    suggestion = suggestion.replace("'", "'--", 1) or "; --help lists the options"
+    return SettingsError(f"unknown option {typed}{suggestion}")
 
 
 def add_consent(parser: argparse._ActionsContainer) -> None:
-    """What a model from elsewhere must not allow itself: see ``Subject.consenting``."""
+    """Add the flags that only the user may set for a model from elsewhere: see ``Subject.consenting``."""
     add_switch(parser, "--trust_remote_code", "run Python code that comes with a model")
     add_switch(parser, "--allow_pickle", "also read weights stored as pickle files")
 
 
 def require_new_file(path: Path, flag: str) -> None:
-    """Raise SettingsError where something stands in the way of ``path``, which ``flag`` names."""
+    """Raise SettingsError if ``path`` exists or its folder does not. ``flag``: the option that names another path."""
     if path.exists():
         raise SettingsError(f"{path} already exists; remove it, or give {flag} another name")
     if not path.parent.is_dir():
@@ -86,8 +87,8 @@ def require_new_file(path: Path, flag: str) -> None:
 
 
 def with_choice(message: str) -> str:
-    """argparse's "invalid choice: 'x' (choose from 'a', 'b')", with the choice that was probably meant; and "expected
-    one argument", which is also said of a value that looks like an option."""
+    """Add to argparse's "invalid choice: 'x' (choose from 'a', 'b')" the choice that was probably meant, and explain
+    its "expected one argument", which it also reports for a value that looks like an option."""
     if option := re.search(r"(--\w+)\S*: expected one argument$", message):
         return f"{option[1]} needs a value; one that begins with a dash is written {option[1]}=VALUE"
     choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)

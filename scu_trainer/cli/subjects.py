@@ -1,4 +1,4 @@
-"""From a name (run, checkpoint, adapter, model, Hub id) to what to load, and to documents that it has not learned."""
+"""Finds the model behind a name (run, checkpoint, adapter, model, Hub id), and documents that it has not learned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
 
 BASE, MERGED = "base", "merged"
-"""Words for models made from another: what it was tuned from, and that with its adapter merged in."""
+"""Words for models derived from a subject: the model that it was tuned from, and that model with the adapter merged
+in."""
 
 WHICH_DOCUMENTS = (
     "dataset_config_name",
@@ -45,21 +46,21 @@ WHICH_DOCUMENTS = (
     "messages_column",
     "dataset_size",
 )
-"""Data settings that belong to their dataset: for another ``dataset`` they start from their defaults."""
+"""Data settings that belong to one dataset. For another ``dataset`` they are reset to their defaults."""
 
 MODEL_TYPES = {"cadence": "word-generation", "trident": "sensor-classification"}
-"""Tasks of our own model types."""
+"""Task of each of our own model types."""
 
 SPLIT_RULES = (*WHICH_DOCUMENTS, "skip_bad_rows", "completion_only_loss", "assistant_only_loss")
-"""Data settings that decide which documents are held out; dropped rows shift the split too."""
+"""Data settings that decide which documents are held out. Dropped rows change the split as well."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained or a base model. ``name`` as typed, ``model.model_name_or_path`` where it is.
+    """A trained model or a base model. ``name``: as typed. ``model.model_name_or_path``: its path or Hub id.
 
-    ``run``: content of the training_config.json of its run; None without a run. ``word``: BASE or MERGED if named by
-    such a word. ``merge_dtype``: merge the adapter into its base, in this type, before it is used.
+    ``run``: content of the training_config.json of its run; None without a run. ``word``: BASE or MERGED if it was
+    named by that word. ``merge_dtype``: the type in which the adapter is merged into its base before use.
     """
 
     name: str
@@ -74,31 +75,31 @@ class Subject:
 
     @property
     def averages(self) -> Optional[str]:
-        """The file of moving averages beside the weights of a checkpoint, which are read as they are."""
+        """Name of the file of moving averages in a checkpoint, if there is one. They are not used: the weights are."""
         from scu_trainer.train.loops.weight_average import EMA_FILE
 
         return EMA_FILE if (Path(self.source) / EMA_FILE).is_file() else None
 
     @property
     def is_of_hub(self) -> bool:
-        """Whether it was named by its Hub id. Nothing is written beside the cached download of an adapter."""
+        """Whether it was named by its Hub id. Nothing is written next to an adapter in the download cache."""
         return not Path(self.name).expanduser().exists()
 
     @property
     def mixed_precision(self) -> Optional[str]:
-        """Of its run: bf16, fp16, or None for the type of the weights."""
-        found = self.run["configuration"].get("mixed_precision") if self.run else None
-        return found if found in ("bf16", "fp16") else None
+        """The mixed precision of its run: bf16, fp16, or None for the type of the weights."""
+        precision = self.run["configuration"].get("mixed_precision") if self.run else None
+        return precision if precision in ("bf16", "fp16") else None
 
     @property
     def task(self) -> str:
-        """Of its run; without one, by its config.json."""
+        """The task of its run; without a run, the task that its config.json implies."""
         return self.run["configuration"].get("task", TEXT) if self.run else _task_in(Path(self.source) / "config.json")
 
     @property
     def answers_plain_text(self) -> bool:
-        """Whether its run, or the run that its weights were made from, learned answers to questions for which the
-        tokenizer had no chat template."""
+        """Whether its run, or the run that its weights were made from, learned to answer questions with a tokenizer
+        that had no chat template."""
         from scu_trainer.data.records import AS_PLAIN_TEXT
 
         if self.run is None:
@@ -107,23 +108,25 @@ class Subject:
         return any(AS_PLAIN_TEXT in name for name in formats)
 
     def consenting(self, options: Any, **changes: Any) -> Subject:
-        """With the consent of ``options``, which no run brings along, and ``changes`` of other model settings."""
+        """Return a copy with the consent that the user gave in ``options``, which is never taken from a run, and with
+        ``changes`` to other model settings."""
         consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
         return replace(self, model=replace(self.model, **consent, **changes))
 
     def own(self, task: str) -> Any:
-        """Settings of ``task`` alone, from its run or by default."""
+        """Return the settings that only ``task`` has, from its run or with their defaults; None if there are none."""
         kind = KINDS[task].settings
-        return None if kind is None else _settings_in(kind, self.run or {"configuration": {}})
+        return None if kind is None else _settings_from(kind, self.run or {"configuration": {}})
 
     @property
     def data(self) -> DataSettings:
-        """Data settings of its run."""
-        data = _settings_in(DataSettings, self.run)
-        return replace(data, dataset=self._found(data.dataset), eval_dataset=self._found(data.eval_dataset))
+        """The data settings of its run."""
+        data = _settings_from(DataSettings, self.run)
+        return replace(data, dataset=self._resolved(data.dataset), eval_dataset=self._resolved(data.eval_dataset))
 
-    def _found(self, dataset: Any) -> Any:
-        """Look for a path above the run; a bare name is an embedded or a Hub dataset, whatever folders there are."""
+    def _resolved(self, dataset: Any) -> Any:
+        """Return the path of a dataset, searched in the folders above the run. A bare name is an embedded or a Hub
+        dataset, even if there is a folder of that name."""
         is_path = isinstance(dataset, str) and (len(Path(dataset).parts) > 1 or Path(dataset).suffix != "")
         return found_above(dataset, Path(self.source)) if is_path else dataset
 
@@ -138,8 +141,9 @@ def _task_in(config_file: Path) -> str:
 
 
 def subject_of(name: str) -> Subject:
-    """Without consent to run its code or read its pickle files (``Subject.consenting``): anybody may have written its
-    run. Raises ModelError if nothing can be loaded or the run is not finished, StorageError for torn run files."""
+    """Return the subject of a run, checkpoint, adapter, model or Hub id, without consent to run its code or read its
+    pickle files (``Subject.consenting``), because anybody may have written the run. Raises ModelError if nothing can be
+    loaded or the run is not finished, StorageError for torn run files."""
     path = Path(name).expanduser().resolve()
     run_folder = path if (path / STATUS_FILE).is_file() else run_of(path)
     if run_folder is None:
@@ -152,8 +156,8 @@ def subject_of(name: str) -> Subject:
         _require_finished(path)
     check_source(str(path), typed="")
     run = description_of(run_folder)
-    own = {"model_name_or_path": str(path), "trust_remote_code": False, "allow_pickle": False}
-    return Subject(name, replace(_settings_in(ModelSettings, run), **own), run)
+    overrides = {"model_name_or_path": str(path), "trust_remote_code": False, "allow_pickle": False}
+    return Subject(name, replace(_settings_from(ModelSettings, run), **overrides), run)
 
 
 def _refuse_comparison(path: Path) -> None:
@@ -163,7 +167,7 @@ def _refuse_comparison(path: Path) -> None:
 
 
 def refuse_name_of_run(name: str) -> None:
-    """Raise ModelError for what ``runs list`` calls a run, which would be looked up on the Hub."""
+    """Raise ModelError for a name that ``runs list`` shows, which would otherwise be looked up on the Hub."""
     run = ROOT / name
     if not Path(name).exists() and (run / STATUS_FILE).is_file():
         raise ModelError(f"{name} is not a folder here, but {run} is a run; give {run}")
@@ -183,23 +187,24 @@ def _require_finished(run: Path) -> None:
 
 
 def description_of(run: Path) -> dict[str, Any]:
-    """Its training_config.json. Raises ModelError if that is another file, StorageError if it is torn."""
+    """Return the training_config.json of ``run``. Raises ModelError if another program wrote it, StorageError if it is
+    torn."""
     content = read_json(run / CONFIG_FILE)
     if not isinstance(content, dict) or not {"configuration", "seed", "data"} <= {*content}:
         raise ModelError(f"{run / CONFIG_FILE} was not written by scu-trainer train; move it away and give --dataset")
     return content
 
 
-def _settings_in(kind: type, run: dict[str, Any]) -> Any:
+def _settings_from(kind: type, run: dict[str, Any]) -> Any:
     names = {item.name for item in fields(kind)}
     return kind(**{name: value for name, value in run["configuration"].items() if name in names})
 
 
 def merged_subject(subject: Subject, dtype: str) -> Subject:
-    """``subject`` with its adapter merged into its base, in ``dtype``. Raises ModelError if there is nothing to merge
-    or the model is no language model."""
+    """Return ``subject`` with its adapter merged into its base, in ``dtype``. Raises ModelError if there is nothing to
+    merge or the model is not a language model."""
     if subject.task != TEXT:
-        raise ModelError(f"{subject.name} is of task: {subject.task}, and merged is for {TEXT}; drop it from --against")
+        raise ModelError(f"{subject.name} has task {subject.task}, but merged needs {TEXT}; drop merged from --against")
     if not is_adapter(Path(subject.source)):
         raise ModelError(f"{subject.name} is not an adapter, so there is nothing to merge; drop merged from --against")
     return replace(subject, name=f"{subject.name} ({MERGED})", word=MERGED, merge_dtype=dtype)
@@ -209,21 +214,21 @@ def merged_subject(subject: Subject, dtype: str) -> Subject:
 
 
 def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tuple[DataSettings, int]:
-    """Data settings and seed of the split: those of the run of ``subject``, overridden by ``typed``; ``seed`` is for
-    one without a run. Raises DataError if the data is unknown."""
+    """Return the data settings and the seed of the split. They are those of the run of ``subject``, overridden by
+    ``typed``; without a run, ``seed`` is used. Raises DataError if the data is unknown."""
     if subject.run:
-        # The template that the run was given is in its tokenizer by now; the file may be gone.
+        # The tokenizer of the run has its chat template, and the file that it was read from may be gone.
         own = {**asdict(subject.data), "chat_template": None}
         if "dataset" in typed:
-            others = ("eval_dataset",) if _is_dataset_of(subject, typed["dataset"]) else WHICH_DOCUMENTS
-            own = {name: value for name, value in own.items() if name not in others}
+            replaced = ("eval_dataset",) if _is_dataset_of(subject, typed["dataset"]) else WHICH_DOCUMENTS
+            own = {name: value for name, value in own.items() if name not in replaced}
         return DataSettings(**{**own, **typed}), split_seed(subject.run)
     if not {"dataset", "eval_dataset"} & {*typed}:
-        found = "belongs to no run"
+        reason = "belongs to no run"
         if not Path(subject.source).exists():
-            found = f"is not a folder here{near_folder(subject.name)}, and a Hub id has no run"
+            reason = f"is not a folder here{near_folder(subject.name)}, and a Hub id has no run"
         raise DataError(
-            f"{subject.name} {found}, so it is unknown which documents were held out; add --dataset NAME_OR_PATH to "
+            f"{subject.name} {reason}, so it is unknown which documents were held out; add --dataset NAME_OR_PATH to "
             "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"
         )
     return DataSettings(**{"dataset": typed.get("eval_dataset"), **typed}), seed
@@ -236,12 +241,12 @@ def _is_dataset_of(subject: Subject, dataset: Any) -> bool:
 
 
 def own_split(subject: Subject) -> dict[str, Any]:
-    """Settings of its task that decide which rows its run held out."""
+    """Return the settings of its task that decide which rows its run held out."""
     return {name: getattr(subject.own(subject.task), name) for name in KINDS[subject.task].split_fields}
 
 
 def split_seed(run: dict[str, Any]) -> int:
-    """The seed that decided what ``run`` held out. Older runs had one seed for everything."""
+    """Return the seed that decided what ``run`` held out. Older runs had one seed for everything."""
     return run.get("split_seed", run["seed"])
 
 
@@ -252,24 +257,25 @@ def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: d
         return False
     is_mixed = settings.is_mixture or subject.data.is_mixture
     if is_mixed and (settings.eval_dataset is not None or settings.dataset != subject.data.dataset):
-        return True  # the split of each source is its own
-    if subject.task == TEXT and _is_capped_further(settings, subject.data):
+        return True  # each source is split separately
+    if subject.task == TEXT and _scores_fewer_documents(settings, subject.data):
         settings = replace(settings, max_eval_documents=subject.data.max_eval_documents)
     own_rules = _split_rules(subject.data, own_split(subject)), split_seed(subject.run)
     return own_rules != (_split_rules(settings, own), seed)
 
 
-def _is_capped_further(settings: DataSettings, trained: DataSettings) -> bool:
-    """Whether fewer documents are scored than the run held out: they are the first in the same order, so none was
-    learned. A stream without a cap has one all the same."""
+def _scores_fewer_documents(settings: DataSettings, trained: DataSettings) -> bool:
+    """Whether fewer documents are scored than the run held out. They are the first in the same order, so the run
+    learned none of them. Streams are excluded, because they have a cap even if none is set."""
     cap, limit = settings.max_eval_documents, trained.max_eval_documents
     return cap is not None and not trained.streaming and (limit is None or cap < limit)
 
 
 def _share_a_dataset(dataset: Any, other: Any) -> bool:
-    """Of mixtures: whether one source is in both."""
+    """Whether both are the same dataset or, if they are mixtures, have a source in common."""
     return any(
-        is_same_dataset(one, two) for one, two in itertools.product(dataset_names(dataset), dataset_names(other))
+        is_same_dataset(first, second)
+        for first, second in itertools.product(dataset_names(dataset), dataset_names(other))
     )
 
 
@@ -278,6 +284,7 @@ def _split_rules(settings: DataSettings, own: dict[str, Any]) -> list[Any]:
 
 
 def positions_of(subject: Subject) -> Optional[int]:
-    """As of the model (``models/fit.py``), but reads no weights."""
+    """Return the number of positions of the model, or None without a limit, as ``models/fit.py`` does, but without
+    reading weights."""
     positions = getattr(config_of(subject.model).get_text_config(), "max_position_embeddings", None)
     return None if positions is None else positions - prompt_of_adapter(subject.model.model_name_or_path)

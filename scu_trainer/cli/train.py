@@ -1,4 +1,4 @@
-"""``scu-trainer train``: one run, from a YAML or JSON file and flags. Also the target of every launcher."""
+"""``scu-trainer train``: trains one run, as a YAML or JSON file and flags describe it. All launchers start it, too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODES = {
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    end_with_launcher()  # before anything that takes long: a launcher may die while its ranks wait for each other
+    end_with_launcher()  # first, because a launcher may die while its ranks wait for each other
     return _main(argv)
 
 
@@ -43,7 +43,7 @@ def _main(argv: list[str]) -> int:
     if modes.check_requirements:
         return check_recipe(modes.config, flags)
     with run_log() as log, switches_kept():
-        with without_collector(freeze=True):  # the first look at the settings imports torch and transformers
+        with without_collector(freeze=True):  # reading the settings imports torch and transformers
             job = configuration.read_job(modes.config, flags)
         if modes.print_config:
             print(configuration.as_yaml(job), end="")
@@ -96,7 +96,7 @@ def _train(job, log, modes: argparse.Namespace, flags: Sequence[str]) -> int:
         from scu_trainer.train.session.test_run import try_out
 
     refuse_useless_push(job)
-    if job.training.push_to_hub and not modes.test_run:  # which pushes nothing
+    if job.training.push_to_hub and not modes.test_run:  # a test run pushes nothing
         from_first_rank(lambda: require_open_hub(job.training), job.training)
     succeeded = False
     try:
@@ -111,7 +111,7 @@ def _train(job, log, modes: argparse.Namespace, flags: Sequence[str]) -> int:
         else:
             run(job, log=log)
         succeeded = True
-    except Stopped:  # by all ranks, after the same step
+    except Stopped:  # all ranks stop after the same step
         succeeded = True
         raise
     finally:

@@ -1,4 +1,5 @@
-"""``scu-trainer variants``: memory-efficient paths, run for a few real steps: what each costs, and that it learns."""
+"""``scu-trainer variants``: runs memory-efficient paths for a few steps and shows what each costs and that it
+learns."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ from scu_trainer.runs.studies.variants import Outcome, VariantPlan, broken_promi
 from scu_trainer.settings import size_in_gib
 from scu_trainer.shipped import recipe
 
-BYTES_OF = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-OURS = 1
-"""Exit code where a path does not keep what the table promises."""
+BYTES_PER_VALUE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+BROKEN_PROMISE = 1
+"""Exit code if a path does not keep a promise of the table."""
 
 DESCRIPTION = """\
 Trains each path in fresh processes with the real libraries and all three loops, and prints what it cost and what it
 learned. Without names: all. With --limit: tries them in order of speed and stops at the first that fits."""
 
 PARTS = ("weights", "gradients", "optimizer", "regularization", "activations", "logits", "exchange", "overhead")
-"""Of a predicted peak (hardware/estimate.py), but for the libraries, which all variants load alike."""
+"""Parts of a predicted peak (hardware/estimate.py), without the libraries, which are the same for all variants."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,36 +60,36 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     console = plain_console()
-    chosen = _chosen(options)
+    chosen = _chosen_variants(options)
     if options.tuning is not None and (options.names or options.limit is None):
         raise SettingsError(
-            "tuning is for --limit without names of paths, where it says which are tried; drop it"
+            "--tuning selects the paths that --limit tries, so it needs --limit and no names of paths; drop it"
             + ("" if options.names else ", or add --limit")
         )
     has_gpu = has_cuda()
     if options.list:
         titles = ("variant", "what it saves or is for", "here")
         rows = [[variant.name, variant.saves, missing(variant, has_gpu) or "can run"] for variant in chosen]
-        console.print(figures_table(titles, rows, left=titles, overflow="fold"))  # a name is to be typed
+        console.print(figures_table(titles, rows, left=titles, overflow="fold"))  # the user types these names
         return 0
     require_files()
     if options.steps < 2:
         raise SettingsError(f"steps is {options.steps}; it must be 2 or more: the first step is not timed")
     with tempfile.TemporaryDirectory(prefix="scu-variants-") as scratch:
-        plan = _plan(options, Path(scratch))
+        plan = _plan_of(options, Path(scratch))
         if options.limit is not None:
             return _search(options, chosen, plan, has_gpu, console)
         return _run_all(options, chosen, plan, has_gpu, console, argv)
 
 
-def _chosen(options: argparse.Namespace) -> list[Variant]:
+def _chosen_variants(options: argparse.Namespace) -> list[Variant]:
     for name in options.names:
         if name not in BY_NAME:
             raise SettingsError(f"unknown variant {name!r}{nearest(name, BY_NAME)}; known: {', '.join(BY_NAME)}")
     return [variant for variant in VARIANTS if not options.names or variant.name in options.names]
 
 
-def _plan(options: argparse.Namespace, scratch: Path) -> VariantPlan:
+def _plan_of(options: argparse.Namespace, scratch: Path) -> VariantPlan:
     config = None if options.config is None else Path(options.config)
     if config is not None and not config.is_file():
         raise SettingsError(f"cannot read the configuration {config}: it is not a file; give a YAML or JSON file")
@@ -100,11 +101,11 @@ def _plan(options: argparse.Namespace, scratch: Path) -> VariantPlan:
 
 
 def _reference_model() -> Path:
-    return Path(_child("scu_trainer.train.fixtures.reference_model"))
+    return Path(_last_line_of_module("scu_trainer.train.fixtures.reference_model"))
 
 
-def _child(module: str, *arguments: str) -> str:
-    """The last line that a module prints, in a process with memory and imports of its own."""
+def _last_line_of_module(module: str, *arguments: str) -> str:
+    """Run a module in a separate process, with its own memory and imports, and return the last line that it prints."""
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ModelError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{module} failed")
@@ -120,18 +121,18 @@ def _run_all(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: boo
         with console.status(f"{variant.name} ({len(outcomes) + 1} of {len(chosen)})"):
             outcome = run(variant, plan, has_gpu)
         outcomes.append(outcome)
-        said = outcome.message if outcome.status == "missing" else outcome.status
-        console.print(f"{outcome.name}: {said}", soft_wrap=True)
+        result = outcome.message if outcome.status == "missing" else outcome.status
+        console.print(f"{outcome.name}: {result}", soft_wrap=True)
     console.print(_table(outcomes))
     if any(outcome.parts for outcome in outcomes):
-        console.print(_parts(outcomes))
+        console.print(_parts_table(outcomes))
     broken = broken_promises(outcomes, loops_are_on=plan.config is None)
     for line in broken:
         console.print(f"broken: {line}", soft_wrap=True)
     if options.json:
         write_json(options.json, record(outcomes, plan, argv))
         console.print(f"written: {options.json}", soft_wrap=True)
-    return OURS if broken else 0
+    return BROKEN_PROMISE if broken else 0
 
 
 def _table(outcomes: Sequence[Outcome]):
@@ -139,8 +140,8 @@ def _table(outcomes: Sequence[Outcome]):
     return figures_table(titles, rows_of(outcomes), left=["variant", "loops"], title="paths")
 
 
-def _parts(outcomes: Sequence[Outcome]):
-    """What the peak is made of, by the prediction that each run began with."""
+def _parts_table(outcomes: Sequence[Outcome]):
+    """Return a table of the parts of each peak, as predicted at the start of the run."""
     names = [name for name in PARTS if any(outcome.parts.get(name) for outcome in outcomes)]
     rows = [
         [outcome.name, *(f"{outcome.parts.get(name, 0) / 2**20:,.1f}" for name in names)]
@@ -151,7 +152,8 @@ def _parts(outcomes: Sequence[Outcome]):
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """Of those that ran: name, peak in MiB and as a ratio, step time as a ratio, held-out loss, loops."""
+    """Return a row for each variant that ran: name, peak in MiB and as a ratio, step time as a ratio, held-out loss,
+    loops."""
     baseline = next((outcome for outcome in outcomes if outcome.name == BASELINE and outcome.status == "ran"), None)
     return [_row(outcome, baseline) for outcome in outcomes if outcome.status == "ran"]
 
@@ -172,7 +174,7 @@ def _loops(outcome: Outcome) -> str:
 
 
 def record(outcomes: Sequence[Outcome], plan: VariantPlan, argv: Sequence[str]) -> dict[str, Any]:
-    """For the results file: every outcome beside the machine and versions that gave it."""
+    """Return the content of the results file: all outcomes, and the machine and versions that produced them."""
     packages = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
     return {
         "benchmark": "variants",
@@ -195,25 +197,27 @@ def record(outcomes: Sequence[Outcome], plan: VariantPlan, argv: Sequence[str]) 
 def _search(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: bool, console) -> int:
     limit_gb = size_in_gib("limit", options.limit)
     wanted = [
-        one for one in chosen if options.names or (one.tuning == (options.tuning or "lora") and one.processes == 1)
+        candidate
+        for candidate in chosen
+        if options.names or (candidate.tuning == (options.tuning or "lora") and candidate.processes == 1)
     ]
     limited = replace(plan, extra=(*plan.extra, "--memory_limit_gb", f"{limit_gb:.6g}"))
     console.print(f"limit {limit_gb:.2f} GiB, {len(wanted)} paths in order of speed", soft_wrap=True)
-    found, attempts = first_that_fits(
+    fitting, attempts = first_that_fits(
         wanted,
         int(limit_gb * 2**30),
         _sizes(options, plan),
         lambda variant: run(variant, limited, has_gpu),
-        lambda one: console.print(f"{one.name}: {one.verdict}: {one.reason}", soft_wrap=True),
+        lambda candidate: console.print(f"{candidate.name}: {candidate.verdict}: {candidate.reason}", soft_wrap=True),
     )
     if options.json:
         write_json(options.json, {"limit_gib": limit_gb, "attempts": [asdict(attempt) for attempt in attempts]})
-    if found is None:
+    if fitting is None:
         console.print(_nothing_fits(attempts, limit_gb), soft_wrap=True)
         return 2
-    flags = " ".join(BY_NAME[found.name].flags)
+    flags = " ".join(BY_NAME[fitting.name].flags)
     console.print(
-        f"first that fits: {found.name} ({found.reason} of {limit_gb:.2f} GiB): add {flags or 'nothing'}",
+        f"first that fits: {fitting.name} ({fitting.reason} of {limit_gb:.2f} GiB): add {flags or 'nothing'}",
         soft_wrap=True,
     )
     return 0
@@ -222,28 +226,28 @@ def _search(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: bool
 def _nothing_fits(attempts: Sequence[Attempt], limit_gb: float) -> str:
     failed = [attempt.name for attempt in attempts if attempt.verdict == "failed"]
     if failed:
-        others = ", ".join(failed)
-        return f"none of these paths was found to fit {limit_gb:.2f} GiB, but {others} failed for another reason"
+        names = ", ".join(failed)
+        return f"none of these paths was found to fit {limit_gb:.2f} GiB, but {names} failed for another reason"
     return f"none of these paths fits {limit_gb:.2f} GiB; raise the limit, lower block_size, or take a smaller model"
 
 
 def _sizes(options: argparse.Namespace, plan: VariantPlan) -> Sizes:
-    name = options.model_name_or_path or plan.model or _model_in(plan.config)
-    sizes = json.loads(_child("scu_trainer.models.loading.sizes", str(name)))
-    dtype = None if plan.config is None else _entry(plan.config, "dtype")
-    if dtype in BYTES_OF:
-        sizes |= {"stored_bytes": BYTES_OF[dtype], "trained_bytes": BYTES_OF[dtype]}
+    name = options.model_name_or_path or plan.model or _model_of_config(plan.config)
+    sizes = json.loads(_last_line_of_module("scu_trainer.models.loading.sizes", str(name)))
+    dtype = None if plan.config is None else _config_entry(plan.config, "dtype")
+    if dtype in BYTES_PER_VALUE:
+        sizes |= {"stored_bytes": BYTES_PER_VALUE[dtype], "trained_bytes": BYTES_PER_VALUE[dtype]}
     return Sizes(**sizes)
 
 
-def _model_in(config: Path) -> str:
-    name = _entry(config, "model_name_or_path")
+def _model_of_config(config: Path) -> str:
+    name = _config_entry(config, "model_name_or_path")
     if name is None:
         raise SettingsError(f"{config} names no model_name_or_path; add it, or give --model_name_or_path")
     return name
 
 
-def _entry(config: Path, name: str) -> Optional[str]:
+def _config_entry(config: Path, name: str) -> Optional[str]:
     from scu_trainer.cli.configuration_file import read_file
 
     return read_file(config).get(name)

@@ -188,28 +188,28 @@ def test_unsloth_in_16_bits_is_plain_lora(here):
     ("text", "message"),
     [
         ("stage: dpo\nfinetuning_type: lora\n", "stage: dpo is another kind of training.*with_loops"),
-        ("do_train: false\nfinetuning_type: lora\n", "do_train: it is false, and this command trains"),
+        ("do_train: false\nfinetuning_type: lora\n", "do_train: it is false, but this command trains"),
         ("base_model: a\nsequence_len: 9\nrl: dpo\n", "rl: dpo is another kind of training"),
-        ("dataset_name: a\nuse_peft: true\nbeta: 0.1\n", "beta: it belongs to preferences"),
+        ("dataset_name: a\nuse_peft: true\nbeta: 0.1\n", "beta: it is for training on preferences"),
         (
             "dataset_name: a\ncenter_rewards_coefficient: 0.01\n",
-            "center_rewards_coefficient: it belongs to preferences",
+            "center_rewards_coefficient: it is for training on preferences",
         ),
-        ("dataset_name: a\nsync_ref_model: true\n", "sync_ref_model: it belongs to preferences"),
+        ("dataset_name: a\nsync_ref_model: true\n", "sync_ref_model: it is for training on preferences"),
         ("stage: sft\ndataset: pairs\n", "dataset: pairs holds preferences"),
         (
             "stage: sft\ndataset: identiti\n",
             "identiti is not in data/dataset_info.json .did you mean 'identity'",
         ),
         ("stage: sft\nbase_model: b\n", "keys belong to several programs.*--from llama-factory or axolotl"),
-        ("learning_rate: 1\n", "none of its keys belongs to only one of TRL, LLaMA-Factory, Axolotl or Unsloth"),
+        ("learning_rate: 1\n", "no key shows whether it is for TRL, LLaMA-Factory, Axolotl or Unsloth"),
         ("tokenizer: {_component_: torchtune.models.qwen2}\n", "Files of other programs are not read: write their"),
         ("stage: sft\nfinetuning_type: oft\n", "finetuning_type: oft is not an adapter type"),
         ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "without adapters nothing would be trained"),
         ("base_model: a\nsequence_len: 9\ndatasets: x\n", "datasets: it is not a list of datasets"),
         (
             "base_model: a\nsequence_len: 9\ndatasets: [{path: a, type: alpaca}, {path: b, type: chat_template}]\n",
-            "datasets: it asks for the templates alpaca, tokenizer_default; one is used for all rows here",
+            "datasets: it asks for the templates alpaca, tokenizer_default; only one can be used for all rows",
         ),
         ("base_model: a\nsequence_len: 9\nval_set_size: 200\n", "200 is a number of documents"),
         *(
@@ -254,9 +254,7 @@ def test_a_file_of_another_program_trains_as_it_is_where_nothing_is_lost(here):
     job = read_job(str(FOLDER / "axolotl/lora.yml"), ["--dataset", "data/alpaca.json"])
     assert job.model.lora_r == 16 and job.training.per_device_train_batch_size == 2 and job.data.block_size == 128
     assert "a file of Axolotl; base_model as model_name_or_path" in " ".join(job.notes)
-    with pytest.raises(
-        SettingsError, match=r"with 1 of \d+ keys that have no counterpart \(eos_token: .*scu-trainer import"
-    ):
+    with pytest.raises(SettingsError, match=r"1 of its \d+ keys have no counterpart \(eos_token: .*scu-trainer import"):
         read_job(str(FOLDER / "trl/sft_full.yaml"), [])
 
 

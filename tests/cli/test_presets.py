@@ -48,7 +48,7 @@ def test_no_processes_need_no_persistence():
 def test_graphs_where_every_batch_has_one_size():
     values, notes = fit()
     assert "torch_compile_mode" not in values, "that of the preset stays"
-    assert any(note.startswith("torch_compile_mode: reduce-overhead, for every step runs") for note in notes)
+    assert any(note.startswith("torch_compile_mode: reduce-overhead, because every step runs") for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_graphs_where_every_batch_has_one_size():
 def test_the_default_mode_and_why(changes, reason):
     values, notes = fit(**changes)
     assert values["torch_compile_mode"] is None
-    assert any(note.startswith("torch_compile_mode: default, for ") and reason in note for note in notes)
+    assert any(note.startswith("torch_compile_mode: default, because ") and reason in note for note in notes)
 
 
 def test_without_compiling_there_is_no_mode_which_would_turn_it_on():

@@ -85,7 +85,7 @@ def test_defaults_of_another_program_are_said(tmp_path):
     said = _said(config)
     assert "a file of Unsloth; training_type as tuning" in said
     assert said.endswith(
-        "its defaults count: packing: false, checkpoint_every_layer: true, per_device_train_batch_size: 2, "
+        "its defaults apply: packing: false, checkpoint_every_layer: true, per_device_train_batch_size: 2, "
         "gradient_accumulation_steps: 4, warmup_steps: 5, learning_rate: 0.0002, weight_decay: 0.01, seed: 3407, "
         "optim: adamw_8bit, validation_split_percentage: 0, completion_only_loss: false, assistant_only_loss: false"
     )
@@ -111,8 +111,11 @@ def test_data_given_twice_is_refused(read):
     [
         ("--dataset a.jsonl b.jsonl", """--dataset has 2 values.*as a list: --dataset '\\["a.jsonl", "b.jsonl"\\]'"""),
         ("--dataset_name a b", """--dataset has 2 values.*as a list: --dataset '\\["a", "b"\\]'"""),
-        ("--dataset a b c --seed 1", """has 3 values; give one file or the folder of all, .* '\\["a", "b", ...\\]'"""),
-        ("--dataset d --eval_dataset a b", "--eval_dataset has 2 values; give one file or the folder of all$"),
+        (
+            "--dataset a b c --seed 1",
+            """has 3 values; give one file, or the folder of all files, .* '\\["a", "b", ...\\]'""",
+        ),
+        ("--dataset d --eval_dataset a b", "--eval_dataset has 2 values; give one file, or the folder of all files$"),
     ],
 )
 def test_several_files_as_a_shell_writes_them_say_how_a_list_is_given(read, typed, told):
@@ -178,18 +181,21 @@ def test_every_choice_of_no_and_off_is_listed():
     [
         ("--max_steps -5", "max_steps is -5; it must be 1 or more, or -1 to train for num_train_epochs$"),
         ("--local_rank -3", "local_rank is -3; it must be 0 or more, or -1 for not given$"),
-        ("--do_train false", "do_train is false, and this command trains; .* scu-trainer eval RUN_OR_MODEL"),
+        ("--do_train false", "do_train is false, but this command always trains; .* scu-trainer eval RUN_OR_MODEL"),
         (
             "--per_device_train_batch_size auto",
             "invalid int value: 'auto'; give a whole number; scu-trainer plan says which one fits this machine$",
         ),
         ("--lora_r many", "invalid int value: 'many'; give a whole number$"),
         ("--learning_rate high", "invalid float value: 'high'; give a number$"),
-        ("--liger_kernel_config rope", "'rope' is no JSON object, such as"),
-        ("--lr_scheduler_kwargs num_cycles=2", "--lr_scheduler_kwargs: 'num_cycles=2' is no JSON object, such as"),
-        ("--gradient_checkpointing_kwargs use_reentrant=false", "'use_reentrant=false' is no JSON object, such as"),
-        ("--lr_scheduler_kwargs {num_cycles:2}", "--lr_scheduler_kwargs: '{num_cycles:2}' is no JSON object, such as"),
-        ("--deepspeed {}}", "--deepspeed: '{}}' is no JSON object, such as"),
+        ("--liger_kernel_config rope", "'rope' is not a JSON object such as"),
+        ("--lr_scheduler_kwargs num_cycles=2", "--lr_scheduler_kwargs: 'num_cycles=2' is not a JSON object such as"),
+        ("--gradient_checkpointing_kwargs use_reentrant=false", "'use_reentrant=false' is not a JSON object such as"),
+        (
+            "--lr_scheduler_kwargs {num_cycles:2}",
+            "--lr_scheduler_kwargs: '{num_cycles:2}' is not a JSON object such as",
+        ),
+        ("--deepspeed {}}", "--deepspeed: '{}}' is not a JSON object such as"),
     ],
 )
 def test_what_to_type_instead(typed, message):

@@ -146,7 +146,7 @@ def test_scu_can_be_switched_off(capsys):
         ("a: [", "not valid YAML"),
         (
             "seed: 1\n\tmax_steps: 2",
-            "any token, line 2, column 1: max_steps: 2 ^; YAML takes spaces where this line has",
+            "any token, line 2, column 1: max_steps: 2 ^; indent with spaces instead of tabs",
         ),
         ("tuning: LoRA", "did you mean 'lora'?"),
         ("streaming: true", "give max_steps"),

@@ -40,7 +40,7 @@ def no_training(monkeypatch, tmp_path):
 
         monkeypatch.setattr(variants, "run", run)
         monkeypatch.setattr(variants, "_reference_model", lambda: tmp_path / "model")
-        monkeypatch.setattr(variants, "_child", lambda *words: '{"weights": 1000, "linear_weights": 800}')
+        monkeypatch.setattr(variants, "_last_line_of_module", lambda *words: '{"weights": 1000, "linear_weights": 800}')
         monkeypatch.setattr(variants, "has_cuda", lambda: False)
         return started
 
@@ -98,8 +98,8 @@ def test_a_failure_is_not_told_as_too_little_memory(no_training, capsys, monkeyp
         (["--limit", "much"], "limit is 'much'; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB"),
         (["--steps", "1"], "steps is 1; it must be 2 or more"),
         (["--config", "/no/such.yaml"], "cannot read the configuration /no/such.yaml"),
-        (["--tuning", "full"], "where it says which are tried; drop it, or add --limit"),
-        (["lora", "--limit", "1GB", "--tuning", "full"], "where it says which are tried; drop it\n"),
+        (["--tuning", "full"], "so it needs --limit and no names of paths; drop it, or add --limit"),
+        (["lora", "--limit", "1GB", "--tuning", "full"], "so it needs --limit and no names of paths; drop it\n"),
         (["--color"], "unknown option --color"),
         (["--limt", "4GB"], "unknown option --limt (did you mean '--limit'?)"),
     ],

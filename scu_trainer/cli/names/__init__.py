@@ -1,1 +1,2 @@
-"""What other programs call our settings. ``tools.py``: whose files are read; a file per tool holds its keys."""
+"""Names that other programs use for our settings. ``tools.py`` lists these programs; each has a module with its
+keys."""

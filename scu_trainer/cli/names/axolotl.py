@@ -69,7 +69,7 @@ def _targets(value: Any, source: Source) -> Meaning:
 
 @where_on
 def _preferences(value: Any, source: Source) -> Meaning:
-    raise SettingsError(f"{value} is another kind of training than that of the next token; {WITH_LOOPS}")
+    raise SettingsError(f"{value} is another kind of training than next-token prediction; {WITH_LOOPS}")
 
 
 def _number_format(name: str, auto: Meaning) -> Any:
@@ -83,19 +83,19 @@ def _minimum_rate(value: Any, source: Source) -> Meaning:
 
 def _scheduler(value: Any, source: Source) -> Meaning:
     if source.get("cosine_min_lr_ratio"):
-        return Meaning(said="read with cosine_min_lr_ratio")
+        return Meaning(said="read together with cosine_min_lr_ratio")
     return Meaning({"lr_scheduler_type": value})
 
 
-def _arguments(value: Any, source: Source) -> Meaning:
+def _optimizer_arguments(value: Any, source: Source) -> Meaning:
     if isinstance(value, Mapping):
-        value = ",".join(f"{key}={one}" for key, one in value.items())
+        value = ",".join(f"{key}={item}" for key, item in value.items())
     return Meaning({"optim_args": value})
 
 
 def _total_batch(value: Any, source: Source) -> Meaning:
     if source.get("gradient_accumulation_steps"):
-        return Meaning(said="gradient_accumulation_steps says it")
+        return Meaning(said="gradient_accumulation_steps sets it")
     rows = int(source.get("micro_batch_size", 1))
     return Meaning({"gradient_accumulation_steps": max(1, int(value) // rows)})
 
@@ -104,21 +104,21 @@ def _total_batch(value: Any, source: Source) -> Meaning:
 
 
 def _per_epoch(kind: str) -> Any:
-    """A number per epoch as a share of the run."""
+    """Return the reader of a number per epoch, which becomes a share of the run."""
 
     @where_on
-    def meant(value: Any, source: Source) -> Meaning:
+    def read_rate(value: Any, source: Source) -> Meaning:
         if kind == "eval" and not _has_held_out(source):
             return Meaning(said="nothing is held out")
         epochs = float(source.get("num_epochs", 1))
-        every = float(value) * epochs
-        if every == 1:
+        times_per_run = float(value) * epochs
+        if times_per_run == 1:
             return Meaning({f"{kind}_strategy": "epoch"})
-        if every < 1:
-            return Meaning(said=f"{value} an epoch is less than once a run; it is done at the end")
-        return Meaning({f"{kind}_strategy": "steps", f"{kind}_steps": float(f"{1 / every:.10g}")})
+        if times_per_run < 1:
+            return Meaning(said=f"{value} per epoch is less than once per run; it happens only at the end")
+        return Meaning({f"{kind}_strategy": "steps", f"{kind}_steps": float(f"{1 / times_per_run:.10g}")})
 
-    return meant
+    return read_rate
 
 
 def _has_held_out(source: Source) -> bool:
@@ -134,101 +134,99 @@ def _datasets(value: Any, source: Source) -> Meaning:
 
 def _pretraining(value: Any, source: Source) -> Meaning:
     value = value if isinstance(value, list) else [{"path": value} if isinstance(value, str) else value]
-    found = _read_sets([{**entry, "type": "completion"} for entry in value], "pretraining_dataset")
-    return Meaning({**found.settings, "streaming": True}, found.said)
+    meaning = _read_sets([{**entry, "type": "completion"} for entry in value], "pretraining_dataset")
+    return Meaning({**meaning.settings, "streaming": True}, meaning.said)
 
 
-def _read_sets(value: Any, key: str, of_chats: str = OWN_TEMPLATE) -> Meaning:
-    """``of_chats``: the template of conversations that name none."""
+def _read_sets(value: Any, key: str, chat_default: str = OWN_TEMPLATE) -> Meaning:
+    """Read a list of datasets. ``chat_default``: the template of conversations that name none."""
     if not isinstance(value, list) or not value or not all(isinstance(entry, Mapping) for entry in value):
         raise SettingsError(f"it is not a list of datasets; write {key}: with - path: FILE_OR_HUB_ID below it")
-    found = [_entry(entry) for entry in value]
-    templates = {of_chats if template == OWN_TEMPLATE else template for _, template in found if template is not None}
+    sets = [_entry(entry) for entry in value]
+    templates = {chat_default if template == OWN_TEMPLATE else template for _, template in sets if template is not None}
     if len(templates) > 1:
         raise SettingsError(
-            f"it asks for the templates {', '.join(sorted(templates))}; one is used for all rows here: keep the "
-            "datasets of one of them, or write chat_template: NAME into the file, of a template that is right for all"
+            f"it asks for the templates {', '.join(sorted(templates))}; only one can be used for all rows: keep the "
+            "datasets of one of them, or write chat_template: NAME into the file, with a template that fits all rows"
         )
     templates.discard(OWN_TEMPLATE)
-    return Meaning(
-        {**mixed([entry for entry, _ in found]), **({"chat_template": templates.pop()} if templates else {})}
-    )
+    return Meaning({**mixed([entry for entry, _ in sets]), **({"chat_template": templates.pop()} if templates else {})})
 
 
 def _entry(entry: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[str]]:
-    """A dataset as an entry of a mixture, and its chat template if it names one."""
+    """Return a dataset as an entry of a mixture, and its chat template if it names one."""
     given = {key: value for key, value in entry.items() if is_on(value)}
     kind = given.pop("type", "")
     files = given.pop("data_files", None)
-    place = given.pop("path", "")
+    path = given.pop("path", "")
     if files:
         names = words(files)
         if len(names) > 1:
-            raise SettingsError(f"it has {len(names)} data_files; put them into a folder, or name each as a dataset")
-        place = names[0]
-    found = {"dataset": place, "dataset_config_name": given.pop("name", None)}
+            raise SettingsError(f"it has {len(names)} data_files; put them into a folder, or list each as a dataset")
+        path = names[0]
+    result = {"dataset": path, "dataset_config_name": given.pop("name", None)}
     split = given.pop("split", "train")
-    found["dataset_split"] = None if split == "train" else split
-    template = _row_kind(kind, given, found)
+    result["dataset_split"] = None if split == "train" else split
+    template = _read_row_type(kind, given, result)
     given.pop("ds_type", None)
     for key in ("trust_remote_code", "train_on_eos", "train_on_eot"):
         _require_usual(key, given.pop(key, None))
-    found["text_column"] = given.pop("text_column", found.get("text_column"))
-    odd = sorted(key for key in given if key not in ("roles", "message_property_mappings"))
-    if odd:
+    result["text_column"] = given.pop("text_column", result.get("text_column"))
+    unsupported = sorted(key for key in given if key not in ("roles", "message_property_mappings"))
+    if unsupported:
         raise SettingsError(
-            f"{place} has {', '.join(odd)}, which has no counterpart here; docs/data.md has what is read"
+            f"{path} has {', '.join(unsupported)}, which has no counterpart here; docs/data.md lists what is read"
         )
-    return {key: one for key, one in found.items() if one is not None}, template
+    return {key: item for key, item in result.items() if item is not None}, template
 
 
 def _require_usual(key: str, value: Any) -> None:
     if value not in (None, False, "turn", "last"):
-        raise SettingsError(f"it has {key}: {value}; the end of each learned turn is learned here")
+        raise SettingsError(f"it has {key}: {value}; here the end of each learned turn is always learned")
 
 
-def _row_kind(kind: Any, given: dict[str, Any], found: dict[str, Any]) -> Optional[str]:
-    """Set the columns of ``found`` by the type of its rows; return the chat template that the type implies."""
+def _read_row_type(kind: Any, given: dict[str, Any], result: dict[str, Any]) -> Optional[str]:
+    """Set the columns of ``result`` by the type of its rows, and return the chat template that the type implies."""
     if isinstance(kind, Mapping):
-        return _own_prompt(kind, found)
+        return _custom_columns(kind, result)
     if kind in PROMPTS:
         return PROMPTS[kind]
     if kind == "completion":
-        found["text_column"] = given.pop("field", None)
+        result["text_column"] = given.pop("field", None)
     elif kind in ("chat_template", "sharegpt", "chat_template.default"):
-        found["messages_column"] = given.pop("field_messages", None)
+        result["messages_column"] = given.pop("field_messages", None)
         given.pop("template_thinking_key", None)
         for key in ("message_field_role", "message_field_content", "roles_to_train", "conversation", "field_thinking"):
             _require_known(key, given.pop(key, None))
         return _template_of(given.pop("chat_template", None))
     elif kind:
         raise SettingsError(
-            f"it has rows of the type {kind}, which is not read here; alpaca, completion and chat_template are, and "
-            "docs/data.md has the columns"
+            f"it has rows of the type {kind}, which is not read here; use alpaca, completion or chat_template "
+            "(docs/data.md lists the columns)"
         )
     return None
 
 
 def _require_known(key: str, value: Any) -> None:
-    """Refuse names of fields and roles that are not recognized automatically."""
+    """Raise SettingsError for names of fields and roles that are not recognized automatically."""
     known = {"role", "content", "from", "value", "chatml"}
     if key == "roles_to_train":
         known = {"assistant", "gpt"}
     if key == "field_thinking":
         known = {"reasoning_content", "reasoning", "thinking"}
-    odd = [one for one in words(value or "") if one not in known]
-    if odd:
-        raise SettingsError(f"it has {key}: {', '.join(odd)}; known here: {', '.join(sorted(known))}")
+    unsupported = [item for item in words(value or "") if item not in known]
+    if unsupported:
+        raise SettingsError(f"it has {key}: {', '.join(unsupported)}; known here: {', '.join(sorted(known))}")
 
 
-def _own_prompt(kind: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """``type`` as a mapping of columns; a custom format has to be a chat template."""
+def _custom_columns(kind: Mapping[str, Any], result: dict[str, Any]) -> None:
+    """Set the columns of ``result`` from a ``type`` that is a mapping. A custom format has to be a chat template."""
     names = {"field_instruction": "prompt_column", "field_output": "response_column", "field_system": "system_column"}
-    found.update({ours: kind.get(theirs) for theirs, ours in names.items()})
-    odd = sorted(key for key, value in kind.items() if key not in names and value not in (None, "", "input"))
-    if odd:
+    result.update({ours: kind.get(theirs) for theirs, ours in names.items()})
+    unsupported = sorted(key for key, value in kind.items() if key not in names and value not in (None, "", "input"))
+    if unsupported:
         raise SettingsError(
-            f"it has a type with {', '.join(odd)}; write the format as a Jinja file: chat_template: FILE"
+            f"it has a type with {', '.join(unsupported)}; write the format as a Jinja file: chat_template: FILE"
         )
 
 
@@ -244,7 +242,7 @@ def _template_of(value: Any) -> str:
 
 def _chat_template(value: Any, source: Source) -> Meaning:
     if value == "jinja":
-        return Meaning(said="read with chat_template_jinja")
+        return Meaning(said="read together with chat_template_jinja")
     return chat_template(TEMPLATES.get(value), source)
 
 
@@ -255,30 +253,32 @@ def _jinja(value: Any, source: Source) -> Meaning:
 
 
 def _held_out_sets(value: Any, source: Source) -> Meaning:
-    found = _read_sets(value, "test_datasets").settings["dataset"]
-    if not isinstance(found, str):
-        raise SettingsError(f"{len(found)} datasets are held out, and here it is one; keep one of them")
-    return Meaning({"eval_dataset": found})
+    dataset = _read_sets(value, "test_datasets").settings["dataset"]
+    if not isinstance(dataset, str):
+        raise SettingsError(f"{len(dataset)} datasets are held out, but only one can be here; keep one of them")
+    return Meaning({"eval_dataset": dataset})
 
 
 def _special_tokens(value: Any, source: Source) -> Meaning:
-    """Only the padding token may differ: it is masked."""
-    odd = sorted(key for key, one in (value or {}).items() if one and key != "pad_token")
-    if odd:
-        return Meaning(said=f"{', '.join(odd)}: change the tokenizer's own, and save it beside the model", is_lost=True)
+    """Read special tokens, of which only the padding token may differ, because it is masked."""
+    unsupported = sorted(key for key, item in (value or {}).items() if item and key != "pad_token")
+    if unsupported:
+        return Meaning(
+            said=f"{', '.join(unsupported)}: change them in the tokenizer, and save it next to the model", is_lost=True
+        )
     return Meaning(said="padding is masked, whichever token it is")
 
 
 def _plugins(value: Any, source: Source) -> Meaning:
-    odd = [name for name in words(value) if "liger" not in name.lower()]
-    if odd:
-        return Meaning(said=f"{', '.join(odd)}: no plugin of another program runs here", is_lost=True)
+    unsupported = [name for name in words(value) if "liger" not in name.lower()]
+    if unsupported:
+        return Meaning(said=f"{', '.join(unsupported)}: plugins of other programs do not run here", is_lost=True)
     return Meaning({"use_liger_kernel": True})
 
 
-PROGRAM = Nothing("it is about how Axolotl itself works")
-KERNELS = where_on(Nothing("kernels of Axolotl's choice compute the same; use_liger_kernel: true has some here"))
-WATCH = "a run ends when its loss diverges for good, not when it is above a fixed value"
+PROGRAM = Nothing("it only controls how Axolotl itself works")
+KERNELS = where_on(Nothing("it selects a kernel with the same results; use_liger_kernel: true uses others here"))
+WATCH = "a run ends when its loss diverges permanently, not when it is above a fixed value"
 
 TABLE: Table = {
     "base_model": Same("model_name_or_path"),
@@ -310,10 +310,10 @@ TABLE: Table = {
     "peft_use_rslora": boolean("use_rslora"),
     "peft_init_lora_weights": lambda value, source: Meaning({"init_lora_weights": str(value).lower()}),
     "peft_layers_to_transform": Same("layers_to_transform"),
-    "loraplus_lr_embedding": "embeddings use the learning rate of everything else",
-    "relora": "adapters are not merged on the way here",
+    "loraplus_lr_embedding": "embeddings use the same learning rate as all other weights",
+    "relora": "adapters are not merged during training here",
     "unfrozen_parameters": several("trainable_parameters"),
-    "gptq": "GPTQ weights cannot be trained here; tuning: qlora quantizes by itself",
+    "gptq": "GPTQ weights cannot be trained here; tuning: qlora quantizes unquantized weights when it loads them",
     "reinit_weights": "start from a folder with a config.json and no weights",
     **dict.fromkeys(("rl", "reward_model", "process_reward_model", "diffusion"), _preferences),
     "trl": WITH_LOOPS,
@@ -325,10 +325,10 @@ TABLE: Table = {
     "tf32": _number_format("tf32", Meaning(said="it is on if the GPU supports it")),
     "gradient_checkpointing": checkpointing,
     "gradient_checkpointing_kwargs": Nothing("checkpointing gives the same numbers either way"),
-    "activation_offloading": "activations stay where they are; checkpoint_every_layer: true keeps fewer",
+    "activation_offloading": "activations are not offloaded here; checkpoint_every_layer: true keeps fewer of them",
     **dict.fromkeys(
         ("xformers_attention", "sage_attention"),
-        "transformers has no such attention; the fastest that is installed is used",
+        "transformers has no such attention; the fastest one that is installed is used",
     ),
     **{name: when_on(attn_implementation=kind) for name, kind in ATTENTION.items()},
     "s2_attention": "there is no such attention here",
@@ -337,8 +337,8 @@ TABLE: Table = {
     "pretraining_dataset": _pretraining,
     "dataset_prepared_path": Nothing("prepared data are kept in cache_dir, keyed by their source and settings"),
     **dict.fromkeys(("dataset_processes", "dataset_num_proc"), Same("preprocessing_num_workers")),
-    "dataset_exact_deduplication": "scu-trainer data names the rows that repeat; they are not taken out",
-    "push_dataset_to_hub": "prepared data stay here",
+    "dataset_exact_deduplication": "scu-trainer data lists repeated rows, but they are not removed",
+    "push_dataset_to_hub": "prepared data are not uploaded",
     "val_set_size": held_out,
     "sequence_len": Same("block_size"),
     "eval_sequence_len": "held-out documents are scored in windows of block_size",
@@ -355,7 +355,7 @@ TABLE: Table = {
     "roles_to_train": "the assistant's turns are learned",
     "chat_template": _chat_template,
     "chat_template_jinja": _jinja,
-    "default_system_message": "write it into the rows, in the column system",
+    "default_system_message": "write it into the rows, in a column named system",
     "special_tokens": _special_tokens,
     "tokens": several("new_tokens"),
     "added_tokens_overrides": "add tokens: new_tokens",
@@ -367,31 +367,31 @@ TABLE: Table = {
     "eval_batch_size": Same("per_device_eval_batch_size"),
     "num_epochs": Same("num_train_epochs"),
     "optimizer": Same("optim"),
-    "optim_args": _arguments,
+    "optim_args": _optimizer_arguments,
     "adam_eps": Same("adam_epsilon"),
-    "hf_use_auth_token": Nothing("a token of the Hub is used where you are logged in"),
+    "hf_use_auth_token": Nothing("your Hub token is used if you are logged in"),
     "low_cpu_mem_usage": Nothing("weights are always loaded without a second copy"),
     "fsdp_version": "write it into fsdp_config: {version: 2}",
-    "qat": "weights are not trained for a later quantization here",
+    "qat": "there is no quantization-aware training here",
     "quantize_moe_experts": "tuning: qlora quantizes linear layers; experts that are one tensor keep their type",
-    "freeze_mm_modules": Nothing("texts are learned here"),
+    "freeze_mm_modules": Nothing("only text is trained on here"),
     **dict.fromkeys(("model_config", "overrides_of_model_config"), "write it into the config.json of the model"),
     "torchdistx_path": "adamw_anyprecision needs a package that is no longer maintained; dtype: bfloat16 picks another",
     "lr_scheduler": _scheduler,
     "cosine_min_lr_ratio": _minimum_rate,
-    **dict.fromkeys(("embedding_lr", "embedding_lr_scale", "lr_groups"), "all weights get one learning rate"),
+    **dict.fromkeys(("embedding_lr", "embedding_lr_scale", "lr_groups"), "all weights use the same learning rate"),
     "evals_per_epoch": _per_epoch("eval"),
     "saves_per_epoch": _per_epoch("save"),
     "use_tensorboard": Switch({"report_to": "tensorboard"}),
     **dict.fromkeys(("use_wandb", "wandb_project"), when_on(report_to="wandb")),
     "wandb_name": Same("run_name"),
-    **{f"wandb_{name}": f"set it for W&B: WANDB_{name.upper()}=... before the command"
+    **{f"wandb_{name}": f"set the environment variable of W&B: WANDB_{name.upper()}=... before the command"
        for name in ("entity", "watch", "log_model", "mode", "run_id")},
     "use_mlflow": "report_to: mlflow",
     "use_comet": "report_to: comet_ml",
     "hub_model_id": lambda value, source: Meaning({"hub_model_id": value, "push_to_hub": True}),
     "loss_watchdog_threshold": lambda value, source: Meaning({"divergence": "stop"}, WATCH),
-    "loss_watchdog_patience": Nothing("read with loss_watchdog_threshold"),
+    "loss_watchdog_patience": Nothing("read together with loss_watchdog_threshold"),
     "auto_resume_from_checkpoints": Nothing("an unfinished run of the same configuration resumes automatically"),
     "profiler_steps": Same("profile_steps"),
     **dict.fromkeys(("include_tokens_per_second", "include_tkps"), Switch({"throughput": True})),
@@ -401,8 +401,9 @@ TABLE: Table = {
     "tensor_parallel_size": "layers are not split across GPUs here; fsdp and deepspeed shard weights",
     "plugins": _plugins,
     **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy",
-                     "liger_layer_norm", "liger_cross_entropy", "liger_rms_norm_gated"), Nothing("read with plugins")),
-    "generate_samples": Nothing("it is about answers, not about training"),
+                     "liger_layer_norm", "liger_cross_entropy", "liger_rms_norm_gated"),
+                    Nothing("read together with plugins")),
+    "generate_samples": Nothing("it concerns answers, not training"),
 }  # fmt: skip
 
 SIGNS = {
@@ -417,7 +418,7 @@ SIGNS = {
 
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
-    """Defaults of Axolotl that differ from ours."""
+    """Yield the defaults of Axolotl that differ from ours."""
     if not _adapts(source):
         yield "tuning", "full"
     yield from {"block_size": 512, "packing": False, "num_train_epochs": 1, "per_device_train_batch_size": 1}.items()
@@ -430,4 +431,4 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
 def differences(source: Source) -> Iterator[str]:
     yield "a document longer than block_size continues in further rows; Axolotl drops or truncates it"
     if _adapts(source) and not (source.get("lora_target_modules") or source.has("lora_target_linear")):
-        yield "without lora_target_modules every linear layer is adapted here"
+        yield "without lora_target_modules, every linear layer is adapted here"

@@ -1,4 +1,4 @@
-"""``scu-trainer import``: a configuration of another program as one of ours, with a line for every key of it."""
+"""``scu-trainer import``: converts a configuration of another program to one of ours, and accounts for every key."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from scu_trainer.errors import SettingsError, nearest
 from scu_trainer.run_files import write_text
 
 DESCRIPTION = """\
-Reads a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth and writes it as one of ours: what means the same, what
-needs no action, and what has no counterpart, key by key. Flags of `scu-trainer train` go before the file.
-Nothing is trained."""
+Reads a configuration of TRL, LLaMA-Factory, Axolotl or Unsloth and writes it as one of ours. For each key, the file
+shows what it means here, that it needs no action, or that it has no counterpart. Flags of `scu-trainer train` override
+the file. Nothing is trained."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="scu-trainer import", description=DESCRIPTION, usage="%(prog)s OTHER.yaml [--from TOOL] [--output FILE]"
     )
     parser.add_argument("file", type=Path, help="YAML or JSON file of the other program")
-    parser.add_argument("--from", dest="tool", metavar="TOOL", help=f"{', '.join(TOOLS)}; default: by its keys")
+    parser.add_argument("--from", dest="tool", metavar="TOOL", help=f"{', '.join(TOOLS)}; default: found from its keys")
     parser.add_argument("--output", type=Path, help="file to write; default: NAME.scu.yaml in this folder")
     return parser
 
@@ -40,34 +40,34 @@ def main(argv: list[str]) -> int:
     options, flags = parse_with_fields(_parser(), argv)
     output = options.output or Path(f"{options.file.stem}.scu.yaml")
     require_new_file(output, "--output")
-    found, own = read_other(options.file, options.tool, flags)
-    write_text(output, as_yaml(found, own, options.file))
-    print(summary(found, own, options.file, output))
+    converted, overrides = read_other(options.file, options.tool, flags)
+    write_text(output, as_yaml(converted, overrides, options.file))
+    print(summary(converted, overrides, options.file, output))
     return 0
 
 
 def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tuple[Imported, dict[str, Any]]:
-    """The file's keys and what the flags set before it. Raises SettingsError."""
+    """Return the converted file, and the settings that flags override. Raises SettingsError."""
     known = known_names()
     if tool is not None and tool not in TOOLS:
         raise SettingsError(f"--from {tool} is unknown{nearest(tool, TOOLS)}; known: {', '.join(TOOLS)}")
-    own = entries_of(flags, known)
+    overrides = entries_of(flags, known)
     try:
         entries = read_file(path)
         tool = tool or tool_of(entries, known)
         if tool is None:
             raise SettingsError(
-                f"none of its keys belongs to only one of {_titles()}; if it is theirs, name the program with --from "
-                f"{'|'.join(TOOLS)}. Files of other programs are not read: write their settings by our names, which "
+                f"no key shows whether it is for {_tool_titles()}; if it is, name the program with --from "
+                f"{'|'.join(TOOLS)}. Files of other programs are not read: write their settings with our names, which "
                 "scu-trainer train --print_config lists"
             )
-        found = imported(tool, entries, known, path.parent, typed=own)
+        converted = imported(tool, entries, known, path.parent, typed=overrides)
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
-    check_values_early({**found.settings, **own})
-    return found, own
+    check_values_early({**converted.settings, **overrides})
+    return converted, overrides
 
 
-def _titles() -> str:
+def _tool_titles() -> str:
     titles = [tool.title for tool in TOOLS.values()]
     return f"{', '.join(titles[:-1])} or {titles[-1]}"

@@ -30,7 +30,7 @@ ZERO = {"2": "ds_configs/zero2_offload.json", "3": "ds_configs/zero3_offload.jso
 MERGING = "scu-trainer merge RUN makes full weights of an adapter"
 
 NEEDED = object()
-"""Stands for a value that the user has to give as well."""
+"""Placeholder for a value that the user has to give as well."""
 
 OPTIMIZERS = {
     "adamw8bit": "adamw_8bit",
@@ -54,7 +54,7 @@ WORDS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
         "custom": "give the path of your own: a folder with a folder per class, a saved dataset, or a Hub id",
     },
     "optim": {
-        # Adam and AdamW are the same where no weight decays; with weight decay Adam's is another method.
+        # Adam and AdamW are the same without weight decay; with it, Adam's is another method.
         "adam": {"optim": "adamw_torch_fused", "weight_decay": 0.0},
         "adamw": {"optim": "adamw_torch_fused"},
         "muon": {"use_muon": True},
@@ -63,7 +63,7 @@ WORDS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
     "lr_scheduler_type": {
         "step": {"lr_scheduler_type": "constant", "lr_step_size": NEEDED},
         "multi_step": {"lr_scheduler_type": "constant", "lr_milestones": NEEDED},
-        "one_cycle": "it is linear or cosine with warmup_steps here: lr_scheduler_type: cosine, warmup_steps: 0.1",
+        "one_cycle": "use linear or cosine with a warmup instead: lr_scheduler_type: cosine, warmup_steps: 0.1",
     },
     "attn_implementation": {
         "flash": {"attn_implementation": "flash_attention_2"},
@@ -71,15 +71,15 @@ WORDS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
         "flex": {"attn_implementation": "flex_attention"},
     },
 }
-"""Values of our fields that other programs spell differently, and what they are here; a sentence says what to do.
-Datasets: only if no file or folder has that name."""
+"""Values of our fields that other programs spell differently, with our settings for them, or a text that says what to
+do instead. Those of ``dataset`` apply only if no file or folder has that name."""
 
 PATHS = {"resume": "resume_from_checkpoint"}
-"""Switches of ours that take a path in other programs."""
+"""Our switches that take a path in other programs."""
 
 
 def with_prompts(value: Any, source: Source) -> Meaning:
-    """Prompts are learned as well."""
+    """Read a switch that makes prompts part of the loss."""
     if not is_on(value):
         return Meaning(said="only answers are learned here too")
     return Meaning({"completion_only_loss": False, "assistant_only_loss": False})
@@ -95,66 +95,68 @@ def isolated_packing(value: Any, source: Source) -> Meaning:
 
 
 def targets(value: Any, source: Source) -> Meaning:
-    """Modules to adapt: a list, a text with commas, or a word for all."""
-    found = words(value)
-    return Meaning({"lora_target_modules": ["all-linear"] if found in (["all"], ["all_linear"]) else found})
+    """Read the modules to adapt: a list, a text with commas, or a word for all."""
+    names = words(value)
+    return Meaning({"lora_target_modules": ["all-linear"] if names in (["all"], ["all_linear"]) else names})
 
 
 def mixed(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Settings of one dataset, or of a mixture whose sources have names of their own."""
+    """Return the settings of one dataset, or of a mixture in which each source has a name that no other has."""
     if len(entries) == 1:
         return {key: value for key, value in entries[0].items() if key != "name"}
     names = [entry.get("name") or short_name(entry["dataset"]) for entry in entries]
-    for place, entry in enumerate(entries):
-        if names.count(names[place]) > 1:
-            entry["name"] = f"{names[place]}_{place + 1}"
+    for number, entry in enumerate(entries):
+        if names.count(names[number]) > 1:
+            entry["name"] = f"{names[number]}_{number + 1}"
     return {"dataset": entries}
 
 
 def chat_template(value: Any, source: Source) -> Meaning:
-    """A chat template by its name."""
+    """Read the name of a chat template."""
     if value in CHAT_TEMPLATES:
-        return Meaning({"chat_template": value}, "the template of that name here, which may differ in details")
+        return Meaning({"chat_template": value}, "our template of that name, which may differ in details")
     return Meaning(said="the tokenizer's own chat template is used; chat_template: NAME_OR_FILE gives another")
 
 
 def when_on(**settings: Any) -> Reader:
-    """A switch, or a value that is more than one, that stands for these settings."""
+    """Return the reader of a key that means these settings if its value is on."""
     return where_on(lambda value, source: Meaning(settings))
 
 
 def several(name: str) -> Any:
-    """A list, or a text with commas."""
+    """Return the reader of a list, or of a text with commas, for the field ``name``."""
     return lambda value, source: Meaning({name: words(value)})
 
 
 def share_of_warmup(value: Any, source: Source) -> Meaning:
-    """transformers 5 has one field for steps and share; older versions preferred steps if both were given."""
+    """Read a warmup that is a share of the run. transformers 5 has one field for steps and share; older versions
+    preferred steps if both were given."""
     if is_on(source.get("warmup_steps", 0)):
-        return Meaning(said="warmup_steps goes before it")
-    if not 0 <= float(value) < 1:  # as warmup_steps, 1 and more are steps
+        return Meaning(said="warmup_steps overrides it")
+    if not 0 <= float(value) < 1:  # warmup_steps reads 1 and more as steps
         raise SettingsError(
-            f"{value} is no share of the run, at least 0 and below 1, such as 0.1; steps are given as warmup_steps"
+            f"{value} is not a share of the run, at least 0 and below 1, such as 0.1; give steps as warmup_steps"
         )
     return Meaning({"warmup_steps": float(value)})
 
 
 def held_out(value: Any, source: Source) -> Meaning:
-    """A share of the documents; other programs also take a number."""
+    """Read the share of documents to hold out. Other programs also take a number of documents."""
     if not is_on(value) or float(value) == 0:
         return Meaning({"validation_split_percentage": 0})
     if float(value) < 1:
         return Meaning({"validation_split_percentage": float(f"{100 * float(value):.10g}")})
     raise SettingsError(
-        f"{value} is a number of documents, and here it is a share: validation_split_percentage, in percent, with "
-        "max_eval_documents as a cap"
+        f"{value} is a number of documents, but a share is needed here: write validation_split_percentage, in percent, "
+        "with max_eval_documents as a cap"
     )
 
 
 def checkpointing(value: Any, source: Source) -> Meaning:
-    """ "unsloth" and "offload" are other ways to do it, with the same numbers."""
-    said = "" if str(value).lower() in ("true", "false", "none") else f"{value} is a kernel of its own there"
-    return Meaning({"checkpoint_every_layer": is_on(value)}, said)
+    """Read a switch for activation checkpointing. "unsloth" and "offload" are other implementations, with the same
+    results."""
+    note = "" if str(value).lower() in ("true", "false", "none") else f"{value} is a separate implementation there"
+    return Meaning({"checkpoint_every_layer": is_on(value)}, note)
 
 
 def adapts(value: Any, source: Source) -> Meaning:
@@ -162,7 +164,7 @@ def adapts(value: Any, source: Source) -> Meaning:
 
 
 PADDED = Nothing("rows are padded to the longest of their micro-batch, which changes no result")
-GONE = {
+REMOVED_FIELDS = {
     "logging_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
     "overwrite_output_dir": Nothing(
         "no run is overwritten: an unfinished one of the same configuration resumes, another one starts next to it"
@@ -173,12 +175,12 @@ GONE = {
     "save_safetensors": Nothing("weights are always saved as safetensors"),
     "tf32_mode": "write tf32: true or false",
     "fp16_opt_level": "transformers no longer supports apex; fp16: true is torch's own",
-    **dict.fromkeys(("half_precision_backend", "fp16_backend"), Nothing("transformers only has torch's own left")),
+    **dict.fromkeys(("half_precision_backend", "fp16_backend"), Nothing("transformers now has only torch's own")),
     "sharded_ddp": "use fsdp, or deepspeed",
     "tpu_num_cores": "TPUs are not supported here",
     "use_ipex": "torch's own kernels are used on CPUs",
 }
-"""Fields that ``transformers.TrainingArguments`` once had."""
+"""Former fields of ``transformers.TrainingArguments``."""
 
 ALIASES = {
     "lora_r": ("adapter_rank", "lora_rank"),
@@ -206,14 +208,14 @@ ALIASES = {
     "dtype": ("torch_dtype",),
     "weight_decay": ("wd",),
 }
-"""What other programs call a field of ours."""
+"""Names that other programs use for our fields."""
 
 NAMES: Table = {
-    **GONE,
+    **REMOVED_FIELDS,
     **{alias: Same(name) for name, aliases in ALIASES.items() for alias in aliases},
     "adafactor": Switch({"optim": "adafactor"}),
     "amp": Switch({"mixed_precision": "auto"}),
-    "bnb_4bit_compute_dtype": Nothing("4-bit weights are computed with in the type of mixed_precision"),
+    "bnb_4bit_compute_dtype": Nothing("computations with 4-bit weights use the type of mixed_precision"),
     "checkpoint_interval": "write save_strategy: epoch with save_epochs: N, or save_steps: N",
     "double_quantization": boolean("bnb_4bit_use_double_quant"),
     "early_stopping": "write early_stopping_patience: N, evaluations without an improvement",
@@ -251,4 +253,4 @@ NAMES: Table = {
     "zero_stage": Same("deepspeed", ZERO),
     "4bit_quantization": Switch({"tuning": "qlora"}),
 }
-"""Names without a dash in front, hyphens as underscores."""
+"""Reader of each name that means the same everywhere, without dashes in front, and with underscores for hyphens."""

@@ -1,4 +1,4 @@
-"""Names of all fields, without slow imports: a typo is reported at once."""
+"""Names of all fields, found without slow imports, so that a typo is reported at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.settings.tasks import KINDS, TaskSettings
 
 PREFIX = "scu_"
-"""Of the fields of ``RegularizationSettings`` on the command line."""
+"""Prefix of the fields of ``RegularizationSettings`` on the command line."""
 
 SETTINGS = {
     "task": TaskSettings,
@@ -36,33 +36,35 @@ SETTINGS = {
     "safety": SafetySettings,
     "retention": RetentionSettings,
 }
-"""Settings of every job, by the title of their group in the help; a task has its own as well."""
+"""Settings that every job has, by the title of their group in the help. A task may have its own as well."""
 
 
 def known_names() -> frozenset[str]:
-    """Fields of ours and of ``transformers.TrainingArguments``, and ``no_NAME`` for each, which switches it off."""
+    """Return the names of our fields and of those of ``transformers.TrainingArguments``, and ``no_NAME`` for each,
+    which switches it off."""
     names = {*own_names(), *stock_fields()}
     return frozenset(names | {f"no_{name}" for name in names})
 
 
 def own_names() -> set[str]:
+    """Return the names of our own fields."""
     kinds = [*SETTINGS.values(), *(kind.settings for kind in KINDS.values() if kind.settings is not None)]
     prefixes = {RegularizationSettings: PREFIX}
     return {"scu", *(prefixes.get(kind, "") + item.name for kind in kinds for item in fields(kind))}
 
 
 def stock_number(name: str) -> Optional[type]:
-    """int or float for a field of ``TrainingArguments`` that takes nothing else."""
+    """Return int or float for a field of ``TrainingArguments`` that takes nothing else; None for all other fields."""
     parts = {part.strip() for part in stock_fields().get(name, "").split("|")} - {"None"}
     return {"int": int, "float": float}.get(parts.pop()) if len(parts) == 1 else None
 
 
 @functools.cache
 def stock_fields() -> Mapping[str, str]:
-    """Annotation by field of the installed ``TrainingArguments``, parsed from its source, because the module imports
-    torch. Empty without a source; then a typo is found once the class is imported."""
-    found = importlib.util.find_spec("transformers")
-    path = None if found is None or found.origin is None else Path(found.origin).with_name("training_args.py")
+    """Return the annotation of each field of the installed ``TrainingArguments``, parsed from its source, because its
+    module imports torch. Empty if there is no source; then a typo is found once the class is imported."""
+    spec = importlib.util.find_spec("transformers")
+    path = None if spec is None or spec.origin is None else Path(spec.origin).with_name("training_args.py")
     if path is None or not path.is_file():
         return {}
     body = ast.parse(path.read_text(encoding="utf-8")).body

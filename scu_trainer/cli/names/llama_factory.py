@@ -36,8 +36,8 @@ from scu_trainer.errors import SettingsError, nearest
 
 INFO = "dataset_info.json"
 PAIRS = ("dpo", "kto", "rm", "ppo")
-NOT_SPREAD = ("history", "tools", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
-"""Columns of an entry in dataset_info.json that must have these names here."""
+FIXED_COLUMNS = ("history", "tools", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
+"""Columns of an entry in dataset_info.json that cannot have another name here."""
 ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager"}
 
 
@@ -46,22 +46,22 @@ ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled":
 
 def _stage(value: Any, source: Source) -> Meaning:
     if value in PAIRS:
-        raise SettingsError(f"{value} is another kind of training than that of the next token; {WITH_LOOPS}")
+        raise SettingsError(f"{value} is another kind of training than next-token prediction; {WITH_LOOPS}")
     if value not in ("sft", "pt"):
-        raise SettingsError(f"{value} is a stage of LLaMA-Factory that is not known here; pt and sft are read")
-    return Meaning(said="texts are learned; what is masked follows from the columns of the data")
+        raise SettingsError(f"{value} is not a stage of LLaMA-Factory that is known here; use pt or sft")
+    return Meaning(said="it trains on text, and the columns of the data determine what is masked")
 
 
 def _training(value: Any, source: Source) -> Meaning:
     if not is_on(value):
-        raise SettingsError("it is false, and this command trains; scu-trainer eval RUN_OR_MODEL evaluates")
-    return Meaning(said="scu-trainer train trains")
+        raise SettingsError("it is false, but this command trains; to evaluate, use scu-trainer eval RUN_OR_MODEL")
+    return Meaning(said="scu-trainer train always trains")
 
 
 def _tuning(value: Any, source: Source) -> Meaning:
     if value == "freeze":
         return Meaning(
-            {"tuning": "full"}, "all weights are trained unless trainable_parameters names those that are", is_lost=True
+            {"tuning": "full"}, "all weights are trained unless trainable_parameters names those to train", is_lost=True
         )
     if value not in ("lora", "full"):
         raise SettingsError(f"{value} is not an adapter type here; use lora or full")
@@ -82,37 +82,37 @@ def _quantizer(value: Any, source: Source) -> Meaning:
 
 @where_on
 def _pissa(value: Any, source: Source) -> Meaning:
-    return Meaning({"init_lora_weights": "pissa"}, "the exact decomposition, whatever pissa_iter says")
+    return Meaning({"init_lora_weights": "pissa"}, "the decomposition is exact, and pissa_iter is ignored")
 
 
 def _low_rank(name: str, optimizer: str, arguments: Mapping[str, str]) -> Any:
-    """GaLore and APOLLO: an optimizer, its modules and its arguments."""
+    """Return the reader of the switch for GaLore or APOLLO: an optimizer with its modules and arguments."""
 
     @where_on
-    def meant(value: Any, source: Source) -> Meaning:
-        found = words(source.get(f"{name}_target", "all"))
+    def read_switch(value: Any, source: Source) -> Meaning:
+        modules = words(source.get(f"{name}_target", "all"))
         given = [f"{ours}={source.get(f'{name}_{theirs}')}" for theirs, ours in arguments.items()
                  if source.get(f"{name}_{theirs}") is not None]  # fmt: skip
         layerwise = "_layerwise" if source.has(f"{name}_layerwise") else ""
         settings = {
             "optim": optimizer + layerwise,
-            "optim_target_modules": ["attn", "mlp"] if found == ["all"] else found,
+            "optim_target_modules": ["attn", "mlp"] if modules == ["all"] else modules,
         }
         return Meaning({**settings, **({"optim_args": ",".join(given)} if given else {})})
 
-    return meant
+    return read_switch
 
 
-def _belongs(name: str) -> Any:
-    """An option of the group that the switch ``name`` reads."""
-    return lambda value, source: Meaning(said=f"read with {name}" if source.has(name) else f"{name} is off")
+def _option_of(name: str) -> Any:
+    """Return the reader of an option that the reader of the switch ``name`` takes into account."""
+    return lambda value, source: Meaning(said=f"read together with {name}" if source.has(name) else f"{name} is off")
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
 def _datasets(value: Any, source: Source) -> Meaning:
-    """Names of entries in dataset_info.json."""
+    """Read the names of entries in dataset_info.json."""
     entries = [_entry(name, source) for name in words(value)]
     shares = words(source.get("interleave_probs", ""))
     if shares:
@@ -123,57 +123,59 @@ def _datasets(value: Any, source: Source) -> Meaning:
 def _held_out_set(value: Any, source: Source) -> Meaning:
     names = words(value)
     if len(names) != 1:
-        raise SettingsError(f"{value} are {len(names)} datasets, and one is held out here; name one of them")
+        raise SettingsError(f"{value} names {len(names)} datasets, but only one can be held out here; keep one of them")
     entry = _entry(names[0], source)
     return Meaning({"eval_dataset": entry["dataset"]})
 
 
 def _entry(name: str, source: Source) -> dict[str, Any]:
-    """A dataset as an entry of a mixture."""
+    """Return a dataset as an entry of a mixture."""
     if source.get("dataset_dir") == "ONLINE":
         return {"dataset": name, "name": name.replace("/", "-")}
     path = _info_path(source)
     info = _info(path, name)
     if info.get("ranking"):
-        raise SettingsError(f"{name} holds preferences ({path}), and this command learns texts; {WITH_LOOPS}")
-    place = _place(info, path, name)
-    found = {
-        "dataset": place,
+        raise SettingsError(f"{name} holds preferences ({path}), but this command trains on text; {WITH_LOOPS}")
+    location = _path_or_hub_id(info, path, name)
+    result = {
+        "dataset": location,
         "name": name,
         "dataset_config_name": info.get("subset"),
         "dataset_size": info.get("num_samples"),
     }
-    found["dataset_size"] = found["dataset_size"] or source.get("max_samples")
-    found["dataset_split"] = None if info.get("split") in (None, "train") else info["split"]
-    found |= _columns(info, name, is_text=source.get("stage") == "pt")
-    return {field: value for field, value in found.items() if value is not None}
+    result["dataset_size"] = result["dataset_size"] or source.get("max_samples")
+    result["dataset_split"] = None if info.get("split") in (None, "train") else info["split"]
+    result |= _columns(info, name, is_text=source.get("stage") == "pt")
+    return {field: value for field, value in result.items() if value is not None}
 
 
 def _info_path(source: Source) -> Path:
-    """In the current folder, where LLaMA-Factory looks, or beside the file."""
+    """Return the path of dataset_info.json, in the current folder, where LLaMA-Factory looks, or next to the file."""
     folder = Path(str(source.get("dataset_dir", "data")))
     beside = [] if source.folder is None else [source.folder / folder, source.folder.parent / folder]
-    found = next((path for path in (folder / INFO, *(place / INFO for place in beside)) if path.is_file()), None)
-    if found is None:
+    info_path = next(
+        (path for path in (folder / INFO, *(folder_path / INFO for folder_path in beside)) if path.is_file()), None
+    )
+    if info_path is None:
         raise SettingsError(
-            f"it is looked up in {folder / INFO}, which does not exist; add --dataset FILE_OR_HUB_ID, or run this in "
-            "the folder that holds LLaMA-Factory's data folder"
+            f"its entry should be in {folder / INFO}, which does not exist; add --dataset FILE_OR_HUB_ID, or run this "
+            "in the folder that holds LLaMA-Factory's data folder"
         )
-    return found
+    return info_path
 
 
 def _info(path: Path, name: str) -> Mapping[str, Any]:
     try:
-        known = json.loads(path.read_text())
-        found = known.get(name)
+        entries = json.loads(path.read_text())
+        info = entries.get(name)
     except (OSError, ValueError, AttributeError) as error:
-        raise SettingsError(f"cannot read {path}: {error}; it is a JSON mapping of datasets") from error
-    if not isinstance(found, dict):
-        raise SettingsError(f"{name} is not in {path}{nearest(name, known)}")
-    return found
+        raise SettingsError(f"cannot read {path}: {error}; it must be a JSON mapping of datasets") from error
+    if not isinstance(info, dict):
+        raise SettingsError(f"{name} is not in {path}{nearest(name, entries)}")
+    return info
 
 
-def _place(info: Mapping[str, Any], path: Path, name: str) -> str:
+def _path_or_hub_id(info: Mapping[str, Any], path: Path, name: str) -> str:
     if info.get("hf_hub_url"):
         return info["hf_hub_url"]
     if info.get("file_name"):
@@ -183,9 +185,11 @@ def _place(info: Mapping[str, Any], path: Path, name: str) -> str:
 
 def _columns(info: Mapping[str, Any], name: str, is_text: bool) -> dict[str, Any]:
     columns = dict(info.get("columns") or {})
-    odd = [key for key in NOT_SPREAD if columns.get(key) not in (None, key)]
-    if odd:
-        raise SettingsError(f"{name} has its {odd[0]} in the column {columns[odd[0]]}; name it {odd[0]} in the data")
+    renamed = [key for key in FIXED_COLUMNS if columns.get(key) not in (None, key)]
+    if renamed:
+        raise SettingsError(
+            f"{name} has its {renamed[0]} in the column {columns[renamed[0]]}; name it {renamed[0]} in the data"
+        )
     if columns.get("query") not in (None, "", "input"):
         raise SettingsError(f"{name} has its query in the column {columns['query']}; name it input in the data")
     if is_text:
@@ -201,7 +205,7 @@ def _mix(value: Any, source: Source) -> Meaning:
     if value == "concat":
         return Meaning(said="sources are concatenated here too")
     if value not in known:
-        raise SettingsError(f"{value} is not a way to mix that is known here{nearest(str(value), known)}")
+        raise SettingsError(f"{value} is not a known way to mix datasets{nearest(str(value), known)}")
     return Meaning({"stopping_strategy": known[value]})
 
 
@@ -211,9 +215,9 @@ def _packing(value: Any, source: Source) -> Meaning:
     return Meaning({"packing": True, "isolate_documents": source.has("neat_packing")}, FILLED)
 
 
-ANSWERS = Nothing("it is about answers, not about training; docs/talk.md")
+ANSWERS = Nothing("it concerns answers, not training; docs/talk.md")
 PLOTS = Nothing("scu-trainer report RUN draws the curves")
-BADAM = Nothing("read with use_badam")
+BADAM = Nothing("read together with use_badam")
 VISION = (
     "image_max_pixels",
     "image_min_pixels",
@@ -240,26 +244,26 @@ TABLE: Table = {
     "additional_target": several("modules_to_save"),
     "create_new_adapter": "an adapter is trained further; merge it first for a new one: scu-trainer merge RUN",
     "pissa_init": _pissa,
-    "pissa_iter": _belongs("pissa_init"),
-    "pissa_convert": Nothing("what is saved fits the original weights as it is"),
-    "loraplus_lr_embedding": "embeddings use the learning rate of everything else",
+    "pissa_iter": _option_of("pissa_init"),
+    "pissa_convert": Nothing("saved adapters already fit the original weights"),
+    "loraplus_lr_embedding": "embeddings use the same learning rate as all other weights",
     "use_galore": _low_rank("galore", "galore_adamw", GALORE),
     "use_apollo": _low_rank("apollo", "apollo_adamw", APOLLO),
-    **{f"galore_{key}": _belongs("use_galore") for key in (*GALORE, "target", "layerwise")},
-    **{f"apollo_{key}": _belongs("use_apollo") for key in (*APOLLO, "target", "layerwise", "scale_front")},
+    **{f"galore_{key}": _option_of("use_galore") for key in (*GALORE, "target", "layerwise")},
+    **{f"apollo_{key}": _option_of("use_apollo") for key in (*APOLLO, "target", "layerwise", "scale_front")},
     "use_badam": "this program does not have that optimizer; optim: galore_adamw or adamw_8bit save memory as well",
     "use_adam_mini": "this program does not have that optimizer; optim: adamw_8bit saves memory as well",
     "use_llama_pro": "write trainable_parameters with a pattern of the layers to train",
     "freeze_trainable_layers": "write trainable_parameters with a pattern of the layers to train",
     "freeze_trainable_modules": "write trainable_parameters with a pattern of the modules to train",
     "freeze_extra_modules": "write trainable_parameters with a pattern of the modules to train",
-    "use_dft_loss": "the loss is that of the next token; one of your own goes with SCUTrainer: docs/own_model.md",
-    "use_eaft_loss": "the loss is that of the next token; one of your own goes with SCUTrainer: docs/own_model.md",
-    "use_asft_loss": "the loss is that of the next token; one of your own goes with SCUTrainer: docs/own_model.md",
+    "use_dft_loss": "the loss is that of the next token; SCUTrainer takes a loss of your own: docs/own_model.md",
+    "use_eaft_loss": "the loss is that of the next token; SCUTrainer takes a loss of your own: docs/own_model.md",
+    "use_asft_loss": "the loss is that of the next token; SCUTrainer takes a loss of your own: docs/own_model.md",
     "pure_bf16": Switch({"dtype": "bfloat16"}),
     "enable_liger_kernel": Switch({"use_liger_kernel": True}),
     "flash_attn": lambda value, source: (
-        Meaning(said="the fastest that is installed is picked here too")
+        Meaning(said="the fastest one that is installed is used here too")
         if value == "auto"
         else Meaning({"attn_implementation": ATTENTION.get(value, value)})
     ),
@@ -276,49 +280,49 @@ TABLE: Table = {
     "use_unsloth": Nothing("Unsloth's kernels are not included here"),
     "use_unsloth_gc": Nothing("checkpoint_every_layer gives the same numbers"),
     "moe_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
-    "resize_vocab": Nothing("the embedding grows where tokens are added"),
+    "resize_vocab": Nothing("the embedding grows when tokens are added"),
     **dict.fromkeys(("add_tokens", "add_special_tokens"), several("new_tokens")),
     "hf_hub_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
     "print_param_status": Nothing("the report names what is trained"),
     "template": chat_template,
     "dataset": _datasets,
     "eval_dataset": _held_out_set,
-    "dataset_dir": Nothing("read with dataset"),
+    "dataset_dir": Nothing("read together with dataset"),
     "media_dir": Nothing("this task does not support images in text"),
     "cutoff_len": Same("block_size"),
     "train_on_prompt": with_prompts,
     "mask_history": "all answers of a conversation are learned",
-    "buffer_size": Nothing("a stream is shuffled by the buffer of datasets"),
+    "buffer_size": Nothing("a stream is shuffled with the default buffer of datasets"),
     "mix_strategy": _mix,
-    "interleave_probs": Nothing("read with dataset"),
+    "interleave_probs": Nothing("read together with dataset"),
     "preprocessing_batch_size": Nothing("it changes no result"),
     "max_samples": lambda value, source: (
-        Meaning(said="read with dataset") if source.get("dataset") else Meaning({"dataset_size": value})
+        Meaning(said="read together with dataset") if source.get("dataset") else Meaning({"dataset_size": value})
     ),
     "ignore_pad_token_for_loss": Nothing("padding is never learned"),
     "val_size": held_out,
     "eval_on_each_dataset": Nothing("a mixture is scored for each of its sources"),
     "packing": _packing,
     "neat_packing": lambda value, source: (
-        isolated_packing(value, source) if is_on(value) else Meaning(said="read with packing")
+        isolated_packing(value, source) if is_on(value) else Meaning(said="read together with packing")
     ),
     "tool_format": Nothing("tools are written by the chat template"),
-    "default_system": "write it into the rows, in the column system",
+    "default_system": "write it into the rows, in a column named system",
     "enable_thinking": Nothing("reasoning in the rows is written by the chat template"),
     "preserve_thinking": Nothing("reasoning in the rows is written by the chat template"),
     "tokenized_path": Nothing("prepared data are kept in cache_dir, keyed by their source and settings"),
     "data_shared_file_system": Nothing("one process prepares the data, the others wait"),
     "plot_loss": PLOTS,
     "include_effective_tokens_per_second": Switch({"throughput": True}),
-    "compute_accuracy": "a language model is scored in bits per token; scu-trainer eval has lm-eval's tasks",
+    "compute_accuracy": "a language model is scored in bits per token; scu-trainer eval also runs tasks of lm-eval",
     "disable_shuffling": Switch({"train_sampling_strategy": "sequential"}),
     "early_stopping_steps": Same("early_stopping_patience"),
     "enable_torch_profiler": "write profile_steps: N",
     "use_swanlab": "report_to: tensorboard or wandb",
-    "ray_num_workers": "Ray starts nothing here; docs/launch.md has launchers",
+    "ray_num_workers": "Ray is not supported; docs/launch.md lists the launchers that are",
     "fp8": "there is no training in 8 bits here; optim: adamw_8bit and tuning: qlora save memory",
-    **dict.fromkeys(VISION, Nothing("texts are learned here")),
-    **dict.fromkeys(("fp8_backend", "fp8_enable_fsdp_float8_all_gather"), Nothing("read with fp8")),
+    **dict.fromkeys(VISION, Nothing("only text is trained on here")),
+    **dict.fromkeys(("fp8_backend", "fp8_enable_fsdp_float8_all_gather"), Nothing("read together with fp8")),
     **dict.fromkeys(("badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose"), BADAM),
     **dict.fromkeys(
         ("use_kt", "use_megatron_bridge", "use_mca"), "this program does not have that training method; docs/paths.md"
@@ -337,7 +341,7 @@ SIGNS = {"stage", "finetuning_type", "cutoff_len", "template", "lora_target", "d
 
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
-    """Defaults of LLaMA-Factory that differ from ours."""
+    """Yield the defaults of LLaMA-Factory that differ from ours."""
     if source.get("finetuning_type", "lora") == "lora":
         yield from read(TABLE, "finetuning_type", "lora", source).settings.items()
         yield "lora_alpha", 2 * int(source.get("lora_rank", 8))

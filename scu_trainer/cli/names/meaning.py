@@ -15,8 +15,8 @@ FALSE = ("false", "no", "off", "0", "f", "n", "none", "null", "")
 
 @dataclass(frozen=True)
 class Meaning:
-    """``settings``: ours, by field. ``said``: what differs here, or, without settings, why there is nothing to do.
-    ``is_lost``: it has no counterpart, and ``said`` is what to do instead."""
+    """What a key means here. ``settings``: our settings, by field. ``said``: what differs here, or, without settings,
+    why there is nothing to do. ``is_lost``: the key has no counterpart, and ``said`` is what to do instead."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     said: str = ""
@@ -25,7 +25,8 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Source:
-    """The entries beside a key. ``folder``: of the file; None for flags."""
+    """All entries of the file or command line that a key belongs to. ``folder``: the folder of the file; None for
+    flags."""
 
     entries: Mapping[str, Any]
     folder: Optional[Path] = None
@@ -41,8 +42,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Same:
-    """An alias of ``name``, or of the name that it returns for a value. ``values``: those spelled differently here.
-    ``form``: a template for the value."""
+    """An alias of the field ``name``, which may be a function of the value. ``values``: our spelling of values that
+    differ here. ``form``: a template for the value."""
 
     name: Union[str, Callable[[str], str]]
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -58,26 +59,27 @@ class Same:
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch, with or without true or false, that stands for these settings; ``otherwise``: those when it is off."""
+    """A switch, which may have true or false as its value. ``means``: our settings when it is on. ``otherwise``: our
+    settings when it is off."""
 
     means: Mapping[str, Any]
     otherwise: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, value: Any, source: Source) -> Meaning:
         if str(value).lower() not in (*TRUE, *FALSE):
-            raise SettingsError(f"it is a switch and takes no {value!r}; leave the value out")
+            raise SettingsError(f"it is a switch and does not take {value!r}; leave the value out")
         settings = self.means if is_on(value) else self.otherwise
         return Meaning(settings, "" if settings else "off here too")
 
 
 def boolean(name: str) -> Switch:
-    """Another name of a field that is true or false."""
+    """Return the reader of another name for a field that is true or false."""
     return Switch({name: True}, {name: False})
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """There is nothing to do, and why."""
+    """A key for which there is nothing to do, for the reason ``why``."""
 
     why: str
 
@@ -87,35 +89,36 @@ class Nothing:
 
 Reader = Callable[[Any, Source], Meaning]
 Table = Mapping[str, Union[Reader, str]]
-"""By key; a sentence says what to do instead of a key without a counterpart."""
+"""Reader of each key. A key without a counterpart has a text instead, which says what to do."""
 
 
 def read(table: Table, key: str, value: Any, source: Source) -> Meaning:
-    """Raises SettingsError if the value means another kind of training, or nothing."""
-    meant = table[key]
-    if isinstance(meant, str):
-        meant = where_on(lambda *_: Meaning(said=table[key], is_lost=True))
-    return meant(value, source)
+    """Return what a key of ``table`` means. Raises SettingsError if the value means another kind of training, or
+    nothing."""
+    reader = table[key]
+    if isinstance(reader, str):
+        reader = where_on(lambda *_: Meaning(said=table[key], is_lost=True))
+    return reader(value, source)
 
 
 def where_on(reader: Reader) -> Reader:
-    """``reader`` for values that are on; off is off here too."""
+    """Return a reader that calls ``reader`` for values that are on. A value that is off needs no action."""
     return lambda value, source: reader(value, source) if is_on(value) else Meaning(said="off here too")
 
 
 def is_on(value: Any) -> bool:
-    """False for words that mean no, and for an empty list or mapping."""
+    """Whether ``value`` is on; words that mean no, an empty list and an empty mapping are off."""
     return str(value).lower() not in FALSE and value != [] and value != {}
 
 
 def words(value: Any) -> list[str]:
-    """A list, or a text with commas, as texts."""
+    """Return the items of a list, or of a text with commas, as texts."""
     parts = value if isinstance(value, (list, tuple)) else str(value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
 def tuning(source: Source, *, adapts: bool) -> Meaning:
-    """For a program with separate switches for quantized weights and for adapters."""
+    """Return our ``tuning`` for a program with separate switches for quantized weights and for adapters."""
     is_8_bits = source.has("load_in_8bit") or str(source.get("quantization_bit")) == "8"
     is_quantized = is_8_bits or source.has("load_in_4bit", "quantization_bit") or source.get("adapter") == "qlora"
     if is_quantized and not adapts:
@@ -129,6 +132,6 @@ def tuning(source: Source, *, adapts: bool) -> Meaning:
 
 
 def quantized(adapts: Callable[[Source], bool], **more: Any) -> Reader:
-    """A switch for weights in 4 bits; in 8 with ``load_in_8bit`` among ``more``. ``adapts``: whether adapters are
-    trained."""
+    """Return the reader of a switch for weights in 4 bits, or in 8 bits with ``load_in_8bit`` among ``more``.
+    ``adapts``: whether adapters are trained."""
     return where_on(lambda value, source: Meaning({**tuning(source, adapts=adapts(source)).settings, **more}))

@@ -17,8 +17,8 @@ from scu_trainer.settings.base import plain
 
 @dataclass(frozen=True)
 class Tool:
-    """``signs``: keys that only this program has. ``defaults``: its values for keys that are not given.
-    ``differences``: sentences about what no key controls."""
+    """Another program. ``signs``: keys that only this program has. ``defaults``: its values for keys that are not
+    given. ``differences``: sentences about what no key controls. ``sections``: keys that only group other keys."""
 
     title: str
     table: Table
@@ -38,7 +38,7 @@ TOOLS = {
 }
 
 ANYWHERE: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.table.items()}, **NAMES}
-"""Keys as flags, and in files of ours. Where programs differ, ``NAMES`` decides."""
+"""Keys that are understood as flags and in our own files. Where programs differ, ``NAMES`` decides."""
 
 
 COMMON = frozenset(
@@ -48,18 +48,18 @@ COMMON = frozenset(
     "modules_to_save offload_folder packing padding_free preprocessing_num_workers streaming trust_remote_code "
     "use_dora use_muon use_rslora".split()
 )
-"""Names of ours that files of other programs have as well, with the same meaning."""
+"""Our names that files of other programs use as well, with the same meaning."""
 
-BESIDE_WEAK = frozenset({"dataset", "model_name_or_path"})
-"""Names of ours that decide where only weak signs stand beside them."""
+OURS_BESIDE_WEAK_SIGNS = frozenset({"dataset", "model_name_or_path"})
+"""Our names that outweigh weak signs of another program, although some programs use them as well."""
 
-DATA = ("datasets", "pretraining_dataset")
-"""Keys of several datasets, where ours is one field."""
+DATASET_KEYS = ("datasets", "pretraining_dataset")
+"""Keys that list several datasets. Here they are one field, ``dataset``."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key with its value, and what became of it."""
+    """One key with its value, and what they mean here."""
 
     name: str
     value: Any
@@ -72,7 +72,8 @@ class Key:
 
 @dataclass
 class Imported:
-    """``defaults``: settings that the other program has where nobody says anything. ``differences``: sentences."""
+    """A configuration of another program. ``defaults``: settings that follow from the defaults of that program.
+    ``differences``: sentences about what no key controls."""
 
     tool: Tool
     keys: list[Key] = field(default_factory=list)
@@ -89,48 +90,51 @@ class Imported:
 
 
 def tool_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]:
-    """The program that the file is for, given that it is not ours; None if no key tells. Raises SettingsError for keys
+    """Return the program that a file is for, if it is not ours; None if no key shows it. Raises SettingsError for keys
     of several programs."""
-    return _most(signs_of(entries, known))
+    return _tool_with_most_signs(signs_of(entries, known))
 
 
 def owner_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]:
-    """The program that the file is for; None if it is ours, which a key or two of another program do not change. Raises
-    SettingsError if it could be for several programs."""
-    found = signs_of(entries, known)
-    return _most({name: signs for name, signs in found.items() if _is_theirs(TOOLS[name], signs, entries)})
+    """Return the program that a file is for; None if the file is ours, even with a key or two of another program.
+    Raises SettingsError if it could be for several programs."""
+    signs_by_tool = signs_of(entries, known)
+    return _tool_with_most_signs(
+        {name: signs for name, signs in signs_by_tool.items() if _belongs_to(TOOLS[name], signs, entries)}
+    )
 
 
 def signs_of(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, list[str]]:
-    """Keys that only one other program has, by program. ``lora: true`` is no section, so no sign."""
-    found: dict[str, list[str]] = {}
+    """Return the keys that only one other program has, by program. A section counts only if it holds a mapping, so
+    ``lora: true`` does not."""
+    signs_by_tool: dict[str, list[str]] = {}
     for name, tool in TOOLS.items():
         signs = sorted(tool.signs & entries.keys() - {*known})
         signs = [sign for sign in signs if sign not in tool.sections or isinstance(entries[sign], Mapping)]
         if signs:
-            found[name] = signs
-    return found
+            signs_by_tool[name] = signs
+    return signs_by_tool
 
 
-def _is_theirs(tool: Tool, signs: Collection[str], entries: Mapping[str, Any]) -> bool:
-    """Signs that are widely used, such as ``max_seq_length``, are weak. Strong signs must outnumber names that only we
-    have; weak signs count only without such names."""
+def _belongs_to(tool: Tool, signs: Collection[str], entries: Mapping[str, Any]) -> bool:
+    """Whether a file with these signs is for ``tool``. Signs that are widely used, such as ``max_seq_length``, are
+    weak. Strong signs must outnumber the names that only we have; weak signs count only if there is no such name."""
     if any(sign in tool.sections for sign in signs):
         return True
     strong = [sign for sign in signs if sign not in NAMES]
     ours = (own_names() & entries.keys()) - COMMON - tool.table.keys()
     if strong:
         return len(strong) > len(ours)
-    return len(signs) > 1 and not (ours | (BESIDE_WEAK & entries.keys()))
+    return len(signs) > 1 and not (ours | (OURS_BESIDE_WEAK_SIGNS & entries.keys()))
 
 
-def _most(found: Mapping[str, list[str]]) -> Optional[str]:
-    most = max(map(len, found.values()), default=0)
-    best = [name for name, signs in found.items() if len(signs) == most]
+def _tool_with_most_signs(signs_by_tool: Mapping[str, list[str]]) -> Optional[str]:
+    highest = max(map(len, signs_by_tool.values()), default=0)
+    best = [name for name, signs in signs_by_tool.items() if len(signs) == highest]
     if len(best) > 1:
-        whose = "; ".join(f"{', '.join(found[name])} of {TOOLS[name].title}" for name in best)
+        listed = "; ".join(f"{', '.join(signs_by_tool[name])} of {TOOLS[name].title}" for name in best)
         raise SettingsError(
-            f"its keys belong to several programs ({whose}); choose one with --from {' or '.join(best)} of "
+            f"its keys belong to several programs ({listed}); choose one with --from {' or '.join(best)} of "
             "scu-trainer import"
         )
     return best[0] if best else None
@@ -139,50 +143,51 @@ def _most(found: Mapping[str, list[str]]) -> Optional[str]:
 def imported(
     name: str, entries: Mapping[str, Any], known: Collection[str], folder: Path, typed: Collection[str] = ()
 ) -> Imported:
-    """What becomes of every key of a file. ``typed``: fields set by flags, which override the file. Raises
+    """Return what every key of a file means here. ``typed``: fields set by flags, which override the file. Raises
     SettingsError for a kind of training that we do not have."""
     tool = TOOLS[name]
-    flat = _flat(entries, tool.sections)
+    flat = _flattened(entries, tool.sections)
     source = Source({key: value for key, value in flat.items() if key not in typed}, folder)
-    keys = [Key(key, value, Meaning(said="typed instead")) for key, value in flat.items() if key in typed]
+    keys = [Key(key, value, Meaning(said="overridden by a flag")) for key, value in flat.items() if key in typed]
     keys += keys_of(source, {**NAMES, **tool.table}, known, typed)
     given = together(keys)
     defaults = {field: value for field, value in tool.defaults(source) if field not in given}
     return Imported(tool, keys, defaults, list(tool.differences(source)))
 
 
-def _flat(entries: Mapping[str, Any], sections: Collection[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flattened(entries: Mapping[str, Any], sections: Collection[str]) -> dict[str, Any]:
+    flattened: dict[str, Any] = {}
     for key, value in entries.items():
         inside = value if key in sections and isinstance(value, Mapping) else {key: value}
-        twice = [name for name in inside if str(name).replace("-", "_") in found]
-        if twice:
-            raise SettingsError(f"{twice[0]} appears twice; keep one of them")
-        found.update({str(name).replace("-", "_"): one for name, one in inside.items()})
-    return found
+        repeated = [name for name in inside if str(name).replace("-", "_") in flattened]
+        if repeated:
+            raise SettingsError(f"{repeated[0]} appears twice; keep one of them")
+        flattened.update({str(name).replace("-", "_"): item for name, item in inside.items()})
+    return flattened
 
 
 def keys_of(source: Source, table: Table, known: Collection[str], typed: Collection[str] = ()) -> Iterator[Key]:
-    """What each key means by ``table``, else as a name of ours. Unreadable data is no error if ``dataset`` is typed."""
+    """Yield what each key means, by ``table`` or as one of our names. A dataset that cannot be read is not an error if
+    a flag overrides it."""
     for name, value in source.entries.items():
         try:
             yield Key(name, value, _meaning(name, value, source, table, known))
         except SettingsError:
-            if "dataset" not in typed or name not in DATA:
+            if "dataset" not in typed or name not in DATASET_KEYS:
                 raise
-            yield Key(name, value, Meaning(said="dataset is typed instead"))
+            yield Key(name, value, Meaning(said="overridden by the flag --dataset"))
 
 
 def _meaning(name: str, value: Any, source: Source, table: Table, known: Collection[str]) -> Meaning:
     if value is None:
-        return Meaning(said="no value there")
+        return Meaning(said="it has no value")
     try:
         if is_path(name, value):
             return Meaning({PATHS[name]: value})
         if name in table:
-            return _in_our_words(read(table, name, value, source))
+            return _in_our_values(read(table, name, value, source))
         if name in known:
-            return _in_our_words(Meaning({name: value}))
+            return _in_our_values(Meaning({name: value}))
     except (SettingsError, ValueError, TypeError) as error:
         reason = str(error) if isinstance(error, SettingsError) else f"{value!r} is not a valid value here"
         raise SettingsError(f"{name}: {reason}") from error
@@ -190,21 +195,23 @@ def _meaning(name: str, value: Any, source: Source, table: Table, known: Collect
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """Phrase that names the nearest of our names and those of other programs."""
-    return nearest(name, [*(one for one in known if not one.startswith("no_")), *ANYWHERE])
+    """Return a phrase with the most similar name, of ours or of another program."""
+    return nearest(name, [*(known_name for known_name in known if not known_name.startswith("no_")), *ANYWHERE])
 
 
 def is_path(name: str, value: Any) -> bool:
+    """Whether a switch of ours got a path, which it takes in other programs."""
     return name in PATHS and isinstance(value, str) and value.lower() not in (*TRUE, *FALSE)
 
 
 def is_word(name: str, value: Any) -> bool:
-    """Whether ``value`` of our field ``name`` is spelled differently here; an existing dataset of that name wins."""
-    found = isinstance(value, str) and value.lower() in WORDS.get(name, {})
-    return found and not (name == "dataset" and Path(value).exists())
+    """Whether ``value`` of our field ``name`` is spelled differently here. A dataset that exists under that name
+    wins."""
+    is_spelled_differently = isinstance(value, str) and value.lower() in WORDS.get(name, {})
+    return is_spelled_differently and not (name == "dataset" and Path(value).exists())
 
 
-def _in_our_words(meaning: Meaning) -> Meaning:
+def _in_our_values(meaning: Meaning) -> Meaning:
     settings: dict[str, Any] = {}
     for name, value in meaning.settings.items():
         if not is_word(name, value):
@@ -212,31 +219,34 @@ def _in_our_words(meaning: Meaning) -> Meaning:
             continue
         words = WORDS[name][value.lower()]
         if isinstance(words, str):
-            raise SettingsError(f"{value} names nothing here: {words}")
+            raise SettingsError(f"{value} has no counterpart here: {words}")
         settings.update(words)
     return Meaning(settings, meaning.said, meaning.is_lost)
 
 
 def together(keys: Iterable[Key]) -> dict[str, Any]:
-    """The settings of all keys. Raises SettingsError if two keys set a field to two values, or one needs another."""
-    found: dict[str, Any] = {}
-    whose: dict[str, Key] = {}
+    """Return the settings of all keys. Raises SettingsError if two keys set a field to different values, or if a key
+    needs a field that no key sets."""
+    settings: dict[str, Any] = {}
+    setter: dict[str, Key] = {}
     needs: list[tuple[Key, str]] = []
     for key in keys:
         for name, value in key.meaning.settings.items():
             if value is NEEDED:
                 needs.append((key, name))
-            elif name in found and (as_word(found[name]) != as_word(value) or key.is_ours or whose[name].is_ours):
-                raise SettingsError(_twice(whose[name], key, name))
+            elif name in settings and (
+                as_word(settings[name]) != as_word(value) or key.is_ours or setter[name].is_ours
+            ):
+                raise SettingsError(_conflict_message(setter[name], key, name))
             else:
-                found[name], whose[name] = value, key
-    missing = next(((key, name) for key, name in needs if name not in found), None)
+                settings[name], setter[name] = value, key
+    missing = next(((key, name) for key, name in needs if name not in settings), None)
     if missing is not None:
         raise SettingsError(f"this {missing[0].name} needs {missing[1]}; give both in the same place")
-    return found
+    return settings
 
 
-def _twice(first: Key, second: Key, field: str) -> str:
+def _conflict_message(first: Key, second: Key, field: str) -> str:
     if not (first.is_ours or second.is_ours):
         return f"{first.name} and {second.name} set {field} to two values here; keep one of them"
     other = first if second.is_ours else second

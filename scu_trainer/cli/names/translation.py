@@ -1,5 +1,5 @@
-"""Names of other programs in our flags and files: translated, with a note, where the meaning is the same; else an
-error that explains them.
+"""Translates names of other programs in our flags and files. A name with the same meaning is translated, with a note;
+any other is an error that explains it.
 
 >>> translated(["--epochs", "3", "--qlora", "--lr=1e-4"], {"num_train_epochs", "tuning", "learning_rate"})
 (['--num_train_epochs=3', '--tuning=qlora', '--learning_rate=1e-4'], \
@@ -20,45 +20,45 @@ from scu_trainer.errors import SettingsError
 
 
 def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """The command line in our names, and a note for each name that was translated. ``known``: names of our flags.
+    """Return the command line in our names, and a note for each translated name. ``known``: names of our flags.
 
     Raises SettingsError for a name without a counterpart, and for two names that contradict each other.
     """
-    given = list(_split(flags))
+    given = list(_split_flags(flags))
     entries = {name: value for name, value, _ in given if name}
-    meant = _others(entries, known)
+    foreign = _foreign_keys(entries, known)
     words: list[str] = []
     for name, value, typed in given:
-        settings = _set(meant[name]) if name in meant else {}
-        if isinstance(value, list) and [*settings.values()] == [value]:  # several words are not the list of a file
+        settings = _settings_of(foreign[name]) if name in foreign else {}
+        if isinstance(value, list) and [*settings.values()] == [value]:  # several words are not a list, as in a file
             words += [f"--{next(iter(settings))}", *value]
         else:
-            words += as_flags(settings) if name in meant else typed
-    return words, notes_of(meant.values())
+            words += as_flags(settings) if name in foreign else typed
+    return words, notes_of(foreign.values())
 
 
 def entries_of(flags: Sequence[str], known: Collection[str]) -> dict[str, Any]:
-    """Flags as entries of a file, in our names. Raises SettingsError, also for an unknown name."""
+    """Return flags as entries of a file, in our names. Raises SettingsError, also for an unknown name."""
     words, _ = translated(flags, known)
-    found = {}
-    for name, value, typed in _split(words):
+    entries = {}
+    for name, value, typed in _split_flags(words):
         if not name:
             raise SettingsError(f"{typed[0]!r} belongs to no flag; write --NAME VALUE")
         if name not in known:
             raise unknown_option(f"--{name}", known)
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def as_flags(entries: Mapping[str, Any]) -> list[str]:
-    """Entries of a file as command-line words; null means the default."""
+    """Return entries of a file as command-line words. An entry that is null is left out, so its default applies."""
     words: list[str] = []
     for name, value in entries.items():
         if isinstance(value, bool):
             words += [f"--{name}", str(value).lower()]
         elif isinstance(value, dict) or is_mixture(name, value):
             words.append(f"--{name}={json.dumps(value)}")
-        elif isinstance(value, list) and name == "optim_target_modules":  # a list of one is no text for transformers
+        elif isinstance(value, list) and name == "optim_target_modules":  # for transformers, a list of one is not text
             words.append(f"--{name}={json.dumps([*map(str, value)])}")
         elif isinstance(value, list):
             words += [f"--{name}", *map(str, value)] if value else []
@@ -68,36 +68,37 @@ def as_flags(entries: Mapping[str, Any]) -> list[str]:
 
 
 def is_mixture(name: str, value: Any) -> bool:
-    """A list of sources is one value, however many there are."""
+    """Whether ``value`` is a list of datasets, which is one value, however many there are."""
     return name == "dataset" and isinstance(value, list)
 
 
 def name_of(flag: str) -> str:
-    """ "learning_rate" of "--learning-rate=1e-4"."""
+    """Return the name of the field that a flag sets: "learning_rate" for "--learning-rate=1e-4"."""
     return flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def flags_of(words: Sequence[str]) -> list[tuple[str, Any]]:
-    """Name and value of each flag; True for one without a value."""
-    return [(name, value) for name, value, _ in _split(words) if name]
+    """Return the name and value of each flag; the value is True if there is none."""
+    return [(name, value) for name, value, _ in _split_flags(words) if name]
 
 
 def without(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """``words`` without the flags ``names`` and their values."""
-    return [word for name, _, typed in _split(words) if name not in names for word in typed]
+    """Return ``words`` without the flags ``names`` and their values."""
+    return [word for name, _, typed in _split_flags(words) if name not in names for word in typed]
 
 
 def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """As ``translated``, for the entries of a file, whose names have underscores."""
-    meant = _others(entries, known)
-    found: dict[str, Any] = {}
+    """Do what ``translated`` does for the entries of a file, in which names have underscores."""
+    foreign = _foreign_keys(entries, known)
+    translated_values: dict[str, Any] = {}
     for name, value in entries.items():
-        found.update(_set(meant[name]) if name in meant else {name: value})
-    return found, notes_of(meant.values())
+        translated_values.update(_settings_of(foreign[name]) if name in foreign else {name: value})
+    return translated_values, notes_of(foreign.values())
 
 
-def _split(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
-    """Name, value (True without one) and words of each flag; words before the first flag have no name."""
+def _split_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
+    """Yield the name, value (True without one) and words of each flag. Words before the first flag have an empty
+    name."""
     rest = list(flags)
     while rest:
         typed = [rest.pop(0)]
@@ -111,23 +112,24 @@ def _split(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
         yield name_of(typed[0]), values[0] if len(values) == 1 else (values or True), typed
 
 
-def _others(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, Key]:
-    """Keys that are not ours, or whose value is not. Raises SettingsError for one without a counterpart."""
-    others = [
+def _foreign_keys(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, Key]:
+    """Return the keys that are not ours, or that have a value that is not ours. Raises SettingsError for a key without
+    a counterpart."""
+    foreign_names = [
         name
         for name, value in entries.items()
         if is_path(name, value) or is_word(name, value) or (name not in known and name in ANYWHERE)
     ]
-    table = {name: ANYWHERE[name] for name in others if name in ANYWHERE and name not in known}
+    table = {name: ANYWHERE[name] for name in foreign_names if name in ANYWHERE and name not in known}
     keys = {key.name: key for key in keys_of(Source(entries), table, entries)}
     lost = next((key for key in keys.values() if key.meaning.is_lost), None)
     if lost is not None:
         raise SettingsError(f"{lost.name} is unknown here: {lost.meaning.said}")
     together(keys.values())
-    return {name: keys[name] for name in others}
+    return {name: keys[name] for name in foreign_names}
 
 
-def _set(key: Key) -> dict[str, Any]:
+def _settings_of(key: Key) -> dict[str, Any]:
     return {name: value for name, value in key.meaning.settings.items() if value is not NEEDED}
 
 
@@ -137,9 +139,9 @@ def notes_of(keys: Iterable[Key]) -> list[str]:
 
 
 def _note(key: Key) -> str:
-    settings = _set(key)
+    settings = _settings_of(key)
     if not settings:
         return f"{key.name}: {key.meaning.said}"
-    written = f"{key.name}: {as_word(key.value)}" if key.name in WORDS else key.name  # of ours the value is another one
-    said = [name if value == key.value else f"{name}: {as_word(value)}" for name, value in settings.items()]
-    return f"{written} as {', '.join(said)}" + (f" ({key.meaning.said})" if key.meaning.said else "")
+    shown_key = f"{key.name}: {as_word(key.value)}" if key.name in WORDS else key.name  # our name, with their value
+    targets = [name if value == key.value else f"{name}: {as_word(value)}" for name, value in settings.items()]
+    return f"{shown_key} as {', '.join(targets)}" + (f" ({key.meaning.said})" if key.meaning.said else "")

@@ -35,22 +35,24 @@ WITH_LOOPS = "with_loops(TRAINER) gives TRL's own trainer our loops, in five lin
 
 
 def _other_trainer(value: Any, source: Source) -> Meaning:
-    raise SettingsError(f"it belongs to preferences or rewards, and this command learns texts; {WITH_LOOPS}")
+    raise SettingsError(f"it is for training on preferences or rewards, but this command trains on text; {WITH_LOOPS}")
 
 
-def _source(entry: Any) -> dict[str, Any]:
-    """One of the ``datasets`` of a configuration."""
+def _mixture_entry(entry: Any) -> dict[str, Any]:
+    """Return one of the ``datasets`` of a configuration as an entry of a mixture."""
     names = {"path": "dataset", "name": "dataset_config_name", "split": "dataset_split"}
-    odd = [key for key in entry if key not in names and is_on(entry[key])]
-    if odd:
-        raise SettingsError(f"it has {', '.join(odd)}, which no entry of a mixture takes here; see docs/data.md")
+    unsupported = [key for key in entry if key not in names and is_on(entry[key])]
+    if unsupported:
+        raise SettingsError(
+            f"it has {', '.join(unsupported)}, which entries of a mixture do not take here; see docs/data.md"
+        )
     return {names[key]: entry[key] for key in names if entry.get(key) is not None}
 
 
 def _test_split(value: Any, source: Source) -> Meaning:
     if source.get("eval_strategy", "no") == "no":
         return Meaning(said="nothing is evaluated")
-    return Meaning(said="a split named validation or test is held out automatically; eval_dataset gives another set")
+    return Meaning(said="a split named validation or test is held out automatically; eval_dataset sets another one")
 
 
 def _packing_strategy(value: Any, source: Source) -> Meaning:
@@ -67,7 +69,7 @@ def _padding_free(value: Any, source: Source) -> Meaning:
 
 def _loss(value: Any, source: Source) -> Meaning:
     if value in ("nll", "chunked_nll"):
-        return Meaning(said="the loss of the next token, computed in parts where that saves memory")
+        return Meaning(said="it is the loss of the next token, computed in parts if that saves memory")
     raise SettingsError(f"{value} is another loss than that of the next token; {WITH_LOOPS}")
 
 
@@ -76,15 +78,15 @@ def _adapts(source: Source) -> bool:
 
 
 TABLE: Table = {
-    "activation_offloading": "activations stay where they are; checkpoint_every_layer: true keeps fewer",
+    "activation_offloading": "activations are not offloaded here; checkpoint_every_layer: true keeps fewer of them",
     "chat_template_path": Same("chat_template"),
-    "dataset_kwargs": "rows are prepared by this command itself; see docs/data.md for the columns it reads",
+    "dataset_kwargs": "this command prepares the rows; see docs/data.md for the columns that it reads",
     "dataset_num_proc": Same("preprocessing_num_workers"),
     "dataset_streaming": boolean("streaming"),
     "dataset_test_split": _test_split,
     "dataset_text_field": Same("text_column"),
     "dataset_train_split": Same("dataset_split"),
-    "datasets": lambda value, source: Meaning(mixed([_source(entry) for entry in value])),
+    "datasets": lambda value, source: Meaning(mixed([_mixture_entry(entry) for entry in value])),
     "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 scu-trainer train ...",
     "eos_token": "the tokenizer's own end of text is used; change it there",
     "eval_packing": Nothing("held-out documents are scored one by one, in windows"),
@@ -123,7 +125,7 @@ SIGNS = {
 
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
-    """Defaults of ``trl sft`` that differ from ours."""
+    """Yield the defaults of ``trl sft`` that differ from ours."""
     yield "tuning", "full"
     yield from {"learning_rate": 2e-5, "block_size": 1024, "packing": False, "checkpoint_every_layer": True}.items()
     yield from {"validation_split_percentage": 0, "assistant_only_loss": False}.items()
@@ -135,6 +137,6 @@ def differences(source: Source) -> Iterator[str]:
     yield "a document longer than block_size continues in further rows; TRL cuts it off at max_length"
     if _adapts(source) and not source.get("lora_target_modules"):
         yield (
-            "without lora_target_modules TRL adapts what peft picks for the family, q_proj and v_proj for most; here "
-            "it is every linear layer: give lora_target_modules: [q_proj, v_proj] for the same"
+            "without lora_target_modules, TRL adapts what peft picks for the family, q_proj and v_proj for most; here "
+            "every linear layer is adapted: give lora_target_modules: [q_proj, v_proj] for the same"
         )

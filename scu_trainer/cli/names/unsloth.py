@@ -1,4 +1,4 @@
-"""Unsloth: ``unsloth train --config FILE``, and the words of its Python functions and of its ``unsloth-cli.py``."""
+"""Unsloth: ``unsloth train --config FILE``, and the names in its Python functions and in its ``unsloth-cli.py``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _tuning(value: Any, source: Source) -> Meaning:
     return tuning(source, adapts=_adapts(source))
 
 
-def _of_adapters(reader: Any) -> Any:
-    """For a section that is also in files of full training."""
+def _if_adapters(reader: Any) -> Any:
+    """Return a reader that ignores the key if no adapters are trained: files of full training may hold it as well."""
     return lambda value, source: reader(value, source) if _adapts(source) else Meaning(said="no adapters are trained")
 
 
@@ -43,24 +43,24 @@ def _zero_is_not_given(name: str) -> Any:
 
 def _save_steps(value: Any, source: Source) -> Meaning:
     if not is_on(value):
-        return Meaning({"save_strategy": "epoch"}, "0 there saves only at the end; here you can resume from each epoch")
+        return Meaning({"save_strategy": "epoch"}, "0 saves only at the end there; here you can resume from each epoch")
     return Meaning({"save_strategy": "steps", "save_steps": value})
 
 
 @where_on
 def _local(value: Any, source: Source) -> Meaning:
     files = value if isinstance(value, list) else [value]
-    return Meaning(mixed([{"dataset": one} for one in files]))
+    return Meaning(mixed([{"dataset": file} for file in files]))
 
 
 @where_on
 def _bias(value: Any, source: Source) -> Meaning:
-    raise SettingsError(f"{value}: biases are not trained beside adapters here; leave it out, or none")
+    raise SettingsError(f"{value}: biases are not trained with adapters here; leave the key out, or write none")
 
 
-ANSWERS = Nothing("it is about answers, not about training")
+ANSWERS = Nothing("it concerns answers, not training")
 PARTS = Nothing("a text model has only these parts; lora_target_modules names what is adapted")
-VISION = Nothing("texts are learned here")
+VISION = Nothing("only text is trained on here")
 
 TABLE: Table = {
     "model": Same("model_name_or_path"),
@@ -82,14 +82,14 @@ TABLE: Table = {
     ),
     "gradient_checkpointing": checkpointing,
     "use_gradient_checkpointing": checkpointing,
-    "lora_r": _of_adapters(Same("lora_r")),
-    "r": _of_adapters(Same("lora_r")),
-    "lora_alpha": _of_adapters(Same("lora_alpha")),
-    "lora_dropout": _of_adapters(Same("lora_dropout")),
-    "target_modules": _of_adapters(targets),
-    "use_rslora": _of_adapters(boolean("use_rslora")),
-    "use_dora": _of_adapters(boolean("use_dora")),
-    "use_loftq": _of_adapters(when_on(init_lora_weights="loftq")),
+    "lora_r": _if_adapters(Same("lora_r")),
+    "r": _if_adapters(Same("lora_r")),
+    "lora_alpha": _if_adapters(Same("lora_alpha")),
+    "lora_dropout": _if_adapters(Same("lora_dropout")),
+    "target_modules": _if_adapters(targets),
+    "use_rslora": _if_adapters(boolean("use_rslora")),
+    "use_dora": _if_adapters(boolean("use_dora")),
+    "use_loftq": _if_adapters(when_on(init_lora_weights="loftq")),
     "loftq_config": "write init_lora_weights: loftq",
     "bias": _bias,
     "fast_inference": ANSWERS,
@@ -99,7 +99,7 @@ TABLE: Table = {
     "finetune_attention_modules": PARTS,
     "finetune_mlp_modules": PARTS,
     "enable_wandb": when_on(report_to="wandb"),
-    "wandb_project": Nothing("set it for W&B: WANDB_PROJECT=... before the command"),
+    "wandb_project": Nothing("set the environment variable of W&B: WANDB_PROJECT=... before the command"),
     "wandb_token": "log in with wandb login, or set the environment variable WANDB_API_KEY",
     "hf_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
     "enable_tensorboard": when_on(report_to="tensorboard"),
@@ -109,7 +109,7 @@ TABLE: Table = {
     "save_path": Same("output_dir"),
     "save_method": MERGING,
     "save_gguf": GGUF,
-    "quantization": Nothing("it is about what is saved as GGUF"),
+    "quantization": Nothing("it concerns what is saved as GGUF"),
     "push_model": "scu-trainer push RUN --repo_id OWNER/NAME",
     "push_gguf": GGUF,
     "hub_path": "scu-trainer push RUN --repo_id OWNER/NAME",
@@ -121,7 +121,7 @@ SIGNS = {*SECTIONS[1:4], "training_type", "max_seq_length", "random_state", "use
 
 
 def defaults(source: Source) -> Iterator[tuple[str, Any]]:
-    """Defaults of Unsloth that differ from ours."""
+    """Yield the defaults of Unsloth that differ from ours."""
     is_in_4_bits = is_on(source.entries.get("load_in_4bit", not is_on(source.entries.get("load_in_16bit"))))
     is_quantized = _adapts(source) and is_in_4_bits
     yield "tuning", "qlora" if is_quantized else ("lora" if _adapts(source) else "full")

@@ -1,4 +1,4 @@
-"""An imported configuration as a YAML file, and as what a person reads of it."""
+"""Writes an imported configuration as a YAML file, and summarizes it for the terminal."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from scu_trainer.secrets import redact_data
 from scu_trainer.settings.base import short
 
 
-def as_yaml(found: Imported, own: Mapping[str, Any], path: Path) -> str:
-    return "\n".join(_lines(found, own, path)) + "\n"
+def as_yaml(converted: Imported, overrides: Mapping[str, Any], path: Path) -> str:
+    return "\n".join(_lines(converted, overrides, path)) + "\n"
 
 
-def _lines(found: Imported, own: Mapping[str, Any], path: Path) -> Iterator[str]:
-    title = found.tool.title
+def _lines(converted: Imported, overrides: Mapping[str, Any], path: Path) -> Iterator[str]:
+    title = converted.tool.title
     yield f"# {path.name} of {title}, by scu-trainer import."
-    of_fields = _keys_of_fields(found)
-    for name, value in {**own, **together(found.keys)}.items():
-        said = ["typed"] if name in own else []
-        said += [_shown(key) for key in of_fields.get(name, ()) if name in own or not key.is_ours]
-        yield _line(name, own.get(name, value), "; ".join(said))
-    defaults = {name: value for name, value in found.defaults.items() if name not in own}
+    keys_by_field = _keys_of_fields(converted)
+    for name, value in {**overrides, **together(converted.keys)}.items():
+        remarks = ["set by a flag"] if name in overrides else []
+        remarks += [_key_and_value(key) for key in keys_by_field.get(name, ()) if name in overrides or not key.is_ours]
+        yield _yaml_line(name, overrides.get(name, value), "; ".join(remarks))
+    defaults = {name: value for name, value in converted.defaults.items() if name not in overrides}
     if defaults:
-        yield f"\n# What {title} does where its file says nothing:"
-        yield from (_line(name, value, "") for name, value in defaults.items())
-    yield from _commented("Without a counterpart:", [_said(key) for key in found.lost])
-    yield from _commented("No action needed:", [_said(key) for key in _idle(found)])
-    yield from _commented("Otherwise here:", [*_notes(found), *found.differences])
+        yield f"\n# Defaults of {title} for what its file does not set:"
+        yield from (_yaml_line(name, value, "") for name, value in defaults.items())
+    yield from _commented("Without a counterpart:", [_key_with_note(key) for key in converted.lost])
+    yield from _commented("No action needed:", [_key_with_note(key) for key in _idle_keys(converted)])
+    yield from _commented("Different here:", [*_differing(converted), *converted.differences])
 
 
-def _keys_of_fields(found: Imported) -> dict[str, list[Key]]:
+def _keys_of_fields(converted: Imported) -> dict[str, list[Key]]:
     keys: dict[str, list[Key]] = {}
-    for key in found.keys:
+    for key in converted.keys:
         for name in key.meaning.settings:
             keys.setdefault(name, []).append(key)
     return keys
 
 
-def _line(name: str, value: Any, comment: str) -> str:
+def _yaml_line(name: str, value: Any, comment: str) -> str:
     text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=1000).rstrip()
     first, *rest = text.split("\n")
     return "\n".join([f"{first}  # {comment}" if comment else first, *rest])
@@ -55,20 +55,24 @@ def _commented(title: str, lines: list[str]) -> Iterator[str]:
         yield from (f"#   {line}" for line in lines)
 
 
-def _idle(found: Imported) -> list[Key]:
-    return [key for key in found.keys if not key.meaning.settings and not key.meaning.is_lost]
+def _idle_keys(converted: Imported) -> list[Key]:
+    return [key for key in converted.keys if not key.meaning.settings and not key.meaning.is_lost]
 
 
-def _notes(found: Imported) -> list[str]:
-    return [_said(key) for key in found.keys if key.meaning.settings and key.meaning.said and not key.meaning.is_lost]
+def _differing(converted: Imported) -> list[str]:
+    return [
+        _key_with_note(key)
+        for key in converted.keys
+        if key.meaning.settings and key.meaning.said and not key.meaning.is_lost
+    ]
 
 
-def _shown(key: Key) -> str:
+def _key_and_value(key: Key) -> str:
     return f"{key.name}: {_one_line(redact_data({key.name: key.value})[key.name])}"
 
 
-def _said(key: Key) -> str:
-    return f"{_shown(key)}: {key.meaning.said}"
+def _key_with_note(key: Key) -> str:
+    return f"{_key_and_value(key)}: {key.meaning.said}"
 
 
 def _one_line(value: Any) -> str:
@@ -76,17 +80,18 @@ def _one_line(value: Any) -> str:
     return text if len(text) <= 60 else short(text)
 
 
-def summary(found: Imported, own: Mapping[str, Any], path: Path, output: Path) -> str:
-    """What became of how many keys; those without a counterpart by name."""
-    taken = [key for key in found.keys if key.meaning.settings and not key.meaning.is_lost]
+def summary(converted: Imported, overrides: Mapping[str, Any], path: Path, output: Path) -> str:
+    """Return the text for the terminal: how many keys are taken over, and which have no counterpart or differ here."""
+    taken = [key for key in converted.keys if key.meaning.settings and not key.meaning.is_lost]
     lines = [
-        f"{path} of {found.tool.title}: {len(found.keys)} keys, {len(taken)} taken over, {len(_idle(found))} that "
-        f"need no action, {len(found.lost)} without a counterpart",
-        *(f"  without a counterpart: {_said(key)}" for key in found.lost),
-        *(f"  otherwise here: {line}" for line in (*_notes(found), *found.differences)),
+        f"{path} of {converted.tool.title}: {len(converted.keys)} keys, {len(taken)} taken over, "
+        f"{len(_idle_keys(converted))} that need no action, {len(converted.lost)} without a counterpart",
+        *(f"  without a counterpart: {_key_with_note(key)}" for key in converted.lost),
+        *(f"  different here: {line}" for line in (*_differing(converted), *converted.differences)),
     ]
-    if found.defaults:
+    if converted.defaults:
         lines.append(
-            f"  {found.tool.title}'s own defaults: {', '.join(name for name in found.defaults if name not in own)}"
+            f"  defaults of {converted.tool.title}: "
+            f"{', '.join(name for name in converted.defaults if name not in overrides)}"
         )
     return "\n".join([*lines, f"written: {output}", f"next: scu-trainer train --config {shlex.quote(str(output))}"])
